@@ -1,0 +1,69 @@
+"""What travels between executors: prompts, samples, groups, batches.
+
+All are frozen msgspec structs, so the same types serve in memory and on the wire
+(typed MessagePack, never pickle).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Version = int
+"""Weight version: 0 for the initial weights, +1 for every optimizer step."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt. `ordinal` numbers the prompts of a run; it is never reused, also not across a resume."""
+
+    ordinal: int
+    token_ids: list[int]  # [P]
+    text: str
+    answer: str  # the reference the verifier compares with
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One response to a prompt, with the behaviour policy mu that produced it."""
+
+    token_ids: list[int]  # [T] response tokens, end-of-text included when it was sampled
+    logprobs: list[float]  # [T] log mu(y_t | x, y_<t) under the distribution sampled from
+    versions: list[int]  # [T] weight version that produced each token
+    text: str
+    reward: float
+    finish_reason: str  # "stop" | "length"
+
+    @property
+    def min_version(self) -> Version:
+        return min(self.versions)
+
+    @property
+    def max_version(self) -> Version:
+        return max(self.versions)
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The n samples of one prompt: the unit of the baseline, and of sending."""
+
+    prompt: Prompt
+    samples: list[Sample]  # [n]
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What one optimizer step consumes: `prompts_per_step` groups, in the order of their ordinals."""
+
+    step: int
+    groups: list[Group]
+    generate_s: float  # from the first request's submission to the last score
+    generator_wait_s: float  # time the generator was held back before it could start this batch
+
+
+class TrainSequence(msgspec.Struct, frozen=True):
+    """One token sequence as the trainer sees it: prompt and response joined, with per-token training data.
+
+    Position i of `loss_mask`, `mu_logprobs`, `advantages` speaks of the prediction of token i from tokens < i;
+    position 0 is therefore always masked.
+    """
+
+    token_ids: list[int]  # [L]
+    loss_mask: list[bool]  # [L] True on tokens that the policy produced (or, in SFT, is to learn)
+    mu_logprobs: list[float]  # [L] 0 where masked
+    advantages: list[float]  # [L] 0 where masked
