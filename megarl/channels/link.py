@@ -1,0 +1,157 @@
+"""Typed messages between the processes of one run: ZeroMQ for transport, MessagePack for content, CURVE for who may speak.
+
+A `Hub` binds; `Peer`s connect to it under their own name. Only holders of the run's key get through, content is
+decoded into the declared message types and nothing else, and every wait has a deadline that names both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict, deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from megarl.channels.messages import Message, decode, encode
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """The secret of one run: CURVE key pairs of the binding and of the connecting side."""
+
+    hub_public: str
+    hub_secret: str
+    peer_public: str
+    peer_secret: str
+
+    @classmethod
+    def generate(cls) -> RunKey:
+        pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
+        return cls(*pairs)
+
+    def save(self, path: Path) -> None:
+        """Writes the key so that only this user can read it."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self), file)
+
+    @classmethod
+    def load(cls, path: Path) -> RunKey:
+        return cls(**json.loads(Path(path).read_text()))
+
+
+class _OnlyThisRun:
+    """Credentials provider for the ZAP handler: the run's peer key is the one accepted."""
+
+    def __init__(self, key: RunKey):
+        self._accepted = key.peer_public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._accepted  # pyzmq hands the key over as Z85 text
+
+
+class _Inbox:
+    """Messages that arrived while another type was awaited, in order of arrival per type."""
+
+    def __init__(self) -> None:
+        self._queues: dict[type, deque[tuple[str, Message]]] = defaultdict(deque)
+
+    def put(self, sender: str, message: Message) -> None:
+        self._queues[type(message)].append((sender, message))
+
+    def take(self, kind: type[M]) -> tuple[str, M] | None:
+        queue = self._queues[kind]
+        return queue.popleft() if queue else None
+
+
+class _Endpoint:
+    """What hub and peer share: one socket, one inbox, waiting with a deadline."""
+
+    def __init__(self, name: str, socket: zmq.Socket):
+        self.name = name
+        self._socket = socket
+        self._inbox = _Inbox()
+
+    def _read(self) -> tuple[str, Message]:
+        raise NotImplementedError
+
+    def poll(self, kind: type[M]) -> tuple[str, M] | None:
+        """(sender, message) if one of that type has arrived; does not wait."""
+        while self._socket.poll(0):
+            self._inbox.put(*self._read())
+        return self._inbox.take(kind)
+
+    def receive(self, kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M]:
+        """Waits for a message of type `kind`; returns (sender, message).
+
+        `awaited` completes the sentence "trainer.0 waited 60 s for …".
+        Raises TimeoutError past the deadline.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (found := self.poll(kind)) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._socket.poll(left_s * 1000):
+                raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {awaited}")
+        return found
+
+    def close(self) -> None:
+        self._socket.close(linger=1000)
+
+
+class Hub(_Endpoint):
+    """The binding side. `port` 0 takes a free one; `address` is what peers connect to."""
+
+    def __init__(self, name: str, key: RunKey, host: str = "127.0.0.1", port: int = 0):
+        context = zmq.Context.instance()
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThisRun(key))
+        socket = context.socket(zmq.ROUTER)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = key.hub_public.encode(), key.hub_secret.encode()
+        socket.router_mandatory = True  # sending to a peer that is gone is an error, not a silent drop
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.bind(f"tcp://{host}:{port}")
+        self.address = socket.last_endpoint.decode()
+        super().__init__(name, socket)
+
+    def _read(self) -> tuple[str, Message]:
+        sender, body = self._socket.recv_multipart()
+        return sender.decode(), decode(body)
+
+    def send(self, peer: str, message: Message) -> None:
+        """Raises RuntimeError when `peer` is not connected."""
+        try:
+            self._socket.send_multipart([peer.encode(), encode(message)])
+        except zmq.ZMQError as error:
+            raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
+
+    def close(self) -> None:
+        super().close()
+        self._authenticator.stop()
+
+
+class Peer(_Endpoint):
+    """The connecting side, known to the hub by `name`."""
+
+    def __init__(self, name: str, key: RunKey, address: str):
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.identity = name.encode()
+        socket.curve_serverkey = key.hub_public.encode()
+        socket.curve_publickey, socket.curve_secretkey = key.peer_public.encode(), key.peer_secret.encode()
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.connect(address)
+        super().__init__(name, socket)
+
+    def _read(self) -> tuple[str, Message]:
+        return "hub", decode(self._socket.recv())
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode(message))

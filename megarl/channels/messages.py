@@ -1,0 +1,86 @@
+"""Every message that crosses a process boundary of a run. Decoding admits these types and nothing else."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from megarl.types import Batch
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Hello(_Message, frozen=True):
+    """First word of a trainer rank: it is up, and this is the reshard map it computed."""
+
+    plan_hash: str
+
+
+class WeightsOffer(_Message, frozen=True):
+    """Trainer rank: my shard of these weights is final until you tell me it is written."""
+
+    version: int
+
+
+class WeightsGrant(_Message, frozen=True):
+    """Generator: the engines stand still, write `version` now. `endpoints` are the writable memories, one per generator rank."""
+
+    version: int
+    endpoints: list[str]
+
+
+class WeightsWritten(_Message, frozen=True):
+    """Trainer rank: all my copies are written. `shares[generator rank][tensor]` is my share of the audit hash of that tensor."""
+
+    version: int
+    bytes_written: int
+    write_s: float
+    shares: dict[int, dict[str, int]]
+
+
+class WeightsApplied(_Message, frozen=True):
+    """Generator: the engines serve `version`."""
+
+    version: int
+    audit_ok: bool
+    pause_s: float
+
+
+class BatchReady(_Message, frozen=True):
+    batch: Batch
+
+
+class ProbeReady(_Message, frozen=True):
+    """Generator: log-probs of the probe sequences under `version`, for the trainer to compare with its own."""
+
+    version: int
+    token_ids: list[list[int]]
+    prompt_lengths: list[int]
+    logprobs: list[list[float]]
+
+
+class WorkerReply(_Message, frozen=True):
+    """Answer of one engine worker to a loader command; `error` is empty on success, else what went wrong there."""
+
+    generator_rank: int
+    command: str
+    error: str
+    payload: bytes
+
+
+Message = Union[Hello, WeightsOffer, WeightsGrant, WeightsWritten, WeightsApplied, BatchReady, ProbeReady, WorkerReply]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(body: bytes) -> Message:
+    """Raises msgspec.DecodeError on anything but a declared message."""
+    return _decoder.decode(body)

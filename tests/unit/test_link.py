@@ -1,0 +1,66 @@
+import zmq
+import pytest
+
+from megarl.channels.link import Hub, Peer, RunKey
+from megarl.channels.messages import Hello, WeightsOffer
+
+
+@pytest.fixture
+def key():
+    return RunKey.generate()
+
+
+@pytest.fixture
+def hub(key):
+    hub = Hub("generator.0", key)
+    yield hub
+    hub.close()
+
+
+def test_messages_arrive_typed_and_in_order_per_type(hub, key):
+    peer = Peer("trainer.0", key, hub.address)
+    peer.send(WeightsOffer(3))
+    peer.send(Hello("abc"))
+    peer.send(WeightsOffer(4))
+    assert hub.receive(Hello, 5, "x") == ("trainer.0", Hello("abc"))
+    assert hub.receive(WeightsOffer, 5, "x")[1].version == 3
+    assert hub.receive(WeightsOffer, 5, "x")[1].version == 4
+    hub.send("trainer.0", Hello("back"))
+    assert peer.receive(Hello, 5, "x")[1] == Hello("back")
+    peer.close()
+
+
+def test_a_wait_past_its_deadline_names_both_sides(hub):
+    with pytest.raises(TimeoutError, match="generator.0 waited 0 s for weights version 7 from trainer.1"):
+        hub.receive(WeightsOffer, 0.05, "weights version 7 from trainer.1")
+
+
+def test_strangers_are_refused(hub, key):
+    """Neither another run's key nor an unencrypted socket gets a message through."""
+    other = RunKey.generate()
+    half_known = RunKey(key.hub_public, other.hub_secret, other.peer_public, other.peer_secret)
+    strangers = [Peer("trainer.0", other, hub.address), Peer("trainer.0", half_known, hub.address)]
+    plain = zmq.Context.instance().socket(zmq.DEALER)
+    plain.connect(hub.address)
+    plain.send(b"\x81")
+    for stranger in strangers:
+        stranger.send(Hello("let me in"))
+    with pytest.raises(TimeoutError):
+        hub.receive(Hello, 0.4, "a stranger")
+    friend = Peer("trainer.0", key, hub.address)
+    friend.send(Hello("hi"))
+    assert hub.receive(Hello, 5, "a friend")[1] == Hello("hi")
+    for socket in (*strangers, friend):
+        socket._socket.close(linger=0)
+    plain.close(linger=0)
+
+
+def test_sending_to_an_absent_peer_is_an_error(hub):
+    with pytest.raises(RuntimeError, match="generator.0 cannot reach trainer.5"):
+        hub.send("trainer.5", Hello(""))
+
+
+def test_key_file_is_private(tmp_path, key):
+    key.save(tmp_path / "key")
+    assert (tmp_path / "key").stat().st_mode & 0o077 == 0
+    assert RunKey.load(tmp_path / "key") == key
