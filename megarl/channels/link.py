@@ -109,7 +109,7 @@ class Hub(_Endpoint):
     """The binding side. `port` 0 takes a free one; `address` is what peers connect to."""
 
     def __init__(self, name: str, key: RunKey, host: str = "127.0.0.1", port: int = 0):
-        context = zmq.Context.instance()
+        context = zmq.Context()  # its own: ZeroMQ allows one authenticator per context
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThisRun(key))
@@ -134,8 +134,10 @@ class Hub(_Endpoint):
             raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
 
     def close(self) -> None:
+        context = self._socket.context
         super().close()
         self._authenticator.stop()
+        context.term()
 
 
 class Peer(_Endpoint):
