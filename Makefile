@@ -1,0 +1,60 @@
+# `make quickstart` and `make test` are all a newcomer needs; both set up .venv first, and only when something changed.
+#   make quickstart ARGS="seed=1 run_dir=runs/q1"     overrides for both programs
+#   make test ARGS="tests/unit -k reshard"            arguments for pytest
+#   make setup PYTHON=/path/to/python3.12             another interpreter
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.PHONY: quickstart test setup clean
+
+PYTHON ?=
+ARGS ?=
+STAMP := .venv/.megarl-setup
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -qq
+
+quickstart: setup
+	@.venv/bin/megarl sft configs/quickstart.yaml $(ARGS)
+	.venv/bin/megarl train configs/quickstart.yaml $(ARGS)
+
+test: setup
+	@.venv/bin/pytest $(ARGS)
+
+setup: $(STAMP)
+
+# The stamp is written last: whatever interrupts a set-up, the next one goes on from there.
+$(STAMP): pyproject.toml requirements/cpu.txt
+	@say() { echo "setup: $$*"; }
+	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+	rm -f $@
+	if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+	    for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do
+	        if usable "$$python"; then break; else python=; fi
+	    done
+	    if [ -z "$$python" ]; then
+	        say "needs Python 3.11 or newer with its venv module, found none among: $(or $(PYTHON),python3.11 python3.12 python3.13 python3)." \
+	            "On Debian or Ubuntu: apt-get install python3 python3-venv; or name one: make setup PYTHON=/path/to/python3" >&2
+	        exit 1
+	    fi
+	    say "1/4 virtual environment in .venv, $$("$$python" --version)"
+	    "$$python" -m venv --clear .venv
+	fi
+	say "2/4 $(TORCH) for CPU"
+	$(PIP) --retries 0 --extra-index-url $(TORCH_CPU_INDEX) $(TORCH)
+	say "3/4 the $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt (a minute or two)"
+	$(PIP) --only-binary :all: -r requirements/cpu.txt
+	if ! problem=$$(.venv/bin/python -c 'import torch' 2>&1); then
+	    .venv/bin/python -m pip uninstall -qq -y torch
+	    say "the torch that was installed cannot be imported; is $(TORCH_CPU_INDEX) reachable? $${problem##*$$'\n'}" >&2
+	    exit 1
+	fi
+	say "4/4 this checkout"
+	$(PIP) --no-build-isolation -e .
+	touch $@
+	say "done in $$SECONDS s"
+
+clean:
+	@rm -rf .venv build dist megarl.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	echo "clean: removed .venv, caches and build output; runs/ is left as it is"
