@@ -1,0 +1,100 @@
+"""Child processes of a run: started in sessions of their own, watched together, ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to start. `name` is "<role>.<rank>"; its output goes to logs/<name>.log."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's environment
+
+
+class ProcessFailed(RuntimeError):
+    """A child ended before its work was done. The message carries the end of its log."""
+
+    def __init__(self, name: str, returncode: int, log: Path):
+        how = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
+        super().__init__(f"{name} {how}; the end of {log}:\n{log_tail(log)}")
+        self.name = name
+
+
+class ProcessGroup:
+    """The processes of one run on this host. A context manager: leaving it ends whatever still runs."""
+
+    def __init__(self, log_dir: Path):
+        self.log_dir = log_dir
+        self._children: dict[str, subprocess.Popen] = {}
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, spec: ProcessSpec) -> None:
+        with open(self.log_path(spec.name), "wb") as log:
+            self._children[spec.name] = subprocess.Popen(
+                spec.argv,
+                env={**os.environ, **spec.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its own children end with it, and Ctrl-C reaches the launcher alone
+            )
+
+    def log_path(self, name: str) -> Path:
+        return self.log_dir / f"{name}.log"
+
+    def running(self) -> list[str]:
+        return [name for name, child in self._children.items() if child.poll() is None]
+
+    def check(self, may_finish: set[str] | frozenset[str] = frozenset()) -> None:
+        """Raises ProcessFailed if a child died, or ended well although it is not among `may_finish`.
+
+        Of several dead children the one that died of itself is named, not those that fell with it: a process killed by
+        a signal or with a Python error of its own comes before one that only lost its peer.
+        """
+        dead = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
+        failed = {name: code for name, code in dead.items() if code != 0 or name not in may_finish}
+        if failed:
+            first = min(failed, key=lambda name: self.log_path(name).stat().st_mtime)
+            raise ProcessFailed(first, failed[first], self.log_path(first))
+
+    def dump_stacks(self) -> None:
+        """Asks every child for its Python stacks (they land in its log; children register faulthandler on SIGUSR1)."""
+        for name in self.running():
+            self._children[name].send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Ends every child and all of their descendants: SIGTERM, then SIGKILL after `grace_s`."""
+        self._signal_all(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._signal_all(signal.SIGKILL)
+        for child in self._children.values():
+            child.wait()
+        self._children.clear()
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for child in self._children.values():
+            try:
+                os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
+            except ProcessLookupError:
+                continue
+
+
+def log_tail(path: Path, lines: int = 25) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
