@@ -1,0 +1,49 @@
+"""What an algorithm is: advantages from rewards, and a loss from log-probs. Pure functions on tensors, no processes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Protocol
+
+import torch
+from torch import Tensor
+
+
+class LossOutput(NamedTuple):
+    """A loss as a sum, so that it adds up over microbatches and ranks; the caller divides by the batch's denominator."""
+
+    loss: Tensor  # scalar, sum over the unmasked tokens, to be minimised
+    sums: dict[str, Tensor]  # detached scalars, each a sum over the unmasked tokens; "tokens" counts them
+
+
+class Microbatch(Protocol):
+    """The tensors a loss reads beside the log-probs it is given. Garbage is allowed wherever `loss_mask` is False."""
+
+    loss_mask: Tensor  # [b, s] bool
+    mu_logprobs: Tensor  # [b, s] behaviour policy, as sampled
+    advantages: Tensor  # [b, s]
+    reference_logprobs: Optional[Tensor]  # [b, s] frozen reference, if the algorithm needs one
+
+
+class Algorithm(Protocol):
+    """One training objective, with its settings inside."""
+
+    needs_reference: bool  # whether `loss` reads `microbatch.reference_logprobs`
+    skip_zero: bool  # samples of zero advantage have no gradient, and may be left out of training
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Advantages [G, n] of n samples for each of G prompts, from their rewards [G, n]."""
+        ...
+
+    def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
+        """Loss of one microbatch from the trainer's log-probs [b, s] of its tokens."""
+        ...
+
+
+def group_advantages(rewards: Tensor) -> Tensor:
+    """Reward minus the mean reward of the prompt's samples (LlamaRL, section 6).
+
+    Args: rewards [G, n]. Returns: advantages [G, n], exactly 0 in groups whose rewards are all equal,
+    whatever the rounding of the mean: those groups can then be left out of training.
+    """
+    undecided = (rewards != rewards[:, :1]).any(dim=1, keepdim=True)
+    return torch.where(undecided, rewards - rewards.mean(dim=1, keepdim=True), 0.0)

@@ -1,0 +1,66 @@
+"""From a batch of scored groups to what the trainer trains on, and the batch's own metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.types import Batch, Prompt, Sample, TrainSequence, Version
+
+
+def batch_rewards(batch: Batch) -> Tensor:
+    """Rewards [G, n], float64. Raises: ValueError if the groups differ in their number of samples."""
+    if len({len(group.samples) for group in batch.groups}) != 1:
+        raise ValueError(f"groups of step {batch.step} have different numbers of samples")
+    return torch.tensor([[sample.reward for sample in group.samples] for group in batch.groups], dtype=torch.float64)
+
+
+def response_tokens(batch: Batch) -> int:
+    """Tokens of all responses: the denominator of the token mean."""
+    return sum(len(sample.token_ids) for group in batch.groups for sample in group.samples)
+
+
+def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> tuple[list[TrainSequence], float]:
+    """Sequences to train on, in the batch's order, and the denominator of their summed loss.
+
+    Args: advantages [G, n], one per sample (constant over its tokens: LlamaRL, section 6).
+    With `skip_zero`, samples of zero advantage are left out: they add nothing to the AIPO gradient. The denominator
+    counts the response tokens of the whole batch either way, so the gradient is the same. The list may then be empty.
+    (`Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero advantage.)
+    """
+    sequences = [
+        _train_sequence(group.prompt, sample, advantage)
+        for group, row in zip(batch.groups, advantages.tolist(), strict=True)
+        for sample, advantage in zip(group.samples, row, strict=True)
+        if advantage != 0.0 or not skip_zero
+    ]
+    return sequences, float(response_tokens(batch))
+
+
+def _train_sequence(prompt: Prompt, sample: Sample, advantage: float) -> TrainSequence:
+    p, t = len(prompt.token_ids), len(sample.token_ids)
+    return TrainSequence(
+        token_ids=prompt.token_ids + sample.token_ids,
+        loss_mask=[False] * p + [True] * t,
+        mu_logprobs=[0.0] * p + sample.logprobs,
+        advantages=[0.0] * p + [advantage] * t,
+    )
+
+
+def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
+    """Metrics of one batch as the trainer, at weight version `version`, takes it.
+
+    Staleness of a token: `version` minus the version that produced it. reward/std is over all samples.
+    """
+    rewards = batch_rewards(batch)
+    samples = [sample for group in batch.groups for sample in group.samples]
+    staleness = torch.tensor([version - v for sample in samples for v in sample.versions], dtype=torch.float64)
+    return {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "staleness/mean": staleness.mean().item(),
+        "staleness/max": staleness.max().item(),
+        "response_tokens/mean": response_tokens(batch) / len(samples),
+        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "zero_advantage_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean().item(),
+    }
