@@ -1,0 +1,69 @@
+"""The vocabulary in which a family file states where an engine keeps the model's tensors.
+
+A *logical tensor* is a tensor of the HF checkpoint, full and unsharded. An engine's *parameter* is one or several logical
+tensors fused along one dim and cut over the shards of tensor parallelism. All fused layouts in use are one pattern:
+`groups` times in turn, a slice of each part; shard s holds the s-th contiguous chunk of that sequence.
+
+    Megatron linear_qkv    groups = kv heads   [q..q, k, v] per query group
+    SGLang qkv_proj        groups = tp         [Q_r; K_r; V_r] per rank
+    gate_up, linear_fc1    groups = tp         [gate_r; up_r] per rank
+    plain row/column cut   groups = tp         one part
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+FIRST, LAYER, LAST = "first", "layer", "last"
+LAYER_FIELD = "{layer}"  # stands for the global layer number in names of place LAYER
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor of the HF checkpoint. A name with `{layer}` stands for one tensor per layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    place: str  # FIRST | LAYER | LAST: the pipeline stage that needs it
+
+
+@dataclass(frozen=True)
+class Part:
+    """One logical tensor's share of a parameter: per group a slice of `padded * replicas / groups` along the cut dim.
+
+    Group g takes slice g // replicas, so `replicas` consecutive groups hold the same elements (kv heads under a larger TP).
+    `padded` is the tensor's extent along the cut dim including the zeros that the engine appends; None: no padding.
+    """
+
+    logical_name: str
+    padded: Optional[int] = None
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of an engine, on all shards. `dim` None: every shard holds the (single) part whole."""
+
+    name: str
+    place: str  # FIRST | LAYER | LAST
+    parts: tuple[Part, ...]
+    dim: Optional[int] = None
+    groups: int = 1
+
+
+def whole(name: str, place: str, logical_name: str) -> Parameter:
+    """A parameter that every shard holds in full."""
+    return Parameter(name, place, (Part(logical_name),))
+
+
+def padded_vocab_size(vocab_size: int, tp: int, divisible_by: int = 128) -> int:
+    """Rows of the trainer's embedding and output layer: the next multiple of `divisible_by * tp`.
+
+    128 is the default of Megatron's `--make-vocab-size-divisible-by`; megatron-core itself leaves the padding to its caller.
+    """
+    return round_up(vocab_size, divisible_by * tp)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,131 @@
+"""From an HF config.json to a `ModelSpec`, and from a spec to the family module that knows its tensors.
+
+A family is one module of this package. It declares `ARCHITECTURES` (names as in config.json) and the functions
+
+    read_spec(reader: ConfigReader) -> ModelSpec
+    logical_tensors(spec) -> tuple[LogicalTensor, ...]
+    megatron_parameters(spec, tp, pp, norm_names) -> tuple[Parameter, ...]
+    sglang_parameters(spec, tp, device) -> tuple[Parameter, ...]
+
+Nothing has to be registered: every module of the package that has `ARCHITECTURES` is a family.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Mapping, Optional, Union
+
+from megarl.config.errors import ConfigError
+from megarl.models.spec import ModelSpec
+
+
+class ConfigReader:
+    """Reads keys of one config.json; every complaint names the file and the key."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]):
+        self.source = source
+        self.values = values
+
+    def integer(self, key: str, default: Optional[int] = None) -> int:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigError(f"{self.source}: {key} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{self.source}: {key} = {value!r} is not a positive integer")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {key} = {value!r} is not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {key} = {value!r} is neither true nor false")
+        return value
+
+    def rope(self) -> tuple[float, Optional[Mapping[str, Any]]]:
+        """(theta, scaling or None) from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
+        values = self.values.get("rope_parameters") or {}
+        theta = values.get("rope_theta") or self.number("rope_theta", 10000.0)
+        scaling = values or self.values.get("rope_scaling") or {}
+        scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
+        if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+            return float(theta), None
+        return float(theta), scaling
+
+    def expect(self, key: str, default: Any, allowed: Any) -> None:
+        value = self.values.get(key, default)
+        if value != allowed:
+            raise ConfigError(f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is")
+
+
+def load_spec(model: Union[str, Path, Mapping[str, Any]]) -> ModelSpec:
+    """The shape of a model from a checkpoint folder, a config.json, a hub name, or the config's contents.
+
+    Raises ConfigError naming file and key when something is missing or the architecture is unknown.
+    """
+    if isinstance(model, Mapping):
+        return _read("config", model)
+    path = _config_file(str(model))
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: holds {type(values).__name__}, expected a JSON object")
+    return _read(str(path), values)
+
+
+def family(spec: ModelSpec) -> ModuleType:
+    """The module that knows the tensors of `spec`."""
+    return importlib.import_module(f"megarl.models.{spec.family}")
+
+
+@functools.cache
+def architectures() -> dict[str, ModuleType]:
+    """Architecture name as in config.json → family module."""
+    package = importlib.import_module("megarl.models")
+    modules = [importlib.import_module(f"megarl.models.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
+    return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
+
+
+def _read(source: str, values: Mapping[str, Any]) -> ModelSpec:
+    names = values.get("architectures")
+    if not names:
+        raise ConfigError(f"{source}: architectures is missing")
+    known = architectures()
+    if names[0] not in known:
+        raise ConfigError(f"{source}: architectures = {names!r} is not supported; supported: {', '.join(sorted(known))}")
+    return known[names[0]].read_spec(ConfigReader(source, values))
+
+
+def _config_file(model: str) -> Path:
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.exists():
+        return path
+    # A hub name is owner/name; anything else, and anything that looks like a path, is a missing folder.
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ConfigError(f"model.path = {model!r}: {path} does not exist")
+    from huggingface_hub import hf_hub_download  # only for hub names: local models need no network code
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as error:  # the hub's own errors derive from these
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model.path = {model!r}: neither a local folder nor reachable on the hub: {reason}") from error
