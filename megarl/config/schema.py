@@ -1,6 +1,7 @@
-"""Every setting of a run, with its default. The one place where a key's name and type are defined.
+"""Every setting of a run, with its default, its limit and its meaning. The one place where a key is defined.
 
 `async` is a Python keyword, so the section lives in the field `async_`; the loader maps the YAML key `async` to it.
+docs/config.md is generated from here: `python -m megarl.config.reference > docs/config.md`.
 """
 
 from __future__ import annotations
@@ -10,152 +11,167 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from megarl.config.limits import Limit, above, at_least, between, each, one_of, setting
+
 
 @dataclass
 class ModelConfig:
-    path: str = MISSING  # HF checkpoint: a local folder or a hub name
-    tokenizer: Optional[str] = None  # defaults to `path`
-    dtype: str = "bfloat16"  # float32 | bfloat16: the trainer's parameters and the wire
-    random_init: bool = False  # `path` holds config and tokenizer only; start from random weights (megarl sft)
+    path: str = setting(MISSING, "HF checkpoint: a local folder or a hub name")
+    spec: Optional[str] = setting(None, "a config.json to plan with while the checkpoint is not at hand; null: the one in `path`")
+    tokenizer: Optional[str] = setting(None, "a local folder or a hub name; null: the one in `path`")
+    dtype: str = setting("bfloat16", "type of the trainer's parameters, and of weights on the wire", one_of("float32", "bfloat16"))
+    random_init: bool = setting(False, "`path` holds config and tokenizer only; start from random weights (megarl sft)")
 
 
 @dataclass
 class DatasetConfig:
-    source: str = MISSING  # synthetic:<task> | a .jsonl / .parquet file | a hub name
-    split: str = "train"
-    subset: Optional[str] = None  # hub configuration name, such as "main" of gsm8k
-    prompt_key: str = "question"
-    answer_key: str = "answer"
-    demonstration_key: Optional[str] = None  # SFT target; defaults to answer_key
-    prompt_template: str = "{prompt}"
-    size: Optional[int] = None  # first rows only
+    source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name")
+    split: str = setting("train", "which split of the source")
+    subset: Optional[str] = setting(None, 'hub configuration name, such as "main" of gsm8k')
+    prompt_key: str = setting("question", "column of the prompt")
+    answer_key: str = setting("answer", "column of the reference answer")
+    demonstration_key: Optional[str] = setting(None, "column of the text that SFT learns; null: answer_key")
+    prompt_template: str = setting("{prompt}", "what the model sees, with {prompt} standing for the column")
+    size: Optional[int] = setting(None, "first rows only; null: all", at_least(1))
 
 
 @dataclass
 class DataConfig:
     train: DatasetConfig = field(default_factory=DatasetConfig)
-    eval: Optional[DatasetConfig] = None
-    shuffle: bool = True
+    eval: Optional[DatasetConfig] = setting(None, "the held-out set; null: none")
+    shuffle: bool = setting(True, "shuffle the training prompts anew every epoch, by the seed")
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    schedule: str = "constant"  # constant | cosine
-    min_lr_ratio: float = 0.1  # cosine ends at lr * min_lr_ratio
-    clip_grad: float = 1.0  # global norm; 0 turns clipping off
+    lr: float = setting(1e-6, "peak learning rate (AdamW)", at_least(0))
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True)))
+    eps: float = setting(1e-8, "Adam's epsilon", above(0))
+    weight_decay: float = setting(0.0, "decoupled weight decay", at_least(0))
+    warmup_steps: int = setting(0, "steps of linear warm-up", at_least(0))
+    schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine"))
+    min_lr_ratio: float = setting(0.1, "cosine ends at lr * min_lr_ratio", between(0, 1))
+    clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least(0))
 
 
 @dataclass
 class TrainerConfig:
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    dp: int = 1
-    zero: int = 1  # 0: plain data parallel; 1: distributed optimizer
-    sequence_parallel: bool = False
-    recompute: bool = False
-    max_tokens_per_microbatch: int = 8192
+    tp: int = setting(1, "tensor parallel size", at_least(1))
+    pp: int = setting(1, "pipeline parallel size", at_least(1))
+    vpp: int = setting(1, "virtual pipeline stages per rank", at_least(1))
+    cp: int = setting(1, "context parallel size", at_least(1))
+    ep: int = setting(1, "expert parallel size", at_least(1))
+    etp: int = setting(1, "tensor parallel size inside an expert", at_least(1))
+    dp: int = setting(1, "data parallel size", at_least(1))
+    zero: int = setting(1, "0: plain data parallel; 1: distributed optimizer", one_of(0, 1))
+    sequence_parallel: bool = setting(False, "split norms and residuals along the sequence over the tp ranks")
+    recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
+    max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch", at_least(1))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 @dataclass
 class GeneratorConfig:
-    engines: int = 1
-    tp: int = 1
-    ep: int = 1
-    quantization: Optional[str] = None
-    max_concurrency: int = 256  # requests in flight per engine
-    kv_cache_tokens: Optional[int] = None  # None: SGLang decides from free memory
-    mem_fraction: float = 0.85  # of GPU memory, weights and KV cache together
-    startup_timeout_s: float = 900.0
-    server_args: dict[str, Any] = field(default_factory=dict)  # passed on to sglang.launch_server as they are
+    engines: int = setting(1, "SGLang servers", at_least(1))
+    tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
+    ep: int = setting(1, "expert parallel size of an engine", at_least(1))
+    quantization: Optional[str] = setting(None, "weight format of the engines; null: model.dtype")
+    max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
+    kv_cache_tokens: Optional[int] = setting(None, "size of an engine's KV cache; null: SGLang decides from free memory", at_least(1))
+    mem_fraction: float = setting(0.85, "of GPU memory, weights and KV cache together", between(0, 1, open_low=True))
+    startup_timeout_s: float = setting(900.0, "until an engine answers", above(0))
+    server_args: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "passed on to sglang.launch_server as they are"}
+    )
 
 
 @dataclass
 class AsyncConfig:
-    capacity: int = 1  # of the rollouts channel, in steps: 0 synchronous, 1 one step behind, K bounded queue
-    max_staleness: Optional[int] = None
-    partial_rollout: str = "block"  # block; in_flight, retract, resume, abort are not there yet
+    capacity: int = setting(1, "of the rollouts channel, in steps: 0 synchronous, 1 one step behind, K a bounded queue", at_least(0))
+    max_staleness: Optional[int] = setting(None, "most optimizer steps a sample may be behind; null: what capacity gives", at_least(0))
+    partial_rollout: str = setting(
+        "block",
+        "what happens to running requests at a weight update; block: they finish first",
+        Limit("block; in_flight, retract, resume and abort are not supported yet", lambda value: value == "block"),
+    )
 
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "aipo"
-    rho: float = 4.0  # importance-ratio clip, LlamaRL section 6: 2 to 10 works
-    kl_coef: float = 0.0  # lambda_KL against the frozen initial policy; 0 holds no reference model
-    skip_zero_advantage: bool = True
+    name: str = setting("aipo", "aipo: LlamaRL, section 6", one_of("aipo"))
+    rho: float = setting(4.0, "importance-ratio clip; 2 to 10 works (LlamaRL, section 6)", above(0))
+    kl_coef: float = setting(0.0, "weight of the KL to the frozen initial policy; 0 holds no reference model", at_least(0))
+    skip_zero_advantage: bool = setting(True, "spend no training time on groups whose rewards are all equal; same gradient")
 
 
 @dataclass
 class RolloutConfig:
-    prompts_per_step: int = 32
-    n: int = 4
-    max_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    prompts_per_step: int = setting(32, "prompts per optimizer step", at_least(1))
+    n: int = setting(4, "samples per prompt", at_least(1))
+    max_tokens: int = setting(1024, "longest response, in tokens", at_least(1))
+    temperature: float = setting(1.0, "sampling temperature", above(0))
+    top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))
+    top_k: int = setting(-1, "sample among the k likeliest tokens; -1: off", Limit("-1, or at least 1", lambda k: k == -1 or k >= 1))
 
 
 @dataclass
 class RewardConfig:
-    name: str = "math"  # verifier: math
-    workers: int = 1
-    timeout_s: float = 5.0  # per answer
-    memory_mib: int = 1024  # per worker process
+    name: str = setting("math", "verifier; math: equal to the reference answer as mathematics", one_of("math"))
+    workers: int = setting(1, "processes that verify", at_least(1))
+    timeout_s: float = setting(5.0, "per answer", above(0))
+    memory_mib: int = setting(1024, "per worker process", at_least(64))
 
 
 @dataclass
 class WeightsConfig:
-    transport: str = "auto"  # auto | shared_memory | gloo | package.module:Class
-    audit: bool = True
+    transport: str = setting(
+        "auto",
+        "how weights reach the engines; auto: shared_memory on one host",
+        one_of("auto", "shared_memory", "gloo", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:Class"),
+    )
+    audit: bool = setting(True, "compare hashes of what was sent and of what is in the engines' memory after every update")
 
 
 @dataclass
 class EvalConfig:
-    every: int = 0  # steps between evaluations inside a run; 0: only before the first and after the last step
-    max_tokens: Optional[int] = None  # defaults to rollout.max_tokens
-    limit: Optional[int] = None  # first prompts of data.eval only
+    every: int = setting(0, "steps between evaluations inside a run; 0: only before the first and after the last step", at_least(0))
+    max_tokens: Optional[int] = setting(None, "longest response, in tokens; null: rollout.max_tokens", at_least(1))
+    limit: Optional[int] = setting(None, "first prompts of data.eval only; null: all", at_least(1))
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 10  # steps; 0 saves only at the end
-    keep: int = 2  # newest checkpoints kept
+    every: int = setting(10, "steps between checkpoints; 0: only at the end", at_least(0))
+    keep: int = setting(2, "newest checkpoints kept", at_least(1))
 
 
 @dataclass
 class ObserveConfig:
-    probe_every: int = 10  # steps between trainer-against-generator log-prob probes; 0 turns them off
-    rollouts_per_step: int = 4  # groups written to rollouts/ as text
-    tensorboard: bool = True
+    probe_every: int = setting(10, "steps between trainer-against-generator log-prob probes; 0: none", at_least(0))
+    rollouts_per_step: int = setting(4, "groups written to rollouts/ as text", at_least(0))
+    tensorboard: bool = setting(True, "write tb/")
 
 
 @dataclass
 class SftConfig:
-    steps: int = 0
-    batch_size: int = 128  # sequences per optimizer step
-    max_tokens_per_microbatch: Optional[int] = None  # defaults to trainer.max_tokens_per_microbatch
+    steps: int = setting(0, "optimizer steps of megarl sft", at_least(0))
+    batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
+    max_tokens_per_microbatch: Optional[int] = setting(
+        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: Optional[DatasetConfig] = None  # defaults to data.train
-    output: str = "${run_dir}/sft/hf"  # HF checkpoint that the trained weights are exported to
+    data: Optional[DatasetConfig] = setting(None, "demonstrations; null: data.train")
+    output: str = setting("${run_dir}/sft/hf", "folder of the HF checkpoint that the trained weights are exported to")
 
 
 @dataclass
 class TimeoutConfig:
     """Deadlines in seconds. On expiry the waiting side says whom it waited for, and for what."""
 
-    rendezvous_s: float = 600.0  # all processes of the run up and connected
-    rollouts_s: float = 3600.0  # trainer waits for a batch; generator waits for room
-    weights_s: float = 600.0  # one weight update, any part
-    request_s: float = 3600.0  # one generation request
+    rendezvous_s: float = setting(600.0, "all processes of the run up and connected", above(0))
+    rollouts_s: float = setting(3600.0, "the trainer waits for a batch; the generator waits for room", above(0))
+    weights_s: float = setting(600.0, "one weight update, any part", above(0))
+    request_s: float = setting(3600.0, "one generation request", above(0))
 
 
 @dataclass
@@ -174,6 +190,6 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-    max_steps: int = 100
-    seed: int = 0
-    run_dir: str = "runs/default"
+    max_steps: int = setting(100, "optimizer steps of the whole run", at_least(1))
+    seed: int = setting(0, "of everything random in the run", at_least(0))
+    run_dir: str = setting("runs/default", "where the run writes; a run that finds its checkpoints there goes on from the last")

@@ -1,0 +1,105 @@
+"""The settings of a run as one flat tree of dotted keys, read off the dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Iterator, Optional
+
+from megarl.config.limits import Limit
+from megarl.config.schema import RunConfig
+
+NEAREST = 3  # suggestions at most
+CLOSE_ENOUGH = 0.6  # difflib's ratio of the last names
+TIE = 0.01  # suggestions this close to the best are shown too
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the tree. `key` is what people write: `async.capacity`, not `async_.capacity`."""
+
+    key: str
+    type: Any  # without Optional
+    optional: bool
+    default: Any
+    meaning: str
+    limit: Optional[Limit]
+
+
+@dataclass(frozen=True)
+class Section:
+    """An inner node. An optional one may be null."""
+
+    key: str
+    type: type
+    optional: bool
+    meaning: str
+
+
+@functools.cache
+def settings() -> dict[str, Setting]:
+    """Every setting by its dotted key, in the order of the dataclasses."""
+    return {node.key: node for node in _walk(RunConfig, "") if isinstance(node, Setting)}
+
+
+@functools.cache
+def sections() -> dict[str, Section]:
+    """Every section by its dotted key."""
+    return {node.key: node for node in _walk(RunConfig, "") if isinstance(node, Section)}
+
+
+def field_path(key: str) -> str:
+    """Where `key` lives in RunConfig: the same path, but for `async`, which Python keeps for itself."""
+    return "async_" + key[len("async"):] if key == "async" or key.startswith("async.") else key
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    """The value of `key`, or None where an optional section above it is null."""
+    return functools.reduce(lambda node, name: getattr(node, name, None), field_path(key).split("."), config)
+
+
+def nearest(key: str) -> list[str]:
+    """The known keys that look most like `key`, best first: of a like name in the same section, or the same name in another."""
+    scored = [(_likeness(key, known), known) for known in settings() if _ratio(_name(key), _name(known)) >= CLOSE_ENOUGH]
+    best = max(scored, default=(0.0, ""))[0]
+    return [known for score, known in sorted(scored, reverse=True)[:NEAREST] if score >= best - TIE]
+
+
+def _likeness(key: str, known: str) -> float:
+    whole, name = _ratio(key, known), _ratio(_name(key), _name(known))
+    start = len(os.path.commonprefix([key, known])) / len(key)
+    return max(whole, 0.9 * name + 0.1 * whole) + 0.1 * start
+
+
+def _ratio(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _walk(cls: type, prefix: str) -> Iterator[Setting | Section]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key = prefix + ("async" if field.name == "async_" else field.name)
+        hint, optional = _without_optional(hints[field.name])
+        meaning = field.metadata.get("meaning", "")
+        if dataclasses.is_dataclass(hint):
+            yield Section(key, hint, optional, meaning)
+            yield from _walk(hint, key + ".")
+        else:
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            yield Setting(key, hint, optional, default, meaning, field.metadata.get("limit"))
+
+
+def _without_optional(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None)), True
+    return hint, False

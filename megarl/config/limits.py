@@ -1,0 +1,51 @@
+"""What a setting's value may be. A limit's text completes "must be …" in messages and stands in the table of docs/config.md."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+
+@dataclass(frozen=True)
+class Limit:
+    text: str
+    accepts: Callable[[Any], bool]
+
+
+def at_least(low: float) -> Limit:
+    return Limit(f"at least {low}", lambda value: value >= low)
+
+
+def above(low: float) -> Limit:
+    return Limit(f"above {low}", lambda value: value > low)
+
+
+def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Limit:
+    """A closed interval, or one that excludes an end."""
+    brackets = "(" if open_low else "[", ")" if open_high else "]"
+
+    def accepts(value: float) -> bool:
+        return (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
+
+    return Limit(f"in {brackets[0]}{low}, {high}{brackets[1]}", accepts)
+
+
+def each(limit: Limit) -> Limit:
+    return Limit(f"{limit.text}, each", lambda values: all(limit.accepts(value) for value in values))
+
+
+def one_of(*values: Any, or_like: str | None = None, written: str = "") -> Limit:
+    """One of `values`, or a string that fully matches the regular expression `or_like`, which `written` shows to people."""
+    names = [*map(str, values), *([written] if or_like else [])]
+    text = names[0] if len(names) == 1 else "one of " + ", ".join(names)
+
+    def accepts(value: Any) -> bool:
+        return value in values or (or_like is not None and re.fullmatch(or_like, value) is not None)
+
+    return Limit(text, accepts)
+
+
+def setting(default: Any, meaning: str, limit: Limit | None = None) -> Any:
+    """A field of a config dataclass that carries its meaning and its limit."""
+    return field(default=default, metadata={"meaning": meaning, "limit": limit})

@@ -1,0 +1,205 @@
+"""A YAML file and dotted overrides become one RunConfig, or one ConfigError that holds every problem found."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from pathlib import Path
+from typing import Any, Iterator, Mapping
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException, ValidationError
+
+from megarl.config.errors import ConfigError
+from megarl.config.keys import Setting, field_path, nearest, sections, settings
+from megarl.config.schema import RunConfig
+
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers"}
+
+
+def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
+    """Read `path`, apply `overrides` (`dotted.key=value`, the value in YAML), fill in defaults, resolve interpolations.
+
+    Raises ConfigError with all problems: unknown keys, wrong types, values outside their limits, missing settings.
+    """
+    problems: list[str] = []
+    assignments = [*_read_file(Path(path), problems), *_read_overrides(overrides, problems)]
+    tree = OmegaConf.structured(RunConfig)
+    for key, value in assignments:
+        problems.extend(_assign(tree, key, value))
+    blamed = {key for key, _ in assignments if any(problem.startswith(f"{key}=") for problem in problems)}
+    problems.extend(_check_values(tree, skip=blamed))
+    if problems:
+        raise ConfigError(problems)
+    return OmegaConf.to_object(tree)
+
+
+def dump_config(config: RunConfig) -> str:
+    """`config` as YAML that `load_config` reads back to an equal one."""
+    tree = _escape(OmegaConf.to_container(OmegaConf.structured(config)))
+    return yaml.safe_dump({"async" if key == "async_" else key: value for key, value in tree.items()}, sort_keys=False, allow_unicode=True)
+
+
+def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
+    """The leaves of the file, dotted. A file that cannot be read at all raises: nothing else is worth saying then."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(_not_found(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a YAML file: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(tree, dict) or (len(tree) == 1 and None in tree.values() and next(iter(tree)) not in sections()):
+        raise ConfigError(f"{path}: must hold a mapping of keys to values")
+    return list(_leaves(tree, "", problems))
+
+
+def _not_found(path: Path) -> str:
+    message = f"{path}: no such file"
+    if "=" in path.name:
+        return f"{message}; the configuration file comes before the overrides: CONFIG {path}"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.y*ml")], cutoff=0.3)
+    return message + (f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else "")
+
+
+def _read_overrides(overrides: list[str], problems: list[str]) -> list[tuple[str, Any]]:
+    found = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            problems.append(f"{override}: an override must be of the form key=value, such as trainer.tp=2")
+            continue
+        try:
+            value = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + text]))["value"] if text else ""
+        except (yaml.YAMLError, OmegaConfBaseException):
+            value = text
+        setting = settings().get(key)
+        if setting and setting.type is str and not isinstance(value, str | None):
+            value = text  # text needs no YAML quotes: `data.train.prompt_template=Q: {prompt}`
+        found.extend(_leaves({key: value}, "", problems))
+    return found
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        section = sections().get(key)
+        if section is None or (section.optional and value in (None, {})):
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, f"{key}.", problems)
+        else:
+            problems.append(f"{key}={_show(value)}: is a section; set its keys, such as {_children(key)[0]}")
+
+
+def _children(section: str) -> list[str]:
+    return [key for key in settings() if key.startswith(f"{section}.")]
+
+
+def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
+    """Set one leaf; yields what is wrong with its key or its type."""
+    setting = settings().get(key)
+    free = key.startswith("generator.server_args.")
+    if setting is None and not free and key not in sections():
+        yield f"{key}={_show(value)}: unknown key; {_hint(key)}"
+        return
+    if setting is not None and not _right_kind(setting, value):
+        yield _wrong_type(setting, value)
+        return
+    for name, section in sections().items():
+        if section.optional and f"{key}.".startswith(f"{name}.") and OmegaConf.select(tree, name) is None:
+            OmegaConf.update(tree, name, section.type)
+    if setting is None and value == {}:
+        return
+    try:
+        OmegaConf.update(tree, field_path(key), _internal_interpolations(value), merge=False, force_add=free)
+    except OmegaConfBaseException:
+        yield _wrong_type(setting, value) if setting else f"{key}={_show(value)}: cannot be set"
+
+
+def _hint(key: str) -> str:
+    near = nearest(key)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    siblings = _children(key.rpartition(".")[0]) if "." in key else []
+    return f"its section has {', '.join(siblings)}" if siblings else "docs/config.md lists every key"
+
+
+def _right_kind(setting: Setting, value: Any) -> bool:
+    """What OmegaConf would convert in silence: a null, and booleans or collections to text."""
+    if value is None:
+        return setting.optional
+    return setting.type is not str or (isinstance(value, str | int | float) and not isinstance(value, bool))
+
+
+def _wrong_type(setting: Setting, value: Any) -> str:
+    name = TYPE_NAMES.get(setting.type, "a mapping")
+    return f"{setting.key}={_show(value)}: must be {name}{' or null' if setting.optional else ''}"
+
+
+def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[str]:
+    """Resolve interpolations, then hold every value against its setting's limit."""
+    written = OmegaConf.to_container(tree)
+    for setting in settings().values():
+        text = _dig(written, setting.key)
+        if text is None or setting.key in skip:
+            continue
+        if text == MISSING:
+            yield f"{setting.key}: must be set: {setting.meaning}"
+            continue
+        try:
+            value = _plain(OmegaConf.select(tree, field_path(setting.key)))
+        except (InterpolationValidationError, ValidationError):
+            yield _wrong_type(setting, text)
+        except OmegaConfBaseException as error:
+            yield f"{setting.key}={_show(text)}: {str(error).splitlines()[0]}"
+        else:
+            yield from _check_value(setting, value)
+
+
+def _check_value(setting: Setting, value: Any) -> Iterator[str]:
+    numbers = value if isinstance(value, list) else [value]
+    if value == "":
+        yield f"{setting.key}=: must not be empty"
+    elif any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        yield f"{setting.key}={_show(value)}: must be finite"
+    elif setting.limit and not setting.limit.accepts(value):
+        yield f"{setting.key}={_show(value)}: must be {setting.limit.text}"
+
+
+def _dig(tree: Any, key: str) -> Any:
+    """The value of a dotted key; None under a section that is null."""
+    for name in field_path(key).split("."):
+        tree = None if tree is None else tree[name]
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _internal_interpolations(value: Any) -> Any:
+    return value.replace("${async.", "${async_.") if isinstance(value, str) else value
+
+
+def _escape(value: Any) -> Any:
+    """A resolved value that looks like an interpolation is text, and must stay text."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _show(value: Any) -> str:
+    """A value as it is written in YAML, on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)

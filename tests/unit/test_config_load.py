@@ -1,0 +1,187 @@
+"""Loading: what is accepted, what every mistake is answered with, and that a dumped config loads back equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.keys import settings
+from megarl.config.load import dump_config, load_config
+from megarl.config.schema import RunConfig
+
+MINIMAL = "model: {path: m}\ndata: {train: {source: rows.jsonl}}\n"
+
+
+def write(folder: Path, text: str = MINIMAL) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return caught.value.problems
+
+
+def test_defaults_fill_in_and_interpolations_resolve(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "run_dir: runs/x\nseed: ${async.capacity}\n"), ["async.capacity=2"])
+    assert isinstance(config, RunConfig)
+    assert (config.model.path, config.sft.output, config.async_.capacity, config.seed) == ("m", "runs/x/sft/hf", 2, 2)
+    assert config.trainer.optimizer.betas == (0.9, 0.95)
+    assert config.data.eval is None and config.sft.data is None
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "trainer: {tp: 4, dp: 2}\n")
+    config = load_config(path, ["trainer.tp=8", "trainer.tp=2", "trainer.optimizer.lr=1e-4"])
+    assert (config.trainer.tp, config.trainer.dp, config.trainer.optimizer.lr) == (2, 2, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("run_dir=3", "run_dir", "3"),
+        ("data.train.prompt_template=Q: {prompt}", "data.train.prompt_template", "Q: {prompt}"),
+        ("data.train.subset='null'", "data.train.subset", "null"),
+        ("data.train.subset=null", "data.train.subset", None),
+        ("trainer.recompute=true", "trainer.recompute", True),
+        ("trainer.optimizer.betas=[0.8, 0.9]", "trainer.optimizer.betas", (0.8, 0.9)),
+        ("rollout.top_k=-1", "rollout.top_k", -1),
+        ("rollout.top_k=40", "rollout.top_k", 40),
+        ("rollout.temperature=1", "rollout.temperature", 1.0),
+        ("weights.transport=my_site.wires:Fast", "weights.transport", "my_site.wires:Fast"),
+        ("generator.server_args={page_size: 1}", "generator.server_args", {"page_size": 1}),
+        ("generator.server_args.chunked_prefill_size=64", "generator.server_args", {"chunked_prefill_size": 64}),
+        ("trainer={tp: 2}", "trainer.tp", 2),
+    ],
+)
+def test_override_values(tmp_path: Path, override: str, key: str, value: object) -> None:
+    config = load_config(write(tmp_path), [override])
+    found = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value and type(found) is type(value)
+
+
+def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["data.eval.source=held_out.jsonl", "data.eval.size=5"])
+    assert (config.data.eval.source, config.data.eval.size, config.data.eval.split) == ("held_out.jsonl", 5, "train")
+    assert load_config(write(tmp_path), ["data.eval.source=a.jsonl", "data.eval=null"]).data.eval is None
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("trainer.tpp=2", "trainer.tpp=2: unknown key; did you mean trainer.tp?"),
+        ("trainer.lr=1", "trainer.lr=1: unknown key; did you mean trainer.optimizer.lr?"),
+        ("trainr.tp=2", "trainr.tp=2: unknown key; did you mean trainer.tp?"),
+        ("algorithm.temperature=1", "algorithm.temperature=1: unknown key; did you mean rollout.temperature?"),
+        ("async_.capacity=1", "async_.capacity=1: unknown key; did you mean async.capacity?"),
+        ("weights.color=red", "weights.color=red: unknown key; its section has weights.transport, weights.audit"),
+        ("zzz=1", "zzz=1: unknown key; docs/config.md lists every key"),
+        ("max_steps", "max_steps: an override must be of the form key=value, such as trainer.tp=2"),
+        ("=3", "=3: an override must be of the form key=value, such as trainer.tp=2"),
+        ("trainer=3", "trainer=3: is a section; set its keys, such as trainer.tp"),
+        ("trainer=null", "trainer=null: is a section; set its keys, such as trainer.tp"),
+        ("trainer.tp=two", "trainer.tp=two: must be an integer"),
+        ("trainer.tp=2.0", "trainer.tp=2.0: must be an integer"),
+        ("trainer.tp=true", "trainer.tp=true: must be an integer"),
+        ("trainer.tp=null", "trainer.tp=null: must be an integer"),
+        ("trainer.tp=", "trainer.tp=: must be an integer"),
+        ("trainer.tp=[2]", "trainer.tp=[2]: must be an integer"),
+        ("trainer.tp=${run_dir}", "trainer.tp=${run_dir}: must be an integer"),
+        ("async.max_staleness=few", "async.max_staleness=few: must be an integer or null"),
+        ("trainer.recompute=maybe", "trainer.recompute=maybe: must be true or false"),
+        ("trainer.optimizer.lr=fast", "trainer.optimizer.lr=fast: must be a number"),
+        ("trainer.optimizer.betas=[0.9]", "trainer.optimizer.betas=[0.9]: must be a list of two numbers"),
+        ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas=[0.9, 1.0]: must be in [0, 1), each"),
+        ("trainer.optimizer.lr=.nan", "trainer.optimizer.lr=nan: must be finite"),
+        ("trainer.optimizer.lr=-1", "trainer.optimizer.lr=-1.0: must be at least 0"),
+        ("trainer.optimizer.schedule=linear", "trainer.optimizer.schedule=linear: must be one of constant, cosine"),
+        ("trainer.tp=0", "trainer.tp=0: must be at least 1"),
+        ("trainer.zero=3", "trainer.zero=3: must be one of 0, 1"),
+        ("generator.server_args=3", "generator.server_args=3: must be a mapping"),
+        ("generator.mem_fraction=0", "generator.mem_fraction=0.0: must be in (0, 1]"),
+        ("async.capacity=-1", "async.capacity=-1: must be at least 0"),
+        (
+            "async.partial_rollout=in_flight",
+            "async.partial_rollout=in_flight: must be block; in_flight, retract, resume and abort are not supported yet",
+        ),
+        ("algorithm.name=ppo", "algorithm.name=ppo: must be aipo"),
+        ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
+        ("reward.name=vibes", "reward.name=vibes: must be math"),
+        ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
+        ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
+        ("rollout.top_k=0", "rollout.top_k=0: must be -1, or at least 1"),
+        ("weights.transport=pigeon", "weights.transport=pigeon: must be one of auto, shared_memory, gloo, package.module:Class"),
+        ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
+        ("eval.every=-5", "eval.every=-5: must be at least 0"),
+        ("run_dir=", "run_dir=: must not be empty"),
+        ("run_dir=null", "run_dir=null: must be a string"),
+        ("seed=${nosuch}", "seed=${nosuch}: Interpolation key 'nosuch' not found"),
+        ("data.eval={}", "data.eval.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"),
+    ],
+)
+def test_one_mistake_one_line(tmp_path: Path, override: str, problem: str) -> None:
+    assert problems_of(write(tmp_path), override) == [problem]
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    path = write(tmp_path, "trainer: {tp: two, colour: red}\nrollout: {n: 0}\n")
+    assert problems_of(path, "genrator.tp=2", "oops") == [
+        "oops: an override must be of the form key=value, such as trainer.tp=2",
+        "trainer.tp=two: must be an integer",
+        "trainer.colour=red: unknown key; its section has "
+        + ", ".join(key for key in settings() if key.startswith("trainer.")),
+        "genrator.tp=2: unknown key; did you mean generator.tp?",
+        "model.path: must be set: HF checkpoint: a local folder or a hub name",
+        "data.train.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name",
+        "rollout.n=0: must be at least 1",
+    ]
+
+
+def test_booleans_are_not_text_in_a_file(tmp_path: Path) -> None:
+    assert problems_of(write(tmp_path, MINIMAL + "run_dir: true\n")) == ["run_dir=true: must be a string"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model: {path: m\ntrainer: {tp: 1}\n", "line 2: not valid YAML"),
+        (MINIMAL + "model: {path: n}\n", "line 3: not valid YAML: found duplicate key model"),
+        ("just words", "must hold a mapping of keys to values"),
+        ("- 1\n- 2\n", "must hold a mapping of keys to values"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str, problem: str) -> None:
+    path = write(tmp_path, text)
+    (message,) = problems_of(path)
+    assert message.startswith(str(path)) and problem in message
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path).rename(tmp_path / "quickstart.yaml")
+    assert problems_of(tmp_path / "quikstart.yaml") == [
+        f"{tmp_path}/quikstart.yaml: no such file; did you mean {tmp_path}/quickstart.yaml?"
+    ]
+    assert problems_of(Path("bad=1")) == ["bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1"]
+    assert "cannot be read" in problems_of(tmp_path)[0]
+
+
+def test_a_dumped_config_loads_back_equal(tmp_path: Path) -> None:
+    overrides = [
+        "data.eval.source=held_out.jsonl",
+        "data.train.prompt_template=Q: {prompt} costs \\${price}\nA: ä",
+        "trainer.optimizer.lr=1e-7",
+        "trainer.optimizer.betas=[0.5, 0.75]",
+        "generator.server_args={page_size: 1, nested: {a: [1, 2]}}",
+        "async.capacity=3",
+        "sft.output=${run_dir}/out",
+    ]
+    config = load_config(write(tmp_path), overrides)
+    assert config.data.train.prompt_template == "Q: {prompt} costs ${price}\nA: ä"
+    assert load_config(write(tmp_path, dump_config(config)), []) == config
