@@ -22,6 +22,7 @@ test: setup
 	@.venv/bin/pytest $(ARGS)
 
 setup: $(STAMP)
+	@:
 
 # The stamp is written last: whatever interrupts a set-up, the next one goes on from there.
 $(STAMP): pyproject.toml requirements/cpu.txt

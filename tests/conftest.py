@@ -1,0 +1,88 @@
+"""What every test gets: one thread per process, an end to a test that hangs, and no process left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+
+import psutil
+import pytest
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+LINGER_S = 2.0  # for children that were told to end and are on their way out
+# Both serve multiprocessing for as long as this process lives, and end with it.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
+    # Orphans of our children become our children, so that none escapes the check at the end.
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def surviving_children() -> list[psutil.Process]:
+    alive = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE and not any(name in " ".join(child.cmdline()) for name in HELPERS):
+                alive.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return alive
+
+
+def describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (gone)"
+
+
+def stop(processes: list[psutil.Process], how: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(how)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=LINGER_S)
+
+
+def end_session(item: pytest.Item, timeout_s: float) -> None:
+    """Print every thread's stack, here and (by SIGABRT and faulthandler) in the children, then end the whole session."""
+    stderr = sys.__stderr__
+    capture = item.config.pluginmanager.getplugin("capturemanager")
+    capture.suspend_global_capture(in_=True)
+    children = surviving_children()
+    print(f"\n{item.nodeid} ran for more than {timeout_s:.0f} s; children: {[describe(child) for child in children]}", file=stderr, flush=True)
+    faulthandler.dump_traceback(file=stderr, all_threads=True)
+    stop(children, signal.SIGABRT)
+    stop(surviving_children(), signal.SIGKILL)
+    for captured in capture.read_global_capture():
+        print(captured, file=stderr, flush=True)
+    os._exit(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
+    """Like pytest-timeout's thread method, but children end too: a blocked gloo call never sees a Python exception."""
+    timer = threading.Timer(settings.timeout, end_session, (item, settings.timeout))
+    timer.daemon = True
+    item.cancel_timeout = timer.cancel  # pytest-timeout calls it when the test is over
+    timer.start()
+    return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process that outlives the tests fails the session: fixtures have all been torn down by now."""
+    psutil.wait_procs(surviving_children(), timeout=LINGER_S)
+    left = surviving_children()
+    if left:
+        report = session.config.pluginmanager.getplugin("terminalreporter")
+        report.write_line(f"\nprocesses left behind by the tests: {[describe(child) for child in left]}", red=True)
+        stop(left, signal.SIGKILL)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,38 @@
+"""The guards of tests/conftest.py, seen from outside: a pytest session of its own that misbehaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+SLEEP = "import time; time.sleep(60)"
+START_SLEEPER = f"p = subprocess.Popen([sys.executable, '-c', '{SLEEP}']); open('pid', 'w').write(str(p.pid))"
+
+
+def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST.read_text())
+    (folder / "test_it.py").write_text(f"import subprocess, sys, time\ndef test_it():\n    {body}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "timeout=1", "-o", "timeout_method=thread", str(folder)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, env=environment)
+
+
+def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) -> None:
+    # The test's own child ends at once; its child, an orphan then, is what stays.
+    result = run_session(tmp_path, f"subprocess.run([sys.executable, '-c', {'import subprocess, sys; ' + START_SLEEPER!r}])")
+    assert result.returncode == 1, result.stdout
+    assert "1 passed" in result.stdout and "left behind" in result.stdout
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_hanging_test_ends_with_every_stack_and_no_child(tmp_path: Path) -> None:
+    result = run_session(tmp_path, f"{START_SLEEPER}; time.sleep(60)")
+    assert result.returncode == 1
+    assert "test_it ran for more than 1 s" in result.stderr
+    assert "test_it.py" in result.stderr and 'File "<string>", line 1' in result.stderr  # the test's stack, and its child's
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
