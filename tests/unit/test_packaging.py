@@ -1,0 +1,88 @@
+"""The installed package: folders map to names, pins agree with each other and with what is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def lock() -> dict[str, Version]:
+    """Name -> version of requirements/cpu.txt, and torch's from the Makefile that installs it."""
+    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    lines += [line.split(":=")[1] for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("TORCH :=")]
+    pins: dict[str, Version] = {}
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            name, version = line.strip().split("==")  # a line that is not an exact pin fails here
+            assert canonicalize_name(name) not in pins, f"{name} is pinned twice"
+            pins[canonicalize_name(name)] = Version(version)
+    return pins
+
+
+def test_every_package_of_the_tree_is_installed() -> None:
+    folders = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    in_tree = set()
+    for package, folder in folders.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            in_tree.add(".".join((package, *init.parent.relative_to(ROOT / folder).parts)))
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == in_tree
+
+
+def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their_bare_name(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, megarl.kernels, megarl.launch\n"
+        "print(megarl.kernels.__file__, megarl.launch.__file__)\n"
+        "spec = importlib.util.find_spec('kernels')\n"
+        "print(spec.origin if spec else None)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    ours, bare = result.stdout.splitlines()
+    assert ours == f"{ROOT}/kernels/__init__.py {ROOT}/launch/__init__.py"
+    assert not bare.startswith(str(ROOT))
+
+
+def test_bare_kernels_is_refused_inside_the_checkout() -> None:
+    result = subprocess.run([sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "megarl.kernels" in result.stderr
+
+
+def test_entry_points_are_installed() -> None:
+    ours = {(point.group, point.name): point.value for point in metadata.distribution("megarl").entry_points}
+    assert ours == {
+        ("console_scripts", "megarl"): "megarl.cli:main",
+        ("sglang.srt.plugins", "megarl"): "megarl.generator.plugin:activate",
+    }
+
+
+def test_the_lock_satisfies_every_declared_dependency() -> None:
+    project, pins = PYPROJECT["project"], lock()
+    declared = project["dependencies"] + project["optional-dependencies"]["test"]
+    for requirement in map(Requirement, declared):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+    (sglang,) = [r for r in map(Requirement, project["optional-dependencies"]["gpu"]) if r.name == "sglang"]
+    assert sglang.specifier.contains(pins["sglang"])
+
+
+def test_what_is_installed_is_what_is_locked() -> None:
+    import torch
+
+    if torch.version.cuda:
+        pytest.skip("the lock is the CPU stack's")
+    wrong = {}
+    for name, version in lock().items():
+        installed = Version(metadata.version(name))
+        if Version(installed.public) != version:
+            wrong[name] = (str(installed), str(version))
+    assert not wrong, f"installed, locked: {wrong}"
