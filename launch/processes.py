@@ -17,6 +17,7 @@ class ProcessSpec:
     name: str
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's environment
+    dumps_stacks: bool = False  # SIGUSR1 makes it write its Python stacks
 
 
 class ProcessFailed(RuntimeError):
@@ -34,6 +35,7 @@ class ProcessGroup:
     def __init__(self, log_dir: Path):
         self.log_dir = log_dir
         self._children: dict[str, subprocess.Popen] = {}
+        self._dumps_stacks: set[str] = set()
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ProcessGroup:
@@ -43,6 +45,8 @@ class ProcessGroup:
         self.stop()
 
     def start(self, spec: ProcessSpec) -> None:
+        if spec.dumps_stacks:
+            self._dumps_stacks.add(spec.name)
         with open(self.log_path(spec.name), "wb") as log:
             self._children[spec.name] = subprocess.Popen(
                 spec.argv,
@@ -72,8 +76,8 @@ class ProcessGroup:
             raise ProcessFailed(first, failed[first], self.log_path(first))
 
     def dump_stacks(self) -> None:
-        """Asks every child for its Python stacks (they land in its log; children register faulthandler on SIGUSR1)."""
-        for name in self.running():
+        """Asks the children that can for their Python stacks, which land in their logs."""
+        for name in self._dumps_stacks & set(self.running()):
             self._children[name].send_signal(signal.SIGUSR1)
         time.sleep(0.5)
 

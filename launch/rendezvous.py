@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from pathlib import Path
 
@@ -33,24 +32,20 @@ class Rendezvous(msgspec.Struct, frozen=True):
     def engine_urls(self) -> list[str]:
         return [f"http://{host}:{port}" for host, port in zip(self.engine_hosts, self.engine_ports)]
 
-    def save(self, run_dir: Path) -> None:
-        path = rendezvous_path(run_dir)
+    def save(self, launch_dir: Path) -> None:
+        path = rendezvous_path(launch_dir)
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(self))
 
     @classmethod
-    def load(cls, run_dir: Path) -> Rendezvous:
-        return msgspec.json.decode(rendezvous_path(run_dir).read_bytes(), type=cls)
+    def load(cls, launch_dir: Path) -> Rendezvous:
+        return msgspec.json.decode(rendezvous_path(launch_dir).read_bytes(), type=cls)
 
 
-def rendezvous_path(run_dir: Path) -> Path:
-    return Path(run_dir) / ".rendezvous.json"
-
-
-def new_secret() -> str:
-    return secrets.token_urlsafe(32)
+def rendezvous_path(launch_dir: Path) -> Path:
+    return Path(launch_dir) / "rendezvous.json"
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

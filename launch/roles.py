@@ -1,0 +1,81 @@
+"""What each role's process builds and runs: executors and channels wired as in LlamaRL, Algorithm 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.config.load import load_config
+from megarl.controller import Controller
+from megarl.launch.rendezvous import Rendezvous
+from megarl.plan.resolve import RunPlan, resolve
+from megarl.protocols import Channel, Executor
+
+
+def train_on_trainer(rank: int, launch_dir: Path) -> None:
+    """One trainer rank of a run."""
+    from megarl.channels.link import Peer
+    from megarl.channels.rollouts import RolloutsChannel
+    from megarl.channels.weights import WeightsSender
+    from megarl.executors.trainer import TrainerExecutor
+
+    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
+    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
+    weights = WeightsSender(plan, link)
+    rollouts = RolloutsChannel(link, plan.config.async_.capacity, plan.config.timeouts.rollouts_s)
+    run_controller(plan, TrainerExecutor(plan, rank, rendezvous), [weights, rollouts], weights)
+
+
+def train_on_generator(rank: int, launch_dir: Path) -> None:
+    """The generator executor of a run."""
+    from megarl.channels.link import Hub
+    from megarl.channels.rollouts import RolloutsChannel
+    from megarl.channels.weights import WeightsReceiver
+    from megarl.executors.generator import GeneratorExecutor
+
+    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
+    link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
+    weights = WeightsReceiver(plan, link, capacity=plan.config.async_.capacity)
+    rollouts = RolloutsChannel(link, plan.config.async_.capacity, plan.config.timeouts.rollouts_s)
+    run_controller(plan, GeneratorExecutor(plan, rendezvous), [weights, rollouts], weights.synchronous())
+
+
+def run_controller(plan: RunPlan, executor: Executor, channels: list[Channel], initial_weights: Channel) -> None:
+    Controller(executor, channels, init_channels=[initial_weights], max_steps=plan.config.max_steps).run()
+
+
+def sft(rank: int, launch_dir: Path) -> None:
+    """One trainer rank of the supervised warm start."""
+    from megarl.executors.sft import run_sft_rank
+
+    run_sft_rank(load_plan(launch_dir), rank)
+
+
+def evaluate(rank: int, launch_dir: Path) -> None:
+    """Greedy pass@1 of the weights the engines were started with; leaves result.json in the launch folder."""
+    from megarl.executors.evaluate import evaluate_engines
+
+    result = evaluate_engines(load_plan(launch_dir), Rendezvous.load(launch_dir))
+    (launch_dir / "result.json").write_text(json.dumps(result))
+
+
+def export(rank: int, launch_dir: Path) -> None:
+    """One trainer rank of the export of a checkpoint to HF format."""
+    from megarl.executors.export import export_rank
+
+    request = json.loads((launch_dir / "export.json").read_text())
+    export_rank(load_plan(launch_dir), request["checkpoint"], request["output"])
+
+
+def load_plan(launch_dir: Path) -> RunPlan:
+    return resolve(load_config(launch_dir / "config.yaml", []))
+
+
+ROLES: dict[str, Callable[[int, Path], None]] = {
+    "trainer": train_on_trainer,
+    "generator": train_on_generator,
+    "sft": sft,
+    "evaluate": evaluate,
+    "export": export,
+}

@@ -1,0 +1,40 @@
+"""One process of a run: `python -m megarl.launch.worker ROLE RANK LAUNCH_DIR`.
+
+The launch folder holds the resolved configuration and the rendezvous of this launch; everything else follows from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import os
+import signal
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """A launcher that is killed outright cannot end its children; the kernel then does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        raise SystemExit("the launcher is gone")
+
+
+def main() -> None:
+    die_with_launcher()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=["trainer", "generator", "sft", "evaluate", "export"])
+    parser.add_argument("rank", type=int)
+    parser.add_argument("launch_dir", type=Path)
+    arguments = parser.parse_args()
+
+    from megarl.launch import roles  # after the arguments: it imports torch
+
+    roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
+
+
+if __name__ == "__main__":
+    main()

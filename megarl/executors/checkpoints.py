@@ -1,0 +1,32 @@
+"""Where a run keeps its checkpoints, and which of them is the newest whole one. No torch: the launcher asks too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+def checkpoint_path(run_dir: Path | str, step: int) -> Path:
+    """Folder of the checkpoint taken after `step` optimizer steps, that is of weight version `step`."""
+    return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
+
+
+def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
+    """(step, folder) of every whole checkpoint, oldest first.
+
+    A checkpoint gets its name by a rename after its last byte is written, so a folder of this name is whole.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(found)
+
+
+def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints."""
+    for _, path in complete_checkpoints(run_dir)[:-keep]:
+        doomed = path.with_name(path.name + ".removing")  # a half-removed folder must not look whole
+        path.rename(doomed)
+        shutil.rmtree(doomed)

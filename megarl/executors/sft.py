@@ -1,0 +1,39 @@
+"""Supervised warm start with the trainer of the RL run: next-token prediction on the response tokens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megarl.algorithms.nll import Nll
+from megarl.data.sft import sft_batches
+from megarl.observe.metrics import MetricsWriter
+from megarl.observe.status import StatusBoard
+from megarl.plan.resolve import RunPlan
+from megarl.trainer.distributed import init_distributed, shutdown_distributed
+from megarl.trainer.step import MegatronTrainer
+
+
+def run_sft_rank(plan: RunPlan, rank: int) -> None:
+    """One trainer rank. Rank 0 writes `run_dir`/sft/metrics.jsonl; all ranks together export to `sft.output`."""
+    config, run_dir = plan.config, Path(plan.config.run_dir) / "sft"
+    status = StatusBoard(run_dir, f"sft.{rank}")
+    status.set("building the model")
+    init_distributed(config.timeouts.rendezvous_s)
+    trainer = MegatronTrainer(plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.sft.steps)
+    trainer.init_random(config.seed) if config.model.random_init else trainer.load_hf(config.model.path)
+    metrics = MetricsWriter(run_dir, config.observe.tensorboard) if rank == 0 else None
+    started = time.monotonic()
+    for step, sequences in enumerate(sft_batches(config, plan.spec)):
+        status.set(f"step {step}")
+        tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
+        result = trainer.train_step(sequences, Nll().loss, float(tokens))
+        if metrics is not None:
+            wall_s = time.monotonic() - started
+            values = {"wall_s": wall_s, "loss": result.loss, "grad_norm": result.grad_norm, "samples_per_s": (step + 1) * len(sequences) / wall_s}
+            metrics.write(step, values)
+    status.set("exporting")
+    trainer.export_hf(config.sft.output, config.model.path)
+    if metrics is not None:
+        metrics.close()
+    shutdown_distributed()

@@ -1,0 +1,175 @@
+"""The trainer executor: turns a batch of groups into one optimizer step (LlamaRL, section 5.1.1)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megarl.algorithms.registry import make_algorithm
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
+from megarl.channels.messages import ProbeReady
+from megarl.executors.checkpoints import checkpoint_path, prune_checkpoints
+from megarl.launch.rendezvous import Rendezvous
+from megarl.observe.metrics import MetricsWriter
+from megarl.observe.rollouts import write_rollouts
+from megarl.observe.status import StatusBoard
+from megarl.observe.trace import TraceWriter
+from megarl.plan.resolve import RunPlan
+from megarl.trainer.distributed import init_distributed, shutdown_distributed
+from megarl.trainer.step import MegatronTrainer
+from megarl.types import Batch, TrainSequence, Version
+
+
+@dataclass
+class SyncReport:
+    """What one weight update cost, as the trainer saw it."""
+
+    sync_s: float = 0.0
+    wait_s: float = 0.0  # held back by the generator
+    pause_s: float = 0.0
+    bytes_written: int = 0
+    audit_ok: bool | None = None  # None until the generator has confirmed
+
+
+@dataclass
+class TrainerExecutor:
+    """One rank of the trainer. All ranks are given the same batch, and hold the same state afterwards."""
+
+    plan: RunPlan
+    rank: int
+    rendezvous: Rendezvous
+    name: str = "trainer"
+    curr_step: int = 0
+    sync: SyncReport = field(default_factory=SyncReport)
+
+    def init(self) -> None:
+        config = self.plan.config
+        run_dir = Path(config.run_dir)
+        self.status = StatusBoard(run_dir, f"trainer.{self.rank}")
+        self.trace = TraceWriter(run_dir, f"trainer.{self.rank}")
+        self.status.set("building the model")
+        self.device = init_distributed(config.timeouts.rendezvous_s)
+        self.trainer = MegatronTrainer(
+            self.plan.spec, self.plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps
+        )
+        self.algorithm = make_algorithm(config.algorithm)
+        self.trainer.load_hf(config.model.path)
+        if self.algorithm.needs_reference:
+            self.trainer.hold_reference()  # always the weights the run began with, also on resume
+        if self.rendezvous.checkpoint:
+            self.trainer.load_checkpoint(self.rendezvous.checkpoint)
+        self.curr_step = self.rendezvous.start_step
+        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, resume_step=self.curr_step) if self.rank == 0 else None
+        self._step_ended = self._started = time.monotonic()
+        self._probe_metrics: dict[str, float] = {}
+
+    @property
+    def version(self) -> Version:
+        """The version of the weights held now: as many optimizer steps as were done."""
+        return self.curr_step
+
+    def set_step(self, step: int) -> None:
+        self.status.set(f"step {step}")
+
+    def put_batch(self, batch: Batch, waited_s: float) -> None:
+        self.batch, self._batch_wait_s = batch, waited_s
+
+    def step(self) -> None:
+        """Consumes the batch put before; makes weight version `curr_step + 1`."""
+        config, batch = self.plan.config, self.batch
+        started = time.monotonic()
+        with self.trace.span(f"train step {batch.step}"):
+            advantages = self.algorithm.advantages(batch_rewards(batch))
+            sequences, denominator = to_train_sequences(batch, advantages, self.algorithm.skip_zero)
+            result = self.trainer.train_step(
+                sequences,
+                self.algorithm.loss,
+                denominator,
+                temperature=config.rollout.temperature,
+                with_reference=self.algorithm.needs_reference,
+            )
+        self.curr_step += 1
+        if self.metrics is not None:
+            self._write_metrics(batch, result, train_s=time.monotonic() - started, trained=len(sequences))
+
+    def _write_metrics(self, batch: Batch, result, train_s: float, trained: int) -> None:
+        now = time.monotonic()
+        step_s, self._step_ended = now - self._step_ended, now
+        samples = [sample for group in batch.groups for sample in group.samples]
+        self.metrics.write(
+            batch.step,
+            {
+                "wall_s": now - self._started,
+                **batch_metrics(batch, version=self.version - 1),
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "weights/version": self.version,
+                **self.algorithm.metrics(result.sums),
+                **self._probe_metrics,
+                "time/step_s": step_s,
+                "time/train_s": train_s,
+                "time/generate_s": batch.generate_s,
+                "time/sync_s": self.sync.sync_s,
+                "time/sync_pause_s": self.sync.pause_s,
+                "time/trainer_wait_s": self._batch_wait_s + self.sync.wait_s,
+                "time/generator_wait_s": batch.generator_wait_s,
+                "samples_per_s": len(samples) / step_s,
+                "tokens_per_s": sum(len(sample.token_ids) for sample in samples) / step_s,
+                "samples/trained": trained,
+                "sync/bytes": self.sync.bytes_written,
+                "sync/audit_ok": self.sync.audit_ok,
+                "prompts/first": batch.groups[0].prompt.ordinal,
+                "prompts/last": batch.groups[-1].prompt.ordinal,
+            },
+        )
+        self._probe_metrics = {}
+        write_rollouts(Path(self.plan.config.run_dir), batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
+
+    def get_output(self) -> None:
+        """The trainer sends weights, nothing else."""
+
+    def get_model(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters under Megatron's names with global layer numbers: what the weights channel reads."""
+        return self.trainer.local_parameters()
+
+    def compare_probe(self, probe: ProbeReady) -> None:
+        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics."""
+        sequences = [
+            TrainSequence(
+                token_ids=ids,
+                loss_mask=[False] * prompt + [True] * (len(ids) - prompt),
+                mu_logprobs=[0.0] * len(ids),
+                advantages=[0.0] * len(ids),
+            )
+            for ids, prompt in zip(probe.token_ids, probe.prompt_lengths)
+        ]
+        ours = self.trainer.token_logprobs(sequences, temperature=self.plan.config.rollout.temperature)
+        differences = [
+            abs(mine - theirs)
+            for row, prompt, generated in zip(ours, probe.prompt_lengths, probe.logprobs)
+            for mine, theirs in zip(row[prompt:], generated, strict=True)
+        ]
+        self._probe_metrics = {"logprob/abs_diff_mean": sum(differences) / len(differences)}
+
+    def save_checkpoint(self) -> None:
+        """Every `checkpoint.every` steps and after the last: weights, optimizer, RNG, and the place in the prompts."""
+        config, step = self.plan.config, self.curr_step
+        due = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
+        if not (due or step == config.max_steps):
+            return
+        with self.trace.span(f"checkpoint {step}"):
+            state = {"step": step, "next_prompt": step * config.rollout.prompts_per_step}
+            self.trainer.save_checkpoint(checkpoint_path(config.run_dir, step), state)
+            if self.rank == 0:
+                prune_checkpoints(config.run_dir, config.checkpoint.keep)
+
+    def shutdown(self) -> None:
+        self.status.set("done")
+        self.trace.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        shutdown_distributed()
