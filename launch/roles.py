@@ -15,6 +15,7 @@ from megarl.protocols import Channel, Executor
 
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
     """One trainer rank of a run."""
+    prepare_megatron()
     from megarl.channels.link import Peer
     from megarl.channels.rollouts import RolloutsChannel
     from megarl.channels.weights import WeightsSender
@@ -47,6 +48,7 @@ def run_controller(plan: RunPlan, executor: Executor, channels: list[Channel], i
 
 def sft(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the supervised warm start."""
+    prepare_megatron()
     from megarl.executors.sft import run_sft_rank
 
     run_sft_rank(load_plan(launch_dir), rank)
@@ -62,10 +64,18 @@ def evaluate(rank: int, launch_dir: Path) -> None:
 
 def export(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the export of a checkpoint to HF format."""
+    prepare_megatron()
     from megarl.executors.export import export_rank
 
     request = json.loads((launch_dir / "export.json").read_text())
     export_rank(load_plan(launch_dir), request["checkpoint"], request["output"])
+
+
+def prepare_megatron() -> None:
+    """Must come before anything imports the trainer: see megarl.trainer.cpu_support."""
+    from megarl.trainer import cpu_support
+
+    cpu_support.install()
 
 
 def load_plan(launch_dir: Path) -> RunPlan:

@@ -20,7 +20,15 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     status = StatusBoard(run_dir, f"sft.{rank}")
     status.set("building the model")
     init_distributed(config.timeouts.rendezvous_s)
-    trainer = MegatronTrainer(plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.sft.steps)
+    trainer = MegatronTrainer(
+        plan.spec,
+        plan.trainer_topology,
+        config.trainer,
+        config.model.dtype,
+        config.seed,
+        total_steps=config.sft.steps,
+        optimizer=config.sft.optimizer,
+    )
     trainer.init_random(config.seed) if config.model.random_init else trainer.load_hf(config.model.path)
     metrics = MetricsWriter(run_dir, config.observe.tensorboard) if rank == 0 else None
     started = time.monotonic()

@@ -84,12 +84,10 @@ class TrainerExecutor:
         with self.trace.span(f"train step {batch.step}"):
             advantages = self.algorithm.advantages(batch_rewards(batch))
             sequences, denominator = to_train_sequences(batch, advantages, self.algorithm.skip_zero)
+            temperature = config.rollout.temperature
+            reference = self.trainer.token_logprobs(sequences, "reference", temperature) if self.algorithm.needs_reference else None
             result = self.trainer.train_step(
-                sequences,
-                self.algorithm.loss,
-                denominator,
-                temperature=config.rollout.temperature,
-                with_reference=self.algorithm.needs_reference,
+                sequences, self.algorithm.loss, denominator, temperature=temperature, reference_logprobs=reference
             )
         self.curr_step += 1
         if self.metrics is not None:
