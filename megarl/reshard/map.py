@@ -1,0 +1,236 @@
+"""The reshard map: every copy that brings one layout's weights into another's tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Iterator, Optional
+
+import numpy as np
+
+from megarl.models.parameters import LAYER
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout
+from megarl.reshard.rows import ZEROS, Row, coalesce, join
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
+
+    transform: "identity", "cast" (the sender converts to `dtype` first), or "zeros" (padding: no source tensor, but a sender).
+    """
+
+    source_rank: int
+    source_tensor: Optional[str]
+    source_box: Optional[Box]
+    destination_rank: int
+    destination_tensor: str
+    destination_box: Box
+    transform: str
+    dtype: str  # of the destination, and on the wire
+
+    @property
+    def bytes(self) -> int:
+        return self.destination_box.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Summary:
+    trainer_ranks: int  # senders
+    generator_ranks: int  # receivers
+    tensors: int  # destination tensors, over all ranks
+    copies: int
+    writes: int  # copies after joining those that continue each other on both sides
+    bytes: int  # sent, over all ranks
+    bytes_minimum: int  # of all destination tensors: each destination byte once
+    sender_max_over_mean: float
+    receiver_max_over_mean: float
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardMap:
+    """Copies from `source` to `destination`, frozen. Kept as template rows; `copies_from`, `copies_to` write out a rank's own part.
+
+    A *write* is one or several copies that continue each other on both sides: what is really sent.
+    """
+
+    source: Layout
+    destination: Layout
+    rows: tuple[Row, ...] = field(repr=False)
+    build_s: float = 0.0
+
+    @classmethod
+    def build(cls, source: Layout, destination: Layout) -> ReshardMap:
+        """Pure arithmetic on the two layouts: equal inputs give equal maps on every rank. Raises ValueError when they do not fit."""
+        begin = time.perf_counter()
+        rows = join(source, destination)
+        return cls(source, destination, rows, time.perf_counter() - begin)
+
+    def __str__(self) -> str:
+        return f"ReshardMap({self.source.name} {self.source.world_size} -> {self.destination.name} {self.destination.world_size}, {self.plan_hash[:16]})"
+
+    def copies_from(self, rank: int) -> list[Copy]:
+        """What `rank` of the source sends, in forward order."""
+        return _ordered(self._sent(rank, self.rows))
+
+    def copies_to(self, rank: int) -> list[Copy]:
+        """What `rank` of the destination receives, in forward order."""
+        return _ordered(self._received(rank, self.rows))
+
+    def writes_from(self, rank: int) -> list[Copy]:
+        """`copies_from`, joined."""
+        return _ordered(self._sent(rank, self.write_rows))
+
+    def writes_to(self, rank: int) -> list[Copy]:
+        """`copies_to`, joined."""
+        return _ordered(self._received(rank, self.write_rows))
+
+    @cached_property
+    def write_rows(self) -> tuple[Row, ...]:
+        return coalesce(self.rows)
+
+    @cached_property
+    def plan_hash(self) -> str:
+        """Equal on every rank of a run, and only for equal maps: covers copies, senders, names, shapes and dtypes."""
+        digest = hashlib.blake2b(b"megarl reshard map 1", digest_size=16)
+        digest.update(repr(self.rows).encode())
+        for layout in (self.source, self.destination):
+            digest.update(f"{layout.name} {layout.world_size}".encode())
+            for kind in layout.kinds:
+                shards = [(tensor.shape, tensor.dtype) for tensor in kind.shards]
+                digest.update(repr((kind.name, kind.place, shards, kind.stages.tolist(), kind.ranks.tolist())).encode())
+        return digest.hexdigest()
+
+    def senders(self, row: Row, instances: Optional[np.ndarray] = None) -> tuple[np.ndarray, np.ndarray]:
+        """(index into row.holders, source rank) for each instance and destination replica, both [instances, replicas].
+
+        Replicas take turns, so each sends an equal share of the bytes to within one instance of one parameter.
+        """
+        target = self.destination.kinds[row.kind]
+        if instances is None:
+            instances = np.arange(target.instances)
+        replicas = target.ranks.shape[2]
+        turn = self._ordinals[row.holders[0].kind][instances][:, None] * replicas + np.arange(replicas)
+        holder_of, ranks_of = self._candidates(row)
+        chosen = row.candidate(turn, len(holder_of))
+        ranks = np.take_along_axis(ranks_of[instances], chosen, axis=1)
+        return holder_of[chosen], ranks
+
+    def receivers(self, row: Row) -> np.ndarray:
+        """Destination rank of each instance and replica, [instances, replicas]."""
+        target = self.destination.kinds[row.kind]
+        return target.ranks[target.stages, row.shard]
+
+    def summary(self) -> Summary:
+        sent = np.zeros(self.source.world_size, dtype=np.int64)
+        received = np.zeros(self.destination.world_size, dtype=np.int64)
+        per_route: dict[tuple, tuple[Row, int]] = {}
+        for row in self.rows:
+            per_route[row.route] = (row, per_route.get(row.route, (row, 0))[1] + self.row_bytes(row))
+        for row, size in per_route.values():
+            sent += size * np.bincount(self.senders(row)[1].ravel(), minlength=len(sent))
+            received += size * np.bincount(self.receivers(row).ravel(), minlength=len(received))
+        kinds = self.destination.kinds
+        return Summary(
+            trainer_ranks=self.source.world_size,
+            generator_ranks=self.destination.world_size,
+            tensors=sum(kind.instances * len(kind.shards) * kind.ranks.shape[2] for kind in kinds),
+            copies=sum(self._times(row) for row in self.rows),
+            writes=sum(self._times(row) for row in self.write_rows),
+            bytes=int(sent.sum()),
+            bytes_minimum=sum(_kind_bytes(kind) for kind in kinds),
+            sender_max_over_mean=float(sent.max() / sent.mean()),
+            receiver_max_over_mean=float(received.max() / received.mean()),
+        )
+
+    def row_bytes(self, row: Row) -> int:
+        """Bytes of one instance of a row."""
+        return row.box.numel * ITEM_BYTES[self.destination.kinds[row.kind].shards[row.shard].dtype]
+
+    def _times(self, row: Row) -> int:
+        target = self.destination.kinds[row.kind]
+        return target.instances * target.ranks.shape[2]
+
+    @cached_property
+    def _ordinals(self) -> list[np.ndarray]:
+        """Per source kind and instance, its number in its stage: layers first, then the others, largest first.
+
+        The others go on counting where the layers ended, so the largest falls to a replica that has sent fewest layers.
+        """
+        kinds = self.source.kinds
+        layers = next((kind.stages for kind in kinds if kind.place == LAYER), np.zeros(0, int))
+        used = np.bincount(layers, minlength=kinds[0].ranks.shape[0])
+        ordinals = [_rank_within(kind.stages) if kind.place == LAYER else np.zeros(1, int) for kind in kinds]
+        others = [k for k, kind in enumerate(kinds) if kind.place != LAYER]
+        for k in sorted(others, key=lambda k: -_kind_bytes(kinds[k])):
+            ordinals[k] = used[kinds[k].stages]
+            used[kinds[k].stages] += 1
+        return ordinals
+
+    def _candidates(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """Everyone who may send a row: index into row.holders [C] and source rank [instances, C]."""
+        holder_of, ranks_of = [], []
+        for h, holder in enumerate(row.holders):
+            kind = self.source.kinds[holder.kind]
+            ranks = kind.ranks[kind.stages, holder.shard]
+            ranks_of.append(ranks)
+            holder_of += [h] * ranks.shape[1]
+        if len(row.holders) == 1:
+            return np.array(holder_of), ranks_of[0]
+        # Alternate between the holders, so that few turns already use all of them.
+        order = np.argsort(np.concatenate([np.arange(r.shape[1]) for r in ranks_of]), kind="stable")
+        return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
+
+    def _sent(self, rank: int, rows: tuple[Row, ...]) -> Iterator[tuple[tuple, Copy]]:
+        seats = {(k, s): stage for k, kind in enumerate(self.source.kinds) for stage, s, _ in kind.seats(rank)}
+        mine: dict[tuple, list[tuple[int, int, int]]] = {}  # route → (instance, receiver, holder)
+        for number, row in enumerate(rows):
+            if not any((h.kind, h.shard) in seats for h in row.holders):
+                continue
+            if row.route not in mine:
+                holders, ranks = self.senders(row)
+                found = np.nonzero(ranks == rank)
+                mine[row.route] = list(zip(found[0].tolist(), self.receivers(row)[found].tolist(), holders[found].tolist()))
+            for instance, receiver, holder in mine[row.route]:
+                yield self._copy(number, row, instance, holder, rank, receiver)
+
+    def _received(self, rank: int, rows: tuple[Row, ...]) -> Iterator[tuple[tuple, Copy]]:
+        seats = {(k, s): (stage, e) for k, kind in enumerate(self.destination.kinds) for stage, s, e in kind.seats(rank)}
+        for number, row in enumerate(rows):
+            if (row.kind, row.shard) not in seats:
+                continue
+            stage, replica = seats[row.kind, row.shard]
+            instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
+            holders, ranks = self.senders(row, instances)
+            for i, holder, sender in zip(instances.tolist(), holders[:, replica].tolist(), ranks[:, replica].tolist()):
+                yield self._copy(number, row, i, holder, sender, rank)
+
+    def _copy(self, number: int, row: Row, instance: int, holder: int, sender: int, receiver: int) -> tuple[tuple, Copy]:
+        held, target = row.holders[holder], self.destination.kinds[row.kind]
+        zeros = row.transform == ZEROS
+        name = None if zeros else self.source.kinds[held.kind].name_of(instance)
+        box = None if zeros else held.box
+        copy = Copy(sender, name, box, receiver, target.name_of(instance), row.box, row.transform, target.shards[row.shard].dtype)
+        return (self.destination.depth(target, instance), number, receiver), copy
+
+
+def _ordered(entries: Iterator[tuple[tuple, Copy]]) -> list[Copy]:
+    return [copy for _, copy in sorted(entries, key=lambda entry: entry[0])]
+
+
+def _kind_bytes(kind: Kind) -> int:
+    sizes = [np.prod(tensor.shape, dtype=np.int64) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
+    return int(sum(sizes)) * kind.instances * kind.ranks.shape[2]
+
+
+def _rank_within(stages: np.ndarray) -> np.ndarray:
+    """Number of earlier entries with the same value."""
+    seen: dict[int, int] = {}
+    result = []
+    for stage in stages.tolist():
+        result.append(seen.get(stage, 0))
+        seen[stage] = result[-1] + 1
+    return np.array(result)
