@@ -1,0 +1,119 @@
+"""What no key can be judged by alone: the model against the parallel sizes, and the roles against each other.
+
+Each check is a small function that yields problems: the key, its value, what is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable
+
+from megarl.config.schema import RunConfig
+from megarl.models import ModelSpec
+from megarl.plan.resume import check_resume
+
+ConfigCheck = Callable[[RunConfig], Iterable[str]]
+ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
+
+
+def check_unsupported(config: RunConfig) -> Iterable[str]:
+    for key, value in (("trainer.vpp", config.trainer.vpp), ("trainer.cp", config.trainer.cp)):
+        if value > 1:
+            yield f"{key}={value}: only 1 is supported"
+    if config.generator.quantization is not None:
+        yield f"generator.quantization={config.generator.quantization}: only null is supported: engines run in model.dtype"
+
+
+def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    for key, value in (("trainer.ep", config.trainer.ep), ("trainer.etp", config.trainer.etp), ("generator.ep", config.generator.ep)):
+        if value > 1:
+            yield f"{key}={value}: must be 1: a {spec.family} model has no experts"
+
+
+def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
+    """The importance ratio needs mu under the distribution really sampled from; the trainer scores the untruncated one."""
+    if config.rollout.top_p != 1:
+        yield f"rollout.top_p={config.rollout.top_p}: only 1 is supported: the trainer scores the untruncated distribution"
+    if config.rollout.top_k != -1:
+        yield f"rollout.top_k={config.rollout.top_k}: only -1 is supported: the trainer scores the untruncated distribution"
+
+
+def check_tensor_parallel(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """Heads and FFN rows are cut evenly; kv heads are cut evenly or replicated evenly."""
+    for key, tp in (("trainer.tp", config.trainer.tp), ("generator.tp", config.generator.tp)):
+        sizes = {"attention heads": spec.num_attention_heads, "ffn rows": spec.intermediate_size}
+        faults = [f"divide the model's {size} {name}" for name, size in sizes.items() if size % tp]
+        if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+            faults.append(f"be a divisor or a multiple of its {spec.num_kv_heads} key-value heads")
+        if faults:
+            yield f"{key}={tp}: must {' and '.join(faults)}"
+
+
+def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    if spec.num_layers % config.trainer.pp:
+        yield f"trainer.pp={config.trainer.pp}: must divide the model's {spec.num_layers} layers"
+
+
+def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
+    if config.trainer.sequence_parallel and config.trainer.tp == 1:
+        yield "trainer.sequence_parallel=true: needs trainer.tp of at least 2; it is 1"
+
+
+def check_batch(config: RunConfig) -> Iterable[str]:
+    rollout, dp = config.rollout, config.trainer.dp
+    sequences = rollout.prompts_per_step * rollout.n
+    if rollout.n < 2:
+        yield f"rollout.n={rollout.n}: must be at least 2: the baseline of {config.algorithm.name} is the mean over a prompt's samples"
+    if sequences < dp:
+        product = f"rollout.prompts_per_step={rollout.prompts_per_step} * rollout.n={rollout.n}"
+        yield f"{product}: {sequences} sequences a step must be at least trainer.dp={dp}"
+
+
+def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """A response and at least one prompt token must fit wherever they go. Prompts themselves are checked with the data."""
+    room = {"the model's context of": spec.max_position_embeddings}
+    train_room = {"trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch}
+    if config.generator.kv_cache_tokens is not None:
+        room["generator.kv_cache_tokens ="] = config.generator.kv_cache_tokens
+    for key, length, limits in (
+        ("rollout.max_tokens", config.rollout.max_tokens, room | train_room),
+        ("eval.max_tokens", config.eval.max_tokens or 0, room),
+    ):
+        for name, limit in limits.items():
+            if length >= limit:
+                yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
+
+
+def check_staleness(config: RunConfig) -> Iterable[str]:
+    asynchrony = config.async_
+    if asynchrony.max_staleness is not None and asynchrony.max_staleness < asynchrony.capacity:
+        least = f"async.capacity={asynchrony.capacity}, which lets samples fall that many steps behind"
+        yield f"async.max_staleness={asynchrony.max_staleness}: must be at least {least}"
+
+
+def check_eval(config: RunConfig) -> Iterable[str]:
+    if config.eval.every and config.data.eval is None:
+        yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
+
+
+def check_sft_command(config: RunConfig) -> Iterable[str]:
+    if config.sft.steps < 1:
+        yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
+    if config.sft.batch_size < config.trainer.dp:
+        yield f"sft.batch_size={config.sft.batch_size}: must be at least trainer.dp={config.trainer.dp}"
+
+
+def check_eval_command(config: RunConfig) -> Iterable[str]:
+    if config.data.eval is None:
+        yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
+
+
+CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
+    check_unsupported,
+    check_truncated_sampling,
+    check_sequence_parallel,
+    check_batch,
+    check_staleness,
+    check_eval,
+)
+MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_lengths)
+COMMAND_CHECKS: dict[str, ConfigCheck] = {"sft": check_sft_command, "eval": check_eval_command, "train": check_resume}

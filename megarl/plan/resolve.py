@@ -1,0 +1,102 @@
+"""From a config to the frozen plan of a run, or to one error with everything that stands against it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable, Optional
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import RunConfig
+from megarl.models import ModelSpec, load_spec
+from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, MODEL_CHECKS
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything about a run that follows from its config alone. Hosts and ports are the launcher's."""
+
+    config: RunConfig
+    spec: ModelSpec
+    trainer_topology: TrainerTopology
+    generator_topology: GeneratorTopology
+    steps: int  # optimizer steps of the whole run
+    sequences_per_step: int  # prompts_per_step * n
+
+
+def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
+    """Check `config` as a whole and fix what follows from it. Nothing is started, nothing is written.
+
+    `command` ("train", "sft", "eval", …) adds the checks that concern this command alone. Raises ConfigError with all problems.
+    """
+    checks = CONFIG_CHECKS + ((COMMAND_CHECKS[command],) if command in COMMAND_CHECKS else ())
+    problems = [problem for check in checks for problem in check(config)]
+    spec = None
+    try:
+        spec = find_spec(config)
+    except ConfigError as error:
+        problems.extend(error.problems)
+    else:
+        problems.extend(problem for check in MODEL_CHECKS for problem in check(config, spec))
+    if problems:
+        raise ConfigError(problems)
+    trainer, generator, rollout = config.trainer, config.generator, config.rollout
+    return RunPlan(
+        config=config,
+        spec=spec,
+        trainer_topology=TrainerTopology(
+            tp=trainer.tp, pp=trainer.pp, vpp=trainer.vpp, cp=trainer.cp, ep=trainer.ep, etp=trainer.etp, dp=trainer.dp, zero=trainer.zero
+        ),
+        generator_topology=GeneratorTopology(engines=generator.engines, tp=generator.tp, ep=generator.ep),
+        steps=config.max_steps,
+        sequences_per_step=rollout.prompts_per_step * rollout.n,
+    )
+
+
+def find_spec(config: RunConfig) -> ModelSpec:
+    """The model's shape, from `model.path`, or from `model.spec` while the checkpoint is not on this machine.
+
+    Raises ConfigError when a folder is missing, a config.json cannot be used, or the two disagree.
+    """
+    model = config.model
+    problems = [*_missing("model.path", model.path), *(_missing("model.tokenizer", model.tokenizer) if model.tokenizer else ())]
+    if model.spec is not None and not Path(model.spec).exists():
+        problems.append(f"model.spec={model.spec}: no such file{_did_you_mean(Path(model.spec))}")
+    if model.path == config.sft.output and problems:
+        problems[0] += "; megarl sft writes it"
+    if problems:
+        raise ConfigError(problems)
+    if model.spec is None:
+        return _load_checkpoint_spec(model.path)
+    spec = load_spec(model.spec)
+    if Path(model.path).is_dir() and (at_hand := load_spec(model.path)) != spec:
+        differing = ", ".join(f"{name} {value!r}" for name, value in vars(spec).items() if value != getattr(at_hand, name))
+        raise ConfigError(f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in {differing}")
+    return spec
+
+
+def _load_checkpoint_spec(path: str) -> ModelSpec:
+    try:
+        return load_spec(path)
+    except ConfigError as error:
+        if Path(path).is_dir():
+            raise
+        raise ConfigError([f"{problem}; to plan without the checkpoint, set model.spec" for problem in error.problems]) from error
+
+
+def _missing(key: str, path: str) -> Iterable[str]:
+    """A model is a local folder or a hub name, `owner/name`; a path into a folder that is here is meant to be local."""
+    is_hub_name = HUB_NAME.fullmatch(path) and not Path(path.split("/")[0]).is_dir()
+    if not is_hub_name and not Path(path).is_dir():
+        yield f"{key}={path}: no such folder{_did_you_mean(Path(path))}"
+
+
+def _did_you_mean(path: Path) -> str:
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names)
+    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

@@ -1,0 +1,175 @@
+"""Resolving: what follows from a config, every cross-role mistake, and the configs that ship."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import dump_config, load_config
+from megarl.config.schema import RunConfig
+from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: {MODEL}}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
+    return load_config(path, list(overrides))
+
+
+def problems_of(tmp_path: Path, *overrides: str, command: str | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(tmp_path, *overrides), command)
+    return caught.value.problems
+
+
+def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
+    overrides = ["trainer.tp=4", "trainer.pp=2", "trainer.dp=3", "trainer.zero=0", "generator.engines=5", "generator.tp=2"]
+    plan = resolve(config(tmp_path, *overrides, "rollout.prompts_per_step=6", "rollout.n=3", "max_steps=7"))
+    assert plan.trainer_topology == TrainerTopology(tp=4, pp=2, dp=3, zero=0) and plan.trainer_topology.world_size == 24
+    assert plan.generator_topology == GeneratorTopology(engines=5, tp=2) and plan.generator_topology.world_size == 10
+    assert (plan.steps, plan.sequences_per_step, plan.spec.num_layers) == (7, 18, 32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.steps = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("trainer.cp=2", "trainer.cp=2: only 1 is supported"),
+        ("trainer.vpp=2", "trainer.vpp=2: only 1 is supported"),
+        ("trainer.ep=2", "trainer.ep=2: must be 1: a llama model has no experts"),
+        ("generator.ep=4", "generator.ep=4: must be 1: a llama model has no experts"),
+        ("trainer.etp=2", "trainer.etp=2: must be 1: a llama model has no experts"),
+        ("generator.quantization=fp8", "generator.quantization=fp8: only null is supported: engines run in model.dtype"),
+        (
+            "trainer.tp=3",
+            "trainer.tp=3: must divide the model's 32 attention heads and divide the model's 14336 ffn rows "
+            "and be a divisor or a multiple of its 8 key-value heads",
+        ),
+        ("generator.tp=64", "generator.tp=64: must divide the model's 32 attention heads"),
+        ("trainer.pp=5", "trainer.pp=5: must divide the model's 32 layers"),
+        ("trainer.sequence_parallel=true", "trainer.sequence_parallel=true: needs trainer.tp of at least 2; it is 1"),
+        ("rollout.n=1", "rollout.n=1: must be at least 2: the baseline of aipo is the mean over a prompt's samples"),
+        (
+            "trainer.dp=16 rollout.prompts_per_step=3 rollout.n=5",
+            "rollout.prompts_per_step=3 * rollout.n=5: 15 sequences a step must be at least trainer.dp=16",
+        ),
+        (
+            "rollout.max_tokens=8192",
+            "rollout.max_tokens=8192: must be less than trainer.max_tokens_per_microbatch = 8192, prompt and response together",
+        ),
+        (
+            "rollout.max_tokens=131072 trainer.max_tokens_per_microbatch=200000",
+            "rollout.max_tokens=131072: must be less than the model's context of 131072, prompt and response together",
+        ),
+        (
+            "generator.kv_cache_tokens=1000",
+            "rollout.max_tokens=1024: must be less than generator.kv_cache_tokens = 1000, prompt and response together",
+        ),
+        (
+            "eval.max_tokens=131072",
+            "eval.max_tokens=131072: must be less than the model's context of 131072, prompt and response together",
+        ),
+        (
+            "async.capacity=3 async.max_staleness=2",
+            "async.max_staleness=2: must be at least async.capacity=3, which lets samples fall that many steps behind",
+        ),
+        ("rollout.top_p=0.9", "rollout.top_p=0.9: only 1 is supported: the trainer scores the untruncated distribution"),
+        ("rollout.top_k=20", "rollout.top_k=20: only -1 is supported: the trainer scores the untruncated distribution"),
+        ("eval.every=10", "eval.every=10: needs a held-out set: set data.eval.source"),
+    ],
+)
+def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> None:
+    assert problems_of(tmp_path, *overrides.split()) == [problem]
+
+
+@pytest.mark.parametrize("overrides", ["trainer.tp=16", "generator.tp=32", "async.capacity=2 async.max_staleness=2", "async.capacity=0"])
+def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
+    assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)
+
+
+def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
+    problems = problems_of(tmp_path, "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.cp=2", "async.max_staleness=0")
+    assert {problem.split(":")[0] for problem in problems} == {
+        "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.cp=2", "async.max_staleness=0"
+    }  # fmt: skip
+
+
+def test_command_checks(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, command="eval") == ["data.eval=null: megarl eval needs a held-out set: set data.eval.source"]
+    assert problems_of(tmp_path, "trainer.dp=4", "sft.batch_size=2", command="sft") == [
+        "sft.steps=0: must be at least 1 for megarl sft",
+        "sft.batch_size=2: must be at least trainer.dp=4",
+    ]
+    assert resolve(config(tmp_path, "sft.steps=1"), "sft").config.sft.steps == 1
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "tiny-llama")
+    near, exact = tmp_path / "tiny-lama", tmp_path / "tiny-llama"
+    assert problems_of(tmp_path, f"model.path={near}") == [f"model.path={near}: no such folder; did you mean {exact}?"]
+    assert problems_of(tmp_path, f"model.tokenizer={near}") == [f"model.tokenizer={near}: no such folder; did you mean {exact}?"]
+    output = tmp_path / "run/sft/hf"
+    assert problems_of(tmp_path, "model.path=${sft.output}") == [f"model.path={output}: no such folder; megarl sft writes it"]
+    (exact / "config.json").unlink()
+    assert "config.json" in problems_of(tmp_path, f"model.path={exact}")[0]
+
+
+def test_a_hub_name_is_planned_from_model_spec(tmp_path: Path) -> None:
+    (message,) = problems_of(tmp_path, "model.path=some-org/some-model")
+    assert "some-org/some-model" in message and message.endswith("to plan without the checkpoint, set model.spec")
+    plan = resolve(config(tmp_path, "model.path=some-org/some-model", f"model.spec={CONFIGS}/models/llama-3.1-70b/config.json"))
+    assert plan.spec.num_layers == 80
+    assert problems_of(tmp_path, "model.path=some-org/some-model", "model.spec=nowhere.json") == ["model.spec=nowhere.json: no such file"]
+
+
+def test_model_spec_must_agree_with_a_checkpoint_at_hand(tmp_path: Path) -> None:
+    (message,) = problems_of(tmp_path, f"model.spec={CONFIGS}/models/llama-3.1-70b")
+    assert message.startswith("model.spec=") and "num_layers 80" in message and "hidden_size 8192" in message
+
+
+class TestResume:
+    def begin(self, tmp_path: Path, *overrides: str) -> None:
+        begun = config(tmp_path, *overrides)
+        (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
+        (tmp_path / "run/config.yaml").write_text(dump_config(begun))
+
+    def test_what_may_not_change(self, tmp_path: Path) -> None:
+        self.begin(tmp_path)
+        run = tmp_path / "run"
+        assert problems_of(tmp_path, "seed=1", "data.train.source=other.jsonl", "data.shuffle=false", command="train") == [
+            f"data.train.source=other.jsonl: the run in run_dir={run} began with rows.jsonl; keep that, or use another run_dir",
+            f"data.shuffle=false: the run in run_dir={run} began with true; keep that, or use another run_dir",
+            f"seed=1: the run in run_dir={run} began with 0; keep that, or use another run_dir",
+        ]
+
+    def test_what_may_change(self, tmp_path: Path) -> None:
+        self.begin(tmp_path)
+        changed = config(tmp_path, "max_steps=500", "trainer.tp=2", "generator.engines=4", "async.capacity=2", "trainer.optimizer.lr=1e-5")
+        assert resolve(changed, "train").steps == 500
+
+    def test_only_training_over_checkpoints_is_held_to_it(self, tmp_path: Path) -> None:
+        self.begin(tmp_path)
+        resolve(config(tmp_path, "seed=1"), "plan")
+        shutil.rmtree(tmp_path / "run/checkpoints")
+        resolve(config(tmp_path, "seed=1"), "train")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_resolves(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    plan = resolve(load_config(path, [f"run_dir={tmp_path}"]))
+    assert plan.trainer_topology.world_size >= 1 and plan.sequences_per_step >= plan.trainer_topology.dp
