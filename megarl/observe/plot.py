@@ -1,0 +1,103 @@
+"""report.png: the reward of each step, and where trainer and generator spent the time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
+
+SMOOTH_STEPS = 10  # trailing window of the moving mean
+# Stacked away from the axis: the trainer's time upwards, the generator's downwards. (key, label, colour)
+TRAINER = [
+    ("time/train_s", "training", "#2b5c8a"),
+    ("time/sync_s", "weight sync", "#e07b39"),
+    ("time/trainer_wait_s", "waiting", "#cfd4da"),
+]
+GENERATOR = [
+    ("time/generate_s", "generation", "#4f9d69"),
+    ("time/sync_pause_s", "paused for sync", "#f2b880"),
+    ("time/generator_wait_s", "waiting", "#cfd4da"),
+]
+HEADROOM = 1.25  # of the axis over the 97th percentile: a slow first step must not flatten all others
+
+
+def plot(run_dir: Path | str) -> Path:
+    """Writes `run_dir`/report.png and returns its path. Uses no display and no state of pyplot."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    run_dir = Path(run_dir)
+    rows = read_metrics(run_dir / METRICS_FILE)
+    figure = Figure(figsize=(9, 7), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    reward_axes, time_axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.15])
+    _plot_reward(reward_axes, rows)
+    _plot_times(time_axes, rows)
+    for axes in (reward_axes, time_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+    target = run_dir / "report.png"
+    figure.savefig(target)
+    return target
+
+
+def _series(rows: list[Row], key: str) -> np.ndarray:
+    """[steps] the key's values; NaN where a step has none."""
+    return np.array([row.get(key, math.nan) for row in rows], dtype=float)
+
+
+def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """[steps] mean of the last `window` values up to each one; NaN values do not count."""
+    return np.array([_nanmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
+
+
+def _nanmean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
+
+
+def _plot_reward(axes, rows: list[Row]) -> None:
+    steps, reward = _series(rows, "step"), _series(rows, "reward/mean")
+    axes.plot(steps, reward, color="#9db8d2", linewidth=1, marker="o", markersize=2.5, label="mean of the step")
+    axes.plot(steps, moving_mean(reward, SMOOTH_STEPS), color="#2b5c8a", linewidth=2.2, label=f"mean of the last {SMOOTH_STEPS} steps")
+    axes.set_title("Reward", loc="left", fontweight="bold")
+    axes.set_ylabel("mean reward")
+    if np.nanmin(reward, initial=0.0) >= 0 and np.nanmax(reward, initial=0.0) <= 1:
+        axes.set_ylim(0, 1.03)
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _plot_times(axes, rows: list[Row]) -> None:
+    steps = _series(rows, "step")
+    up = _stack(axes, steps, rows, TRAINER, sign=1)
+    down = _stack(axes, steps, rows, GENERATOR, sign=-1)
+    axes.axhline(0, color="#3a3f45", linewidth=1)
+    for total, sign in ((up, 1), (down, -1)):
+        limit_s = HEADROOM * float(np.percentile(total, 97)) if len(total) else 0.0
+        axes.set_ylim(**{"top" if sign > 0 else "bottom": sign * max(limit_s, 1e-3)})
+    axes.set_title("Time per step", loc="left", fontweight="bold")
+    axes.set_ylabel("generator  |  trainer   (s)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axes.set_xlabel("step")
+    axes.margins(x=0.01)
+    axes.legend(*_unique_legend(axes), loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, frameon=False)
+
+
+def _stack(axes, steps: np.ndarray, rows: list[Row], parts: list[tuple[str, str, str]], sign: int) -> np.ndarray:
+    """Draws one side's bars; returns their heights, [steps] seconds."""
+    base = np.zeros(len(rows))
+    for key, label, colour in parts:
+        heights = np.nan_to_num(_series(rows, key))
+        axes.bar(steps, sign * heights, bottom=sign * base, width=0.9, color=colour, label=label)
+        base = base + heights
+    return base
+
+
+def _unique_legend(axes) -> tuple[list, list[str]]:
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles))
+    return list(unique.values()), list(unique)

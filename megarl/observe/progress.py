@@ -1,0 +1,166 @@
+"""The live display of a run: its last steps, how far it is, and what every process is doing or waiting for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
+from megarl.observe.status import Status, clear_statuses, read_statuses
+
+STEPS_SHOWN = 10
+REFRESH_S = 0.25
+ETA_STEPS = 20  # recent steps whose pace the remaining time is reckoned from
+HEADER_EVERY = 20  # plain lines
+WARM_START_EVERY = 20  # steps without a reward are many and alike: one in so many is printed plainly
+SILENCE_S = 30.0  # without a new step, after which plain output says what every process is doing
+
+
+def _one(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: format(row[key], form) if key in row else ""
+
+
+def _staleness(row: Row) -> str:
+    return f"{row['staleness/mean']:.1f}/{row['staleness/max']:.0f}" if "staleness/mean" in row else ""
+
+
+# Heading -> (the key that must be there for the column to be shown, cell).
+COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "step": ("step", _one("step", "d")),
+    "reward": ("reward/mean", _one("reward/mean", ".3f")),
+    "stale": ("staleness/mean", _staleness),
+    "loss": ("loss", _one("loss", "+.4f")),
+    "samples/s": ("samples_per_s", _one("samples_per_s", ".0f")),
+    "train s": ("time/train_s", _one("time/train_s", ".2f")),
+    "generate": ("time/generate_s", _one("time/generate_s", ".2f")),
+    "sync": ("time/sync_s", _one("time/sync_s", ".3f")),
+    "t.wait": ("time/trainer_wait_s", _one("time/trainer_wait_s", ".2f")),
+    "g.wait": ("time/generator_wait_s", _one("time/generator_wait_s", ".2f")),
+}
+
+
+def columns_of(row: Row) -> list[str]:
+    return [heading for heading, (key, _) in COLUMNS.items() if key in row]
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Progress:
+    """Follows `run_dir` from the process that starts its others; make it before they start, call `poll` a few times a second.
+
+    On a terminal it keeps one table up to date; elsewhere it prints a line a step.
+    """
+
+    def __init__(self, run_dir: Path | str, total_steps: int, console: Console | None = None):
+        self.run_dir, self.total_steps = Path(run_dir), total_steps
+        self.console = console or Console()
+        self._tail = MetricsTail(self.run_dir / METRICS_FILE)
+        self._tail.poll()  # steps of the run that this one resumes
+        clear_statuses(self.run_dir)
+        self._started = self._refreshed = self._heard = time.monotonic()
+        self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
+        self._printed = 0
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+
+    def poll(self) -> None:
+        """Shows what has changed since the last call. Cheap when nothing has."""
+        new = self._tail.poll()
+        now = time.monotonic()
+        self._arrivals.extend([now] * new)
+        if self._live is None:
+            self._print_plain(new, now)
+        elif new or now - self._refreshed >= REFRESH_S:
+            self._refreshed = now
+            self._live.update(self._render(), refresh=True)
+
+    def close(self) -> None:
+        """Shows the last state and gives the terminal back."""
+        self.poll()
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
+
+    def _done(self) -> int:
+        return self._tail.rows[-1]["step"] + 1 if self._tail.rows else 0
+
+    def _remaining_s(self) -> float | None:
+        if len(self._arrivals) < 2 or self._arrivals[-1] == self._arrivals[0]:
+            return None
+        pace_s = (self._arrivals[-1] - self._arrivals[0]) / (len(self._arrivals) - 1)
+        return pace_s * max(0, self.total_steps - self._done())
+
+    def _render(self) -> RenderableType:
+        statuses = read_statuses(self.run_dir)
+        parts: list[RenderableType] = [self._bar()]
+        if self._tail.rows:
+            parts.insert(0, self._table(self._tail.rows[-STEPS_SHOWN:]))
+        parts += [_status_line(status) for status in statuses] or [Text("starting the processes", style="dim")]
+        return Group(*parts)
+
+    def _table(self, rows: list[Row]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        headings = columns_of(rows[-1])
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(COLUMNS[heading][1](row) for heading in headings), style="bold" if row is rows[-1] else "dim")
+        return table
+
+    def _bar(self) -> Table:
+        remaining_s = self._remaining_s()
+        line = Table.grid(padding=(0, 2))
+        elapsed = duration(time.monotonic() - self._started)
+        left = "" if remaining_s is None else f", {duration(remaining_s)} to go"
+        line.add_row(
+            ProgressBar(total=max(1, self.total_steps), completed=self._done(), width=30),
+            f"{self._done()} of {self.total_steps} steps, {elapsed} elapsed{left}",
+        )
+        return line
+
+    def _print_plain(self, new: int, now: float) -> None:
+        for row in self._tail.rows[len(self._tail.rows) - new :]:
+            self._print_row(row)
+            self._heard = now
+        if now - self._heard >= SILENCE_S:
+            self._heard = now
+            for status in read_statuses(self.run_dir):
+                self._line(f"  {status}")
+
+    def _print_row(self, row: Row) -> None:
+        last = row["step"] + 1 == self.total_steps
+        if "reward/mean" not in row and row["step"] % WARM_START_EVERY and not last:
+            return
+        headings = columns_of(row)
+        if self._printed % HEADER_EVERY == 0:
+            self._line("  ".join(f"{heading:>{_width(heading)}}" for heading in headings))
+        self._printed += 1
+        self._line("  ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
+
+    def _line(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+def _width(heading: str) -> int:
+    return max(7, len(heading))
+
+
+def _status_line(status: Status) -> Text:
+    waiting = status.text.startswith("waiting ")
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{status.name:<14}", style="cyan")
+    return line.append(status.text, style="yellow" if waiting else "").append(f"  {status.age_s:.0f} s", style="dim")

@@ -1,0 +1,55 @@
+"""Sampled rollouts as text files that a person can read, and that cannot play tricks on the terminal that shows them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.types import Group, Sample
+
+# Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
+UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def escape(text: str) -> str:
+    r"""`text` with every character that does not simply print written as \x1b, \u202e, …; newlines stay, a backslash is doubled."""
+    return "".join(_escape_character(character) for character in text)
+
+
+def _escape_character(character: str) -> str:
+    if character == "\\":
+        return "\\\\"
+    if character == "\n" or unicodedata.category(character) not in UNSAFE_CATEGORIES:
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def _quoted(text: str) -> str:
+    """Every line behind a bar, so that no model output can pass for the file's own lines."""
+    return "\n".join("  | " + line for line in escape(text).split("\n"))
+
+
+def format_sample(number: int, sample: Sample) -> str:
+    """Reward, the oldest and newest weight version among its tokens, and the text."""
+    versions = f"versions {sample.min_version} to {sample.max_version}" if sample.versions else "no version"
+    head = f"response {number}: reward {sample.reward:g}, {versions}, {len(sample.token_ids)} tokens, finish reason {sample.finish_reason}"
+    return f"{head}\n{_quoted(sample.text)}\n"
+
+
+def format_group(group: Group) -> str:
+    prompt = group.prompt
+    head = f"prompt {prompt.ordinal}\n{_quoted(prompt.text)}\n\nreference answer\n{_quoted(prompt.answer)}\n"
+    return "\n".join([head, *(format_sample(number, sample) for number, sample in enumerate(group.samples))])
+
+
+def write_rollouts(run_dir: Path | str, step: int, groups: Sequence[Group], limit: int) -> Path | None:
+    """Writes the first `limit` groups of a step to `run_dir`/rollouts/step_<step>.txt; nothing, and None, where limit is 0."""
+    if limit <= 0:
+        return None
+    folder = Path(run_dir) / "rollouts"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.txt"
+    rule = "\n" + "=" * 80 + "\n\n"
+    path.write_text(f"step {step}\n{rule}" + rule.join(format_group(group) for group in groups[:limit]), encoding="utf-8")
+    return path

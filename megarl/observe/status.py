@@ -1,0 +1,110 @@
+"""What each process is doing now, one line each, for the live display and for error messages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RECORD_BYTES = 256
+STATUS_FOLDER = "status"
+_READS = 5  # of a record that is being overwritten, before it is left out
+
+
+@dataclass(frozen=True)
+class Status:
+    name: str  # "<role>.<rank>"
+    text: str
+    sequence: int
+    since_s: float  # wall clock, seconds since the epoch: run directories are read from other hosts too
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.since_s)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text} ({self.age_s:.0f} s)"
+
+
+class StatusBoard:
+    """The one line of this process: `run_dir`/status/<name>, one record of 256 bytes, overwritten in place.
+
+    The record is readable text: sequence, time, line, and the sequence again; a reader that finds two different
+    sequences has met a write half done, and reads again.
+    """
+
+    def __init__(self, run_dir: Path | str, name: str):
+        folder = Path(run_dir) / STATUS_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self.text = ""
+        self.set("starting")
+
+    def set(self, text: str) -> None:
+        """Publishes `text` as what this process does from now on."""
+        with self._lock:
+            self._sequence += 1
+            self.text = text
+            os.pwrite(self._file, _encode(self._sequence, time.time(), text), 0)
+
+    @contextlib.contextmanager
+    def waiting(self, for_whom: str, for_what: str) -> Iterator[None]:
+        """Says so while the body waits; afterwards the line before it stands again."""
+        before = self.text
+        self.set(f"waiting for {for_what}" if for_whom in for_what else f"waiting for {for_what} from {for_whom}")
+        try:
+            yield
+        finally:
+            self.set(before)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _encode(sequence: int, since_s: float, text: str) -> bytes:
+    head, tail = f"{sequence:012d} {since_s:017.6f} ".encode(), f" {sequence:012d}\n".encode()
+    room = RECORD_BYTES - len(head) - len(tail)
+    line = " ".join(text.split()).encode(errors="replace")[:room].decode(errors="ignore").encode()  # a cut never leaves half a character
+    return head + line.ljust(room) + tail
+
+
+def _decode(name: str, record: bytes) -> Status | None:
+    head, tail = record[:12], record[-13:-1]
+    if len(record) != RECORD_BYTES or head != tail:
+        return None
+    since_s, _, text = record[13:-13].decode(errors="replace").partition(" ")
+    return Status(name, text.rstrip(), int(head), float(since_s))
+
+
+def _read(path: Path) -> Status | None:
+    for _ in range(_READS):
+        status = _decode(path.name, path.read_bytes())
+        if status is not None:
+            return status
+    return None
+
+
+def read_statuses(run_dir: Path | str) -> list[Status]:
+    """The latest line of every process of a run, by name; an empty list before the first process has said anything."""
+    folder = Path(run_dir) / STATUS_FOLDER
+    paths = sorted(folder.iterdir(), key=_by_rank) if folder.is_dir() else []
+    return [status for path in paths if (status := _read(path)) is not None]
+
+
+def clear_statuses(run_dir: Path | str) -> None:
+    """Forgets the lines of processes that have ended; for whoever starts a run's processes, before it does."""
+    folder = Path(run_dir) / STATUS_FOLDER
+    for path in folder.iterdir() if folder.is_dir() else ():
+        path.unlink()
+
+
+def _by_rank(path: Path) -> tuple[str, int]:
+    role, _, rank = path.name.rpartition(".")
+    return role, int(rank) if rank.isdigit() else 0

@@ -1,0 +1,73 @@
+"""Where the time of a step goes, for Perfetto (ui.perfetto.dev): each process writes its spans, merged into trace.json.
+
+Format: Chrome trace events, complete events ("ph": "X"), times in microseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TRACE_FOLDER = "trace"
+
+
+class TraceWriter:
+    """Spans of one process, in `run_dir`/trace/<process_name>.jsonl, one event a line, appended when a span ends."""
+
+    def __init__(self, run_dir: Path | str, process_name: str):
+        folder = Path(run_dir) / TRACE_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / f"{process_name}.jsonl", "ab", buffering=0)
+        self._lock = threading.Lock()
+        # Spans are timed by the monotonic clock and placed by the wall clock, which processes and hosts share.
+        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
+
+    @contextlib.contextmanager
+    def span(self, name: str, track: str = "main", **arguments: Any) -> Iterator[None]:
+        """Times the body. Spans of one track must nest; what runs concurrently takes a track of its own."""
+        started_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            ended_ns = time.perf_counter_ns()
+            event = {"name": name, "track": track, "ts": (self._epoch_ns + started_ns) / 1e3, "dur": (ended_ns - started_ns) / 1e3}
+            self._append(event | ({"args": arguments} if arguments else {}))
+
+    def _append(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._file.write(json.dumps(event).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def merge_traces(run_dir: Path | str) -> Path:
+    """Writes `run_dir`/trace.json: one process track each in Perfetto, its tracks below it. Also after a crash: torn last lines are left out."""
+    run_dir = Path(run_dir)
+    events: list[dict[str, Any]] = []
+    for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):
+        events += _process_events(number, path)
+    target = run_dir / "trace.json"
+    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return target
+
+
+def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
+    """Events of one process: `number` stands for its pid, since pids of several hosts may be equal."""
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    spans = [json.loads(line) for line in lines]
+    threads = {track: thread for thread, track in enumerate(dict.fromkeys(span["track"] for span in spans), start=1)}
+    events = [_name("process_name", number, 0, path.stem)]
+    events += [_name("thread_name", number, thread, track) for track, thread in threads.items()]
+    for span in spans:
+        events.append({"ph": "X", "cat": "megarl", "pid": number, "tid": threads[span.pop("track")], **span})
+    return events
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
