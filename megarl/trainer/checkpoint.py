@@ -1,0 +1,108 @@
+"""Checkpoints by Megatron's dist_checkpointing: saved under one topology, loaded under any other.
+
+A checkpoint is a folder: the torch_dist files of weights, optimizer and random generators, and `state.json`, which holds
+the schedule's position and the caller's state. It is written under another name and renamed when all ranks are done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megarl.trainer.folders import written_together
+
+if TYPE_CHECKING:
+    from megarl.trainer.step import MegatronTrainer
+
+STATE = "state.json"
+PREFIX = "step-"
+
+
+def checkpoint_path(folder: str | Path, step: int) -> Path:
+    """Where the checkpoint taken after `step` optimizer steps lies."""
+    return Path(folder) / f"{PREFIX}{step:08d}"
+
+
+def latest_checkpoint(folder: str | Path) -> Optional[Path]:
+    """The newest complete checkpoint in `folder`, or None."""
+    found = _complete(Path(folder))
+    return found[-1] if found else None
+
+
+def prune_checkpoints(folder: str | Path, keep: int) -> None:
+    """Removes all but the newest `keep` complete checkpoints. For one process to call, after a save has returned."""
+    for path in _complete(Path(folder))[:-keep]:
+        shutil.rmtree(path)
+
+
+def _complete(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob(f"{PREFIX}*/{STATE}") if path.parent.name.removeprefix(PREFIX).isdigit())
+
+
+def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any]) -> None:
+    text = json.dumps({"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "state": state})
+    with written_together(path) as folder:
+        dist_checkpointing.save(_sharded_state(trainer, is_loading=False, with_random=True), str(folder), content_metadata=_content())
+        if dist.get_rank() == 0:
+            (folder / STATE).write_text(text)
+
+
+def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
+    """Raises RuntimeError if there is no complete checkpoint at `path`."""
+    file = Path(path) / STATE
+    if not file.exists():
+        raise RuntimeError(f"{path}: no complete checkpoint ({STATE} is missing)")
+    saved = json.loads(file.read_text())
+    # Random states belong to ranks; under another topology there is nobody to give them to, and the seed of the start holds.
+    same_ranks = saved["topology"] == dataclasses.asdict(trainer.topology)
+    loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True, with_random=same_ranks), str(path))
+    trainer.model.load_state_dict(loaded["model"], strict=True)
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    if same_ranks:
+        _set_random_state(loaded["random"])
+    trainer.learning_rate.seek(saved["position"])
+    return saved["state"]
+
+
+def _content() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+
+
+def _sharded_state(trainer: MegatronTrainer, is_loading: bool, with_random: bool) -> dict[str, Any]:
+    metadata = {**_content(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = trainer.model.sharded_state_dict(metadata=metadata)
+    # The optimizer takes its shardings from the model's; dist_checkpointing.save then consumes both dictionaries.
+    optimizer = trainer.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading, metadata=metadata)
+    state = {"model": model, "optimizer": optimizer}
+    if with_random:
+        state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),))
+    return state
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,215 @@
+"""Runs megatron-core 0.16.1 on CPU over gloo. Does nothing when CUDA is there.
+
+`install()` must run before anything else of megatron.core is imported. It changes Megatron's own modules only: the
+name `torch` in each of them becomes a thin proxy (`_CpuTorch`) that answers for CUDA devices and allocators. The two
+exceptions are `torch.Tensor.cuda` and `torch.nn.Module.cuda`, which return the object itself, and `torch.Tensor.type`
+while one of the functions in `_CHECK_TYPE_NAMES` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+# Imported by install(), so that no module of Megatron escapes the proxy by being imported late.
+_MODULES = """
+  dist_checkpointing dist_checkpointing.exchange_utils dist_checkpointing.serialization dist_checkpointing.strategies.async_utils
+  dist_checkpointing.strategies.filesystem_async dist_checkpointing.strategies.fully_parallel
+  dist_checkpointing.strategies.state_dict_saver dist_checkpointing.strategies.torch
+  distributed distributed.finalize_model_grads distributed.param_and_grad_buffer models.gpt models.gpt.gpt_layer_specs
+  optimizer optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer optimizer_param_scheduler
+  parallel_state pipeline_parallel.p2p_communication pipeline_parallel.schedules tensor_parallel.layers
+  tensor_parallel.mappings tensor_parallel.random transformer.transformer_block transformer.utils utils
+""".split()
+
+# Compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
+_CHECK_TYPE_NAMES = (
+    ("optimizer.distrib_optimizer", "DistributedOptimizer", "__init__"),
+    ("optimizer.optimizer", "Float16OptimizerWithFloat16Params", "__init__"),
+)
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "rand", "randn", "as_tensor")
+
+
+class _NullStream:
+    """Stands for a CUDA stream or event: on CPU every operation is done when it returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> "_NullStream":
+        return self
+
+
+class _CpuCuda(types.ModuleType):
+    """`torch.cuda` as Megatron sees it: one device, the CPU, with the CPU's random generator."""
+
+    Stream = _NullStream
+    Event = _NullStream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return _CPU
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: Any) -> None: ...
+
+    def synchronize(self, *args: Any) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def get_rng_state(self, *args: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, *args: Any) -> None:
+        torch.set_rng_state(state)
+
+    def current_stream(self, *args: Any) -> _NullStream:
+        return _NullStream()
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        yield
+
+
+class _CpuTorch(types.ModuleType):
+    """`torch` as Megatron sees it: `device="cuda"` means the CPU, and host memory is not pinned."""
+
+    def __init__(self) -> None:
+        super().__init__("torch (CPU support)")
+        self.cuda = _CpuCuda("torch.cuda (CPU support)")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = type_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _patch_type_checks() -> None:
+    for module_name, class_name, method in _CHECK_TYPE_NAMES:
+        owner = getattr(sys.modules[f"megatron.core.{module_name}"], class_name)
+        setattr(owner, method, _with_cuda_type_names(getattr(owner, method)))
+    # A function, which other modules imported by name.
+    original = sys.modules["megatron.core.optimizer.clip_grads"].clip_grad_by_total_norm_fp32
+    wrapped = _with_cuda_type_names(original)
+    for module in _megatron_modules():
+        if module.__dict__.get(original.__name__) is original:
+            setattr(module, original.__name__, wrapped)
+
+
+def _patch_random() -> None:
+    """The random tracker and activation recomputation keep the state of the CPU generator instead of a GPU's."""
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+    class CpuRngStatesTracker(random.CudaRNGStatesTracker):
+        """The original also restores the CPU state it found, which here would undo what `fork` is for."""
+
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            outer = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    random.CudaRNGStatesTracker = CpuRngStatesTracker
+
+
+def _megatron_modules() -> list[types.ModuleType]:
+    return [m for name, m in list(sys.modules.items()) if name.startswith("megatron.core") and m is not None]
+
+
+def installed() -> bool:
+    """True if Megatron can run here: CUDA is present, or `install()` has been called."""
+    utils = sys.modules.get("megatron.core.utils")
+    return torch.cuda.is_available() or (utils is not None and isinstance(utils.__dict__.get("torch"), _CpuTorch))
+
+
+def install() -> None:
+    """Makes megatron.core run on this machine's CPU; call it before importing megatron.core. Repeated calls do nothing.
+
+    Raises RuntimeError when parts of megatron.core that compile functions at import were imported before.
+    """
+    if installed():
+        return
+    if "megatron.core.tensor_parallel" in sys.modules:
+        raise RuntimeError("cpu_support.install() must be called before megatron.core is imported")
+    # Read by Megatron to warn about kernel order on GPUs; there is none to keep here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # torch.compile on CPU would call a C++ compiler in the middle of the first step.
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    for name in _MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    proxy = _CpuTorch()
+    for module in _megatron_modules():
+        if module.__dict__.get("torch") is torch:
+            module.torch = proxy  # type: ignore[attr-defined]
+    _patch_random()
+    _patch_type_checks()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

@@ -1,0 +1,229 @@
+"""HF checkpoints in and out, by the pieces of the trainer's layout. No rank ever holds more than its own part.
+
+Import: every rank reads its own boxes out of the safetensors files.
+Export: rank 0 writes the headers and sizes the files; then every rank writes its boxes at their offsets with pwrite, each
+element by one rank. (Not by memory mapping: two hosts that map one page of a file on NFS overwrite each other's half.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from megarl.config.errors import ConfigError
+from megarl.models.spec import ModelSpec
+from megarl.reshard.box import Box
+from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
+from megarl.trainer.folders import written_together
+
+INIT_STD = 0.02
+MAX_FILE_BYTES = 5 * 2**30
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+INDEX = "model.safetensors.index.json"
+
+
+def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str) -> None:
+    """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
+
+    Every rank checks all tensors of the model, also those of others, so that all raise alike.
+    Raises ConfigError naming the tensor that is missing or has another shape than config.json says.
+    """
+    folder = _checkpoint_folder(path)
+    files = _tensor_files(folder)
+    expected = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
+    problems = [f"{folder}: tensor {name} is missing" for name in expected if name not in files]
+    opened = {name: safe_open(folder / name, framework="pt") for name in sorted({files[n] for n in expected if n in files})}
+    for name, shape in expected.items():
+        if name in files:
+            found = tuple(opened[files[name]].get_slice(name).get_shape())
+            if found != shape:
+                problems.append(f"{folder}: tensor {name} has shape {found}, config.json says {shape}")
+    if problems:
+        raise ConfigError(problems)
+    for tensor in layout.tensors(dist.get_rank()):
+        parameter = _parameter(parameters, tensor)
+        parameter.zero_()
+        for piece in tensor.pieces:
+            source = opened[files[piece.logical_name]].get_slice(piece.logical_name)
+            parameter[piece.local.slices()].copy_(source[piece.logical.slices()])
+
+
+def init_random(layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Normal with standard deviation 0.02 for matrices, ones for norms. Each logical tensor has its own generator, so the
+    result does not depend on the layout."""
+    for tensor in layout.tensors(dist.get_rank()):
+        parameter = _parameter(parameters, tensor)
+        parameter.zero_()
+        for piece in tensor.pieces:
+            if len(piece.logical.shape) == 1:
+                parameter[piece.local.slices()].fill_(1.0)
+                continue
+            parameter[piece.local.slices()].copy_(_random_rows(piece, seed))
+
+
+def _random_rows(piece: Piece, seed: int) -> torch.Tensor:
+    """The piece of its logical tensor, whose rows are random streams of their own: nothing outside of the rows is drawn."""
+    (row, column), (rows, columns) = piece.logical.start, piece.logical.shape
+    generator = torch.Generator()
+    out = torch.empty(rows, columns)
+    for i in range(rows):
+        digest = hashlib.sha256(f"{seed}/{piece.logical_name}/{row + i}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        out[i] = torch.randn(column + columns, generator=generator)[column:] * INIT_STD
+    return out
+
+
+def export_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str, hf_config_dir: str) -> None:
+    """Writes folder `path`: safetensors files of at most 5 GiB (or one tensor), an index if there are several, and the
+    configuration and tokenizer files of `hf_config_dir`. Collective; the folder appears complete or not at all."""
+    dtype = layout.kinds[0].shards[0].dtype
+    places, headers = _file_plan(spec, dtype)
+    with written_together(path) as folder:
+        if dist.get_rank() == 0:
+            for name, header in headers.items():
+                end = max(p.offset + p.nbytes for p in places.values() if p.file == name)
+                (folder / name).write_bytes(header)
+                os.truncate(folder / name, end)
+            if len(headers) > 1:
+                index = {"metadata": {"total_size": sum(p.nbytes for p in places.values())}, "weight_map": {n: p.file for n, p in places.items()}}
+                (folder / INDEX).write_text(json.dumps(index, indent=2))
+            _copy_configuration(Path(hf_config_dir), folder, dtype)
+        dist.barrier()
+        files: dict[str, int] = {}
+        for tensor, piece in owned_pieces(layout, dist.get_rank()):
+            place = places[piece.logical_name]
+            if place.file not in files:
+                files[place.file] = os.open(folder / place.file, os.O_WRONLY)
+            _write_box(files[place.file], place, piece.logical, _parameter(parameters, tensor)[piece.local.slices()])
+        for fd in files.values():
+            os.fsync(fd)
+            os.close(fd)
+
+
+def owned_pieces(layout: Layout, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
+    """The pieces that `rank` writes: over all ranks, every element of the model exactly once.
+
+    Among holders of the same elements the first replica writes; of a tensor that is there under two names (a tied embedding
+    on the first and the last stage) the first name; of one that all shards hold whole, the first shard.
+    """
+    owner: dict[str, str] = {}
+    for kind in layout.kinds:
+        for piece in kind.shards[0].pieces:
+            owner.setdefault(piece.logical_name, kind.name)
+    for kind in layout.kinds:
+        for stage, shard, replica in kind.seats(rank):
+            if replica:
+                continue
+            before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
+            wanted = [i for i, p in enumerate(kind.shards[shard].pieces) if owner[p.logical_name] == kind.name and (p.logical_name, p.logical) not in before]
+            for instance in range(kind.instances):
+                if kind.stages[instance] == stage:
+                    tensor = kind.tensor(shard, instance)
+                    yield from ((tensor, tensor.pieces[i]) for i in wanted)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a logical tensor lies: `nbytes` at `offset` of `file`."""
+
+    file: str
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+
+
+def _file_plan(spec: ModelSpec, dtype: str) -> tuple[dict[str, _Place], dict[str, bytes]]:
+    """(place of every tensor, header of every file). Format: 8 bytes header length, JSON header, data."""
+    item_bytes = torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    groups: list[list[LocalTensor]] = [[]]
+    size = 0
+    for tensor in hf_layout(spec, dtype).tensors(0):
+        nbytes = torch.Size(tensor.shape).numel() * item_bytes
+        if groups[-1] and size + nbytes > MAX_FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += nbytes
+    places, headers = {}, {}
+    for number, group in enumerate(groups, start=1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in group:
+            nbytes = torch.Size(tensor.shape).numel() * item_bytes
+            entries[tensor.name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": tensor.shape, "data_offsets": [offset, offset + nbytes]}
+            places[tensor.name] = _Place(file, offset, nbytes, tensor.shape)
+            offset += nbytes
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = len(text).to_bytes(8, "little") + text
+    return {n: _Place(p.file, p.offset + len(headers[p.file]), p.nbytes, p.shape) for n, p in places.items()}, headers
+
+
+def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
+    """Writes `values` as the elements `box` of the tensor at `place`: one write, or one per row where columns are cut."""
+    data = memoryview(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    row_bytes = place.nbytes // place.shape[0]
+    rows = box.shape[0]
+    if box.shape[1:] == place.shape[1:]:
+        _pwrite(fd, data, place.offset + box.start[0] * row_bytes)
+        return
+    assert len(box.shape) == 2
+    item_bytes = row_bytes // place.shape[1]
+    run = box.shape[1] * item_bytes
+    for row in range(rows):
+        _pwrite(fd, data[row * run : (row + 1) * run], place.offset + (box.start[0] + row) * row_bytes + box.start[1] * item_bytes)
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _copy_configuration(source: Path, folder: Path, dtype: str) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in CONFIG_SUFFIXES and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)  # its name before transformers 5
+    config["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor) -> torch.Tensor:
+    parameter = parameters[tensor.name]
+    assert tuple(parameter.shape) == tensor.shape, f"{tensor.name}: layout says {tensor.shape}, Megatron has {tuple(parameter.shape)}"
+    return parameter
+
+
+def _checkpoint_folder(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download  # only for hub names: local models need no network code
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", INDEX]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: neither a folder nor reachable on the hub: {error}") from error
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    if (folder / INDEX).exists():
+        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+    file = folder / "model.safetensors"
+    if not file.exists():
+        raise ConfigError(f"{folder}: holds neither model.safetensors nor {INDEX}")
+    with safe_open(file, framework="pt") as opened:
+        return {name: file.name for name in opened.keys()}

@@ -1,0 +1,66 @@
+"""The two modules of the decoder that Megatron's own local layer spec lacks."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS normalisation over the last dimension; unlike Megatron's WrappedTorchNorm it allows sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.eps = eps
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Read by finalize_model_grads: each tensor rank saw only its part of the sequence, so gradients are summed.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class CausalAttention(MegatronModule):
+    """Causal attention by PyTorch's fused kernel, grouped queries included; takes the place of DotProductAttention.
+
+    Sequences are padded on the right, so the causal mask alone keeps padding out of every real position.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: Optional[float] = None,
+        softmax_scale: Optional[float] = None,
+        cp_comm_type: Optional[str] = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        assert parallel_state.get_context_parallel_world_size() == 1, "context parallelism needs another core attention"
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Optional[torch.Tensor] = None,
+        attn_mask_type: Optional[AttnMaskType] = None,
+        attention_bias: Optional[torch.Tensor] = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]."""
+        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1))
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,98 @@
+"""Microbatches: how sequences are shared out over data-parallel ranks and packed into padded [b, s] tensors.
+
+`plan_microbatches` is pure arithmetic and the same on every rank; `build` makes the tensors of one microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from megarl.types import TrainSequence
+
+LENGTH_MULTIPLE = 4
+"""Padded lengths are multiples of it: few distinct shapes, little padding."""
+
+
+@dataclass(frozen=True)
+class MicrobatchPlan:
+    """One microbatch: which sequences, padded to which length. Without sequences it is one row of masked padding."""
+
+    indices: tuple[int, ...]
+    length: int
+
+    @property
+    def padded_tokens(self) -> int:
+        return max(len(self.indices), 1) * self.length
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Training data of one microbatch. Column i speaks of the prediction of token i; column 0 is always masked."""
+
+    tokens: torch.Tensor  # [b, s] int64, 0 where padded
+    loss_mask: torch.Tensor  # [b, s] bool, False where padded
+    mu_logprobs: torch.Tensor  # [b, s] float32, 0 where masked
+    advantages: torch.Tensor  # [b, s] float32, 0 where masked
+    reference_logprobs: Optional[torch.Tensor]  # [b, s] float32, if train_step was given them
+    indices: tuple[int, ...]  # position of each row in train_step's `sequences`; empty when all rows are padding
+
+
+def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int, length_multiple: int) -> list[list[MicrobatchPlan]]:
+    """Microbatches of every data-parallel rank: [dp][n], the same n (at least 1) for all ranks.
+
+    Sequences go, longest first, to the rank with the fewest tokens so far, and each rank packs its own in that order,
+    so that neighbours in a microbatch are of similar length. A microbatch holds at most `max_tokens` padded tokens, or one
+    sequence longer than that. Ranks that need fewer microbatches than others get empty ones: Megatron's pipeline
+    schedules need the same number everywhere. Deterministic.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    shares: list[list[int]] = [[] for _ in range(dp)]
+    tokens = [0] * dp
+    for index in order:
+        rank = min(range(dp), key=lambda r: (tokens[r], r))
+        shares[rank].append(index)
+        tokens[rank] += lengths[index]
+
+    plans = [_pack(share, lengths, max_tokens, length_multiple) for share in shares]
+    count = max(1, max(len(plan) for plan in plans))
+    empty = MicrobatchPlan(indices=(), length=length_multiple)
+    return [plan + [empty] * (count - len(plan)) for plan in plans]
+
+
+def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int, length_multiple: int) -> list[MicrobatchPlan]:
+    plans: list[MicrobatchPlan] = []
+    start = 0
+    while start < len(order):
+        length = math.ceil(lengths[order[start]] / length_multiple) * length_multiple
+        size = max(1, max_tokens // length)
+        plans.append(MicrobatchPlan(tuple(order[start : start + size]), length))
+        start += size
+    return plans
+
+
+def build(
+    plan: MicrobatchPlan,
+    sequences: Sequence[TrainSequence],
+    device: torch.device,
+    reference_logprobs: Optional[Sequence[Sequence[float]]] = None,
+) -> MicroBatch:
+    """The tensors of one microbatch, on `device`."""
+    chosen = [sequences[i] for i in plan.indices]
+
+    def padded(rows: list[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+        flat = [row + [0] * (plan.length - len(row)) for row in map(list, rows)] or [[0] * plan.length]
+        return torch.tensor(flat, dtype=dtype, device=device)
+
+    return MicroBatch(
+        tokens=padded([s.token_ids for s in chosen], torch.int64),
+        loss_mask=padded([s.loss_mask for s in chosen], torch.bool),
+        mu_logprobs=padded([s.mu_logprobs for s in chosen], torch.float32),
+        advantages=padded([s.advantages for s in chosen], torch.float32),
+        reference_logprobs=None if reference_logprobs is None else padded([reference_logprobs[i] for i in plan.indices], torch.float32),
+        indices=plan.indices,
+    )

@@ -1,0 +1,84 @@
+"""Megatron's optimizer and learning-rate schedule from our settings."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import OptimizerConfig
+
+SCHEDULES = ("constant", "cosine")
+
+
+def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> MegatronOptimizer:
+    """AdamW on fp32 master weights; with zero=1 its state is split over data-parallel ranks."""
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            # The norm is computed only where clipping is on, and we always report it: without clipping the bound is infinite.
+            clip_grad=config.clip_grad or math.inf,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=zero == 1,
+        ),
+        chunks,
+    )
+
+
+class LearningRate:
+    """Warm-up, then constant or cosine, by Megatron's scheduler. Step k = 1, 2, … has the rate of scheduler position k.
+
+    Raises ConfigError for an unknown schedule or a warm-up that leaves no step to decay over.
+    """
+
+    def __init__(self, config: OptimizerConfig, optimizer: MegatronOptimizer, total_steps: int):
+        problems = []
+        if config.schedule not in SCHEDULES:
+            problems.append(f"optimizer.schedule={config.schedule}: allowed are {', '.join(SCHEDULES)}")
+        if config.schedule == "cosine" and config.warmup_steps >= total_steps:
+            problems.append(f"optimizer.warmup_steps={config.warmup_steps}: must be below the number of steps ({total_steps})")
+        if problems:
+            raise ConfigError(problems)
+        self.optimizer = optimizer
+        min_lr = config.lr * config.min_lr_ratio if config.schedule == "cosine" else 0.0
+        for group in optimizer.param_groups:  # each group carries the bounds it was made with
+            group["max_lr"], group["min_lr"] = config.lr, min_lr
+        self.scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=min_lr,
+            lr_warmup_steps=config.warmup_steps,
+            lr_decay_steps=max(total_steps, config.warmup_steps + 1),
+            lr_decay_style=config.schedule,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    @property
+    def position(self) -> int:
+        """Optimizer steps begun so far."""
+        return self.scheduler.num_steps
+
+    def advance(self) -> float:
+        """Sets the rate of the next optimizer step and returns it. Called before the step, so the first one is not lost to warm-up."""
+        self.scheduler.step(1)
+        return self.scheduler.get_lr(self.optimizer.param_groups[0])
+
+    def seek(self, position: int) -> None:
+        self.scheduler.num_steps = 0
+        self.scheduler.step(position)

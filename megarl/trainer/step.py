@@ -1,0 +1,271 @@
+"""The trainer: one optimizer step, and log-probs of given tokens, on Megatron's model, schedules and optimizer.
+
+Scaling of the gradient. A loss function returns a sum over tokens; the trainer divides it by `denominator` before the
+backward pass, and everything after that adds: microbatches (calculate_per_token_loss=True turns off Megatron's division
+by their number, and the 3-tuple that the schedule gets turns off the factor cp), data-parallel ranks (the same flag
+makes the reduction a plain sum), and finalize_model_grads is given no token count to divide by. So the gradient is that
+of sum(loss) / denominator over the global batch, whatever the topology and the microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megarl.algorithms.base import LossOutput
+from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import TrainerTopology
+from megarl.reshard.layout import trainer_layout
+from megarl.trainer import checkpoint, cpu_support, hf_io
+from megarl.trainer.logprobs import token_logprobs
+from megarl.trainer.microbatch import LENGTH_MULTIPLE, MicroBatch, MicrobatchPlan, build, plan_microbatches
+from megarl.trainer.model import DTYPES, NORM_NAMES, build_model, check_supported, parameters_by_name, transformer_config
+from megarl.trainer.optimizer import LearningRate, build_optimizer
+from megarl.types import TrainSequence
+
+LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
+"""(logprobs [b, s] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank."""
+
+    loss: float  # sum over the global batch / denominator
+    grad_norm: float  # before clipping
+    sums: dict[str, float]  # the loss function's sums over the global batch
+    learning_rate: float
+
+
+class MegatronTrainer:
+    """One rank's part of the trainer. Every method is collective: all ranks call it, with the same arguments.
+
+    torch.distributed must be initialised with `topology.world_size` ranks, and, without CUDA, cpu_support.install()
+    must have been called before this module was imported. Weights are zero until load_hf, init_random or load_checkpoint.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        topology: TrainerTopology,
+        trainer: TrainerConfig,
+        dtype: str,
+        seed: int,
+        *,
+        total_steps: int,
+        optimizer: Optional[OptimizerConfig] = None,
+        timeout_s: float = 600.0,
+    ):
+        """`optimizer` replaces trainer.optimizer; `timeout_s` bounds every wait of one rank for another.
+
+        Raises ConfigError for what this trainer cannot build, RuntimeError for a wrong number of processes.
+        """
+        if not cpu_support.installed():
+            raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
+        check_supported(spec, topology, dtype)
+        if dist.get_world_size() != topology.world_size:
+            raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
+        self.spec = spec
+        self.layout = trainer_layout(spec, topology, dtype, NORM_NAMES)
+        self.topology = topology
+        self.coordinate = topology.coordinate(dist.get_rank())
+        self.seed = seed
+        self.dtype = DTYPES[dtype]
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.max_tokens = trainer.max_tokens_per_microbatch
+        self.length_multiple = math.lcm(LENGTH_MULTIPLE, topology.tp if trainer.sequence_parallel else 1)
+
+        _initialize_parallel_state(topology, timeout_s)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        config = transformer_config(spec, topology, self.dtype, trainer.sequence_parallel, trainer.recompute)
+        config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
+        self.model = build_model(spec, config)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=topology.zero == 1)
+        self.ddp = DistributedDataParallel(config, ddp_config, self.model)
+        settings = optimizer or trainer.optimizer
+        self.optimizer = build_optimizer(settings, [self.ddp], self.dtype, topology.zero)
+        self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
+        self._reference: Optional[list[torch.Tensor]] = None
+
+    # -- training
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+        reference_logprobs: Optional[Sequence[Sequence[float]]] = None,
+    ) -> StepResult:
+        """One optimizer step on the gradient of sum(loss) / denominator.
+
+        `temperature` is that of the behaviour policy; `reference_logprobs`, one list per sequence, becomes
+        MicroBatch.reference_logprobs. Without sequences the gradient is zero and the optimizer still steps.
+        Raises RuntimeError when the gradient is not finite.
+        """
+        assert denominator > 0
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        plan = self._plan(sequences)
+        outputs = self._run(
+            (build(p, sequences, self.device, reference_logprobs) for p in plan),
+            plan,
+            partial(self._loss, loss, denominator, temperature),
+            forward_only=False,
+        )
+        learning_rate = self.learning_rate.advance()
+        _, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(grad_norm):
+            raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
+        sums = self._global_sums(outputs)
+        return StepResult(loss=sums.pop("loss") / denominator, grad_norm=float(grad_norm), sums=sums, learning_rate=learning_rate)
+
+    def _loss(
+        self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        out = loss(self._logprobs(logits, microbatch, temperature), microbatch)
+        # The token count is Megatron's to divide by; see the head of this file.
+        return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), {"loss": out.loss.detach(), **out.sums}
+
+    def _global_sums(self, outputs: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sums over all microbatches of all ranks. `outputs` is empty on all but the last pipeline stage."""
+        sums: dict[str, float] = {}
+        if outputs:
+            total = torch.stack([torch.stack([value.double() for value in output.values()]) for output in outputs]).sum(dim=0)
+            if self.topology.dp > 1:
+                dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+            sums = dict(zip(outputs[0], total.tolist(), strict=True))
+        if self.topology.pp > 1:
+            shared = [sums]
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(shared, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+            sums = shared[0]
+        return sums
+
+    # -- scoring
+
+    def token_logprobs(
+        self, sequences: Sequence[TrainSequence], model: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Log-prob of every token given those before it (0 for the first), one list per sequence; the same on every rank."""
+        plan = self._plan(sequences)
+        weights = self._reference_weights() if model == "reference" else contextlib.nullcontext()
+        with torch.no_grad(), weights:
+            scored = self._run(
+                (build(p, sequences, self.device) for p in plan),
+                plan,
+                lambda microbatch, logits, non_loss_data: self._logprobs(logits, microbatch, temperature),
+                forward_only=True,
+            )
+        flat = torch.zeros(sum(len(s.token_ids) for s in sequences), dtype=torch.float32)
+        lengths = [len(s.token_ids) for s in sequences]
+        slices = flat.split(lengths)  # views
+        if self.coordinate.tp == 0:
+            for microbatch, logprobs in zip(plan, scored):
+                for row, index in zip(logprobs.cpu(), microbatch.indices):
+                    slices[index].copy_(row[: lengths[index]])
+        if self.topology.world_size > 1:
+            flat = flat.to(self.device)
+            dist.all_reduce(flat)
+        return [part.tolist() for part in flat.split(lengths)]
+
+    def hold_reference(self) -> None:
+        """Keeps a frozen copy of the current weights, for the KL penalty."""
+        self._reference = [p.detach().clone() for p in self.model.parameters()]
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self._reference is None:
+            raise RuntimeError("there is no reference model: call hold_reference() first")
+        policy = [p.data for p in self.model.parameters()]
+        try:
+            for parameter, data in zip(self.model.parameters(), self._reference, strict=True):
+                parameter.data = data
+            yield
+        finally:
+            for parameter, data in zip(self.model.parameters(), policy, strict=True):
+                parameter.data = data
+
+    # -- shared by training and scoring
+
+    def _plan(self, sequences: Sequence[TrainSequence]) -> list[MicrobatchPlan]:
+        lengths = [len(s.token_ids) for s in sequences]
+        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.length_multiple)[self.coordinate.dp]
+
+    def _logprobs(self, logits: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return token_logprobs(logits, microbatch.tokens, group, self.spec.vocab_size, temperature)
+
+    def _run(
+        self, microbatches: Iterator[MicroBatch], plan: list[MicrobatchPlan], head: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Megatron's schedule over the microbatches; `head(microbatch, logits)` on the last stage, whose results it returns."""
+
+        def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            microbatch = next(batches)
+            # Rotary positions come from the shape, and causality from the attention itself: no ids, no mask.
+            return model(microbatch.tokens, None, None), partial(head, microbatch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=microbatches,
+            model=[self.ddp],
+            num_microbatches=len(plan),
+            # Not used with variable_seq_lengths, but the schedule multiplies them.
+            seq_length=plan[0].length,
+            micro_batch_size=max(1, len(plan[0].indices)),
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    # -- weights
+
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters by their Megatron names, with the global layer index: the tensors of `layout`."""
+        return {name: parameter.data for name, parameter in parameters_by_name(self.model).items()}
+
+    def init_random(self, seed: int) -> None:
+        """Random weights that depend on the seed alone, not on the topology."""
+        hf_io.init_random(self.layout, self.local_parameters(), seed)
+        self.optimizer.reload_model_params()
+
+    def load_hf(self, path: str) -> None:
+        """Weights of a HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes."""
+        hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path)
+        self.optimizer.reload_model_params()
+
+    def export_hf(self, path: str, hf_config_dir: str) -> None:
+        """Writes the weights as a HF checkpoint folder; configuration and tokenizer files come from `hf_config_dir`."""
+        hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir)
+
+    def save_checkpoint(self, path: str, state: dict[str, Any]) -> None:
+        """Weights, optimizer, random generators, schedule and the caller's JSON-able `state`; complete or not there at all."""
+        checkpoint.save(self, path, state)
+
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """Restores what save_checkpoint wrote, under any tp, pp and dp; returns the caller's state."""
+        return checkpoint.load(self, path)
+
+
+def _initialize_parallel_state(topology: TrainerTopology, timeout_s: float) -> None:
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        context_parallel_size=topology.cp,
+        create_gloo_process_groups=True,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
+    )
