@@ -1,0 +1,202 @@
+"""The command line. Arguments and configuration are checked in full before anything heavy is imported or started.
+
+Exit status: 0 success, 1 a run that failed, 2 a mistake in arguments or configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+from typing import Any, Callable, Optional, Sequence
+
+import megarl
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.plan.resolve import RunPlan, resolve
+
+DESCRIPTION = """\
+Asynchronous reinforcement learning for large language models.
+
+CONFIG is a YAML file; dotted.key=value after it overrides its settings. docs/config.md lists every key."""
+
+COMMANDS = {
+    "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
+    "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
+    "eval": "greedy pass@1 on data.eval, through SGLang",
+    "export": "write a checkpoint's weights as a Hugging Face checkpoint",
+    "plan": "what a config means: ranks, parameters, bytes of weights on each of them",
+    "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
+}
+EXAMPLES = {
+    "sft": ["megarl sft configs/quickstart.yaml"],
+    "train": ["megarl train configs/quickstart.yaml", "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b"],
+    "eval": ["megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json"],
+    "export": ["megarl export configs/quickstart.yaml --output runs/quickstart/export"],
+    "plan": ["megarl plan configs/8b_aipo.yaml trainer.dp=16"],
+    "reshard": ["megarl reshard configs/8b_aipo.yaml generator.tp=2 --json"],
+}
+WITH_JSON = ("eval", "plan", "reshard")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = parse(argv)
+    try:
+        plan = resolve(load_config(arguments.config, arguments.overrides), arguments.command)
+        RUN[arguments.command](plan, arguments)
+    except ConfigError as error:
+        return _fail(error.problems, 2)
+    except (RuntimeError, TimeoutError) as error:
+        return _fail([str(error)], 1)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    """Options may stand before, between and after the overrides. Exits with 2 and the usage where argparse finds a mistake."""
+    parser = argparse.ArgumentParser("megarl", description=DESCRIPTION, epilog=_examples(*EXAMPLES), formatter_class=_RAW)
+    parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    by_name = {}
+    for name, meaning in COMMANDS.items():
+        command = commands.add_parser(name, help=meaning, description=meaning, epilog=_examples(name), formatter_class=_RAW)
+        command.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="setting that overrides the file, such as trainer.tp=2")
+        by_name[name] = command
+    for name in WITH_JSON:
+        by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
+    by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        by_name[arguments.command].error(f"unknown option: {' '.join(unknown)}")
+    arguments.overrides += rest  # argparse takes positional arguments only up to the first option
+    return arguments
+
+
+def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.local import train
+
+    train(plan)
+
+
+def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.local import sft
+
+    sft(plan)
+
+
+def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.local import evaluate
+
+    evaluate(plan, arguments.json)
+
+
+def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.local import export
+
+    export(plan, arguments.output, arguments.step)
+
+
+def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    facts = describe(plan)
+    if arguments.json:
+        print(json.dumps(facts))
+        return
+    trainer, generator = facts["trainer"], facts["generator"]
+    rollout = plan.config.rollout
+    print(f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}")
+    for name, role in (("trainer", trainer), ("generator", generator)):
+        print(f"{name:<10} {_sizes(role)}: {role['ranks']} rank{'s' * (role['ranks'] > 1)}; weights {_gib_range(role)} a rank")
+    print(f"a step     {rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens; {plan.steps} steps")
+
+
+def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.reshard.map import ReshardMap
+    from megarl.reshard.report import render, to_json
+
+    reshard_map = ReshardMap.build(*_layouts(plan))
+    print(json.dumps(to_json(reshard_map)) if arguments.json else render(reshard_map))
+
+
+RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
+    "sft": _sft,
+    "train": _train,
+    "eval": _eval,
+    "export": _export,
+    "plan": _plan,
+    "reshard": _reshard,
+}
+
+
+def describe(plan: RunPlan) -> dict[str, Any]:
+    """What is known of a run without estimating anything: sizes of the roles, parameters, bytes of weights per rank."""
+    from megarl.reshard.kinds import ITEM_BYTES
+    from megarl.reshard.layout import hf_layout
+
+    dtype = plan.config.model.dtype
+    trainer, generator = _layouts(plan)
+    return {
+        "family": plan.spec.family,
+        "dtype": dtype,
+        "parameters": sum(rank_bytes(hf_layout(plan.spec, dtype))) // ITEM_BYTES[dtype],
+        "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
+        "generator": {"ranks": generator.world_size, **asdict(plan.generator_topology), **_weight_bytes(generator)},
+        "steps": plan.steps,
+        "sequences_per_step": plan.sequences_per_step,
+    }
+
+
+def _layouts(plan: RunPlan) -> tuple[Any, Any]:
+    """Layouts of trainer and generator: where each rank keeps what."""
+    from megarl.reshard.layout import generator_layout, trainer_layout
+
+    dtype = plan.config.model.dtype
+    return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(plan.spec, plan.generator_topology, dtype)
+
+
+def _weight_bytes(layout: Any) -> dict[str, int]:
+    """Bytes of weights, padding included, on the ranks that hold least and most; pipeline stages differ."""
+    sizes = rank_bytes(layout)
+    return {"weight_bytes_min": min(sizes), "weight_bytes_max": max(sizes)}
+
+
+def rank_bytes(layout: Any) -> list[int]:
+    """Bytes of weights on each rank of a `megarl.reshard.kinds.Layout`, [world_size]."""
+    from megarl.reshard.kinds import ITEM_BYTES
+
+    sizes = [0] * layout.world_size
+    for kind in layout.kinds:
+        for instance, stage in enumerate(kind.stages):
+            for shard, tensor in enumerate(kind.shards):
+                for rank in kind.ranks[stage, shard]:
+                    sizes[rank] += math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+    return sizes
+
+
+def _sizes(role: dict[str, Any]) -> str:
+    shown = {key: role[key] for key in ("engines", "tp", "pp", "dp") if key in role}
+    return ", ".join(f"{key} {size}" for key, size in shown.items())
+
+
+def _gib_range(role: dict[str, Any]) -> str:
+    low, high = (f"{role[key] / 2**30:.3f}" for key in ("weight_bytes_min", "weight_bytes_max"))
+    return f"{high} GiB" if low == high else f"{low} to {high} GiB"
+
+
+_RAW = argparse.RawDescriptionHelpFormatter
+
+
+def _examples(*commands: str) -> str:
+    return "examples:\n" + "\n".join(f"  {example}" for name in commands for example in EXAMPLES[name])
+
+
+def _fail(problems: list[str], status: int) -> int:
+    for problem in problems:
+        print(f"megarl: {problem}", file=sys.stderr)
+    return status

@@ -1,0 +1,56 @@
+"""Writes docs/config.md from the dataclasses: `python -m megarl.config.reference > docs/config.md`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from omegaconf import MISSING
+
+from megarl.config.keys import Section, Setting, sections, settings
+
+HEAD = """\
+# Configuration
+
+Every key of a run, in the order of `megarl/config/schema.py`, from which this file is written: `python -m megarl.config.reference > docs/config.md`.
+
+A configuration file is YAML with these keys nested at their dots; on the command line they are written `dotted.key=value` after the file, and win over it.
+`${other.key}` stands for the value of another key. Unknown keys, wrong types and values that are not allowed end the program with status 2 before anything starts,
+all of them in one message. Paths are relative to the working directory.
+"""
+TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple[float, float]: "two numbers"}
+
+
+def reference() -> str:
+    """The text of docs/config.md: one table of every key."""
+    rows = ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+    for key in settings():
+        rows += [_section_row(section) for section in sections().values() if section.optional and _first_of(section) == key]
+        rows.append(_row(settings()[key]))
+    return HEAD + "\n" + "\n".join(rows) + "\n"
+
+
+def _first_of(section: Section) -> str:
+    return next(key for key in settings() if key.startswith(f"{section.key}."))
+
+
+def _section_row(section: Section) -> str:
+    return _cells(f"`{section.key}`", "section or null", "`null`", "", section.meaning)
+
+
+def _row(setting: Setting) -> str:
+    kind = TYPES.get(setting.type, "mapping") + (" or null" if setting.optional else "")
+    default = "must be set" if setting.default == MISSING else f"`{_yaml(setting.default)}`"
+    return _cells(f"`{setting.key}`", kind, default, setting.limit.text if setting.limit else "", setting.meaning)
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in cells) + " |"
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

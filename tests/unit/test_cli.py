@@ -1,0 +1,131 @@
+"""The command line as people meet it: exit statuses, where messages go, and nothing heavy before the checks are done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: {MODELS}/llama-3.1-8b}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
+    return path
+
+
+def fresh_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, timeout=60)
+
+
+MAIN_AND_IMPORTS = """
+    import sys
+    from megarl.cli import main
+    status = main(sys.argv[1:])
+    heavy = {"torch", "sglang", "megatron", "transformers", "datasets", "matplotlib"} & set(sys.modules)
+    print(sorted(heavy), file=sys.stderr)
+    sys.exit(status)
+"""
+
+
+def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
+    done = fresh_python(MAIN_AND_IMPORTS, "train", "bad=1")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "megarl: bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1\n[]\n"
+
+
+def test_a_bad_config_ends_with_2_before_any_heavy_import(run_yaml: Path) -> None:
+    done = fresh_python(MAIN_AND_IMPORTS, "train", str(run_yaml), "trainer.tp=3", "rollout.n=1")
+    assert done.returncode == 2 and done.stdout == ""
+    first, second, imported = done.stderr.splitlines()
+    assert first.startswith("megarl: rollout.n=1: must be at least 2") and second.startswith("megarl: trainer.tp=3: must divide")
+    assert imported == "[]"
+
+
+def test_all_problems_go_to_stderr_and_none_to_stdout(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(run_yaml), "--json", "trainer.tpp=2", "generator.tp=x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "megarl: trainer.tpp=2: unknown key; did you mean trainer.tp?\nmegarl: generator.tp=x: must be an integer\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["trian", "x.yaml"], "invalid choice: 'trian'"),
+        (["train"], "required: CONFIG"),
+        (["train", "x.yaml", "--json"], "megarl train: error: unknown option: --json"),
+        (["export", "x.yaml"], "required: --output"),
+        (["export", "x.yaml", "--output", "d", "--step", "two"], "invalid int value: 'two'"),
+    ],
+)
+def test_bad_arguments_end_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == "" and message in err
+
+
+def test_options_may_stand_anywhere(run_yaml: Path) -> None:
+    for argv in (["--json", "C", "a=1", "b=2"], ["C", "--json", "a=1", "b=2"], ["C", "a=1", "--json", "b=2"], ["C", "a=1", "b=2", "--json"]):
+        arguments = cli.parse(["plan", *argv])
+        assert (arguments.config, arguments.overrides, arguments.json) == ("C", ["a=1", "b=2"], True)
+
+
+# From the model cards: 8.03, 70.6 and 405.9 billion. Bytes are worked out by hand below for 8B.
+@pytest.mark.parametrize(("model", "parameters"), [("8b", 8_030_261_248), ("70b", 70_553_706_496), ("405b", 405_853_388_800)])
+def test_plan_counts_the_parameters(model: str, parameters: int, run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(run_yaml), f"model.path={MODELS}/llama-3.1-{model}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == parameters
+
+
+def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["trainer.tp=2", "trainer.pp=2", "trainer.dp=4", "generator.engines=3", "generator.tp=4"]
+    assert cli.main(["plan", str(run_yaml), *sizes, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    hidden, ffn, layers, q_rows, kv_rows, vocab = 4096, 14336, 32, 4096, 1024, 128256
+    vocab_tp2 = -(-vocab // 256) * 256  # Megatron pads to a multiple of 128 * tp
+
+    def layer(tp: int) -> int:
+        return (hidden * (2 * q_rows + 2 * kv_rows) + 3 * hidden * ffn) // tp + 2 * hidden
+
+    first = layers // 2 * layer(2) + vocab_tp2 // 2 * hidden
+    last = first + hidden  # output layer instead of embedding, and the final norm
+    engine = layers * layer(4) + 2 * vocab // 4 * hidden + hidden
+    assert (facts["trainer"]["ranks"], facts["generator"]["ranks"]) == (16, 12)
+    assert (facts["trainer"]["weight_bytes_min"], facts["trainer"]["weight_bytes_max"]) == (2 * first, 2 * last)
+    assert facts["generator"]["weight_bytes_min"] == facts["generator"]["weight_bytes_max"] == 2 * engine
+    assert cli.main(["plan", str(run_yaml), *sizes]) == 0
+    table = capsys.readouterr().out
+    assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
+
+
+@pytest.mark.parametrize(("error", "status", "message"), [(RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"), (KeyboardInterrupt(), 130, "")])
+def test_a_failed_and_an_interrupted_run(
+    error: BaseException, status: int, message: str, run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(plan: object, arguments: object) -> None:
+        raise error
+
+    monkeypatch.setitem(cli.RUN, "train", fail)
+    assert cli.main(["train", str(run_yaml)]) == status
+    assert capsys.readouterr() == ("", message)
+
+
+def test_help_shows_commands_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and all(f"\n    {name}" in text for name in cli.COMMANDS) and "megarl train configs/quickstart.yaml" in text
+    with pytest.raises(SystemExit):
+        cli.main(["reshard", "--help"])
+    assert "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json" in capsys.readouterr().out

@@ -1,0 +1,29 @@
+"""docs/config.md is what the dataclasses say, and says something of every key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.algorithms.registry import ALGORITHMS
+from megarl.config.keys import Setting, settings
+from megarl.config.reference import reference
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def test_the_committed_reference_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == reference(), "run: python -m megarl.config.reference > docs/config.md"
+
+
+@pytest.mark.parametrize("setting", settings().values(), ids=lambda setting: setting.key)
+def test_every_key_has_a_meaning_and_an_allowed_default(setting: Setting) -> None:
+    assert setting.meaning
+    if setting.limit is not None and setting.default is not None:
+        assert setting.limit.accepts(setting.default)
+
+
+def test_allowed_algorithms_are_those_that_exist() -> None:
+    allowed = settings()["algorithm.name"].limit
+    assert allowed is not None and all(map(allowed.accepts, ALGORITHMS))
