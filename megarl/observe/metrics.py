@@ -82,9 +82,9 @@ def parse_lines(data: bytes, path: Path, offset: int = 0) -> Iterator[tuple[int,
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """All whole lines of a metrics.jsonl; values that were not finite come back as NaN."""
+    """All whole lines of a metrics.jsonl, none where there is no file yet; values that were not finite come back as NaN."""
     path = Path(path)
-    return [row for _, row in parse_lines(path.read_bytes(), path)]
+    return [row for _, row in parse_lines(path.read_bytes(), path)] if path.exists() else []
 
 
 class MetricsTail:

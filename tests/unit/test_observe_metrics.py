@@ -1,0 +1,103 @@
+"""metrics.jsonl: whole lines, cut on resume, followed while it grows; the same numbers in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from megarl.observe.metrics import MetricsTail, MetricsWriter, parse_lines, read_metrics
+
+
+def write_steps(run_dir: Path, steps: range, resume_step: int = 0, mark: str = "first") -> None:
+    writer = MetricsWriter(run_dir, tensorboard=False, resume_step=resume_step)
+    for step in steps:
+        writer.write(step, {"loss": step / 4, mark: 1})
+    writer.close()
+
+
+def test_a_line_is_strict_json_with_the_values_given(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(3, {"loss": math.nan, "reward/mean": 0.25, "sync/audit_ok": True, "sync/bytes": 7, "absent": None, "grad_norm": math.inf})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # readable before the writer is closed
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    strict = json.loads(line, parse_constant=refuse)
+    assert strict == {"step": 3, "loss": None, "reward/mean": 0.25, "sync/audit_ok": True, "sync/bytes": 7, "grad_norm": None}
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(row["loss"]) and row["sync/audit_ok"] is True
+    writer.close()
+
+
+def test_a_resumed_run_cuts_the_steps_it_writes_again_and_a_torn_line(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(6))
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "lo')
+    write_steps(tmp_path, range(4, 7), resume_step=4, mark="second")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert ["second" in row for row in rows] == [False] * 4 + [True] * 3
+
+
+@given(cut=st.integers(0, 200), resume_step=st.integers(0, 7))
+@settings(max_examples=50, deadline=None)
+def test_whatever_byte_a_crash_stops_at_the_file_holds_whole_steps(tmp_path_factory: pytest.TempPathFactory, cut: int, resume_step: int) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    write_steps(run_dir, range(6))
+    path = run_dir / "metrics.jsonl"
+    whole = path.read_bytes()[:cut]
+    path.write_bytes(whole)
+    survivors = whole.count(b"\n")
+    assert [row["step"] for row in read_metrics(path)] == list(range(survivors))
+    kept = min(survivors, resume_step)
+    write_steps(run_dir, range(kept, kept + 2), resume_step=resume_step)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(kept + 2))
+
+
+def test_damage_inside_the_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for damage in (b"garbage\n", b"[1]\n", b'{"loss": 1}\n'):
+        path.write_bytes(b'{"step": 0}\n' + damage)
+        with pytest.raises(ValueError, match="metrics.jsonl.*byte 12"):
+            read_metrics(path)
+
+
+def test_lines_end_at_newlines_only() -> None:
+    line = json.dumps({"step": 1, "name": "a\u2028b\x85c\x0b"}, ensure_ascii=False).encode() + b"\n"
+    assert [end for end, _ in parse_lines(line, Path("m"))] == [len(line)]
+
+
+def test_tail_follows_growth_half_lines_and_a_resumed_run(tmp_path: Path) -> None:
+    tail = MetricsTail(tmp_path / "metrics.jsonl")
+    assert tail.poll() == 0
+    write_steps(tmp_path, range(3))
+    assert tail.poll() == 3 and tail.poll() == 0
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step"')
+        file.flush()
+        assert tail.poll() == 0
+        file.write(b': 3, "loss": 0}\n')
+    assert tail.poll() == 1
+    MetricsWriter(tmp_path, tensorboard=False, resume_step=2).close()
+    assert tail.poll() == 0 and [row["step"] for row in tail.rows] == [0, 1]
+    write_steps(tmp_path, range(2, 4), resume_step=2, mark="second")
+    assert tail.poll() == 2 and tail.rows == read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, resume_step in ((0.0, 0), (100.0, 2)):
+        writer = MetricsWriter(tmp_path, tensorboard=True, resume_step=resume_step)
+        for step in range(resume_step, 4):
+            writer.write(step, {"reward/mean": first + step, "sync/audit_ok": True, "absent": None})
+        writer.close()
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    assert sorted(board.Tags()["scalars"]) == ["reward/mean", "sync/audit_ok"]
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 1.0), (2, 102.0), (3, 103.0)]

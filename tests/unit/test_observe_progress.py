@@ -1,0 +1,93 @@
+"""The live display: one line a step where there is no terminal, a table with what waits for what where there is one."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.observe.metrics import MetricsWriter
+from megarl.observe.progress import Progress, duration
+from megarl.observe.status import StatusBoard
+
+
+def values(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": step / 100,
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
+        "loss": -0.25,
+        "samples_per_s": 321.0,
+        "time/train_s": 0.17,
+        "time/generate_s": 0.07,
+        "time/sync_s": 0.021,
+        "time/trainer_wait_s": 0.03,
+        "time/generator_wait_s": 0.11,
+    }
+
+
+def run_steps(run_dir: Path, first: int, last: int, make=values) -> None:
+    writer = MetricsWriter(run_dir, tensorboard=False, resume_step=first)
+    for step in range(first, last):
+        writer.write(step, make(step))
+    writer.close()
+
+
+def plain(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=width)
+
+
+def test_plain_output_has_one_line_a_step_under_a_header_every_20(tmp_path: Path) -> None:
+    console = plain()
+    progress = Progress(tmp_path, 45, console)
+    for step in range(0, 45, 5):
+        run_steps(tmp_path, step, step + 5)
+        progress.poll()
+    progress.close()
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    headers = [number for number, line in enumerate(lines) if line[0] == "step"]
+    assert headers == [0, 21, 42]
+    steps = [line for line in lines if line[0] != "step"]
+    assert [int(line[0]) for line in steps] == list(range(45))
+    assert steps[7] == ["7", "0.070", "0.5/1", "-0.2500", "321", "0.17", "0.07", "0.021", "0.03", "0.11"]
+
+
+def test_a_resumed_run_is_continued_not_printed_again(tmp_path: Path) -> None:
+    run_steps(tmp_path, 0, 8)
+    console = plain()
+    progress = Progress(tmp_path, 10, console)
+    MetricsWriter(tmp_path, tensorboard=False, resume_step=6).close()
+    progress.poll()
+    run_steps(tmp_path, 6, 10)
+    progress.close()
+    assert [line.split()[0] for line in console.file.getvalue().splitlines()] == ["step", "6", "7", "8", "9"]
+
+
+def test_a_warm_start_prints_few_of_its_many_steps_and_the_last(tmp_path: Path) -> None:
+    console = plain()
+    progress = Progress(tmp_path, 50, console)
+    run_steps(tmp_path, 0, 50, make=lambda step: {"loss": 1.0, "samples_per_s": 2.0})
+    progress.close()
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[0] == ["step", "loss", "samples/s"] and [line[0] for line in lines[1:]] == ["0", "20", "40", "49"]
+
+
+def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Path) -> None:
+    StatusBoard(tmp_path, "dead.0").set("of the run before")
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    progress = Progress(tmp_path, 40, console)
+    board = StatusBoard(tmp_path, "trainer.0")
+    run_steps(tmp_path, 0, 30)
+    with board.waiting("generator.0", "batch 30"):
+        progress.poll()
+        shown = console.file.getvalue()
+    progress.close()
+    assert "30 of 40 steps" in shown and "0.290" in shown and "0.200" in shown and "0.190" not in shown
+    assert "waiting for batch 30 from generator.0" in shown and "of the run before" not in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "\x1b[?25h" in console.file.getvalue()  # the cursor is back
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59.9, 61, 3600, 86399)] == ["0:00", "0:59", "1:01", "1:00:00", "23:59:59"]

@@ -1,0 +1,101 @@
+"""The end of a run: summary, plot, trace, and rollouts that are safe to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.observe.metrics import MetricsWriter
+from megarl.observe.plot import moving_mean, plot
+from megarl.observe.report import summarize
+from megarl.observe.rollouts import escape, write_rollouts
+from megarl.observe.trace import TraceWriter, merge_traces
+from megarl.types import Group, Prompt, Sample
+
+
+def write_run(run_dir: Path, steps: int) -> None:
+    writer = MetricsWriter(run_dir, tensorboard=False)
+    for step in range(steps):
+        values = {"reward/mean": step / 100, "loss": math.nan, "staleness/mean": 1.0, "staleness/max": 1 + (step == 3)}
+        values |= {"time/step_s": 0.2 + step / 1000, "time/train_s": 0.1, "samples_per_s": float(step), "tokens_per_s": 5.0}
+        values |= {"sync/audit_ok": None if step == 0 else step != 5}
+        writer.write(step, values | ({"logprob/abs_diff_mean": 1e-6 * (1 + step)} if step % 10 == 0 else {}))
+    writer.close()
+
+
+def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
+    write_run(tmp_path, 31)
+    text = " ".join(summarize(tmp_path, 0.125, 0.975).split())
+    assert "31 steps" in text
+    assert "0.045 in the first 10 steps, 0.255 in the last 10 (+0.210)" in text  # means of 0..9 and 21..30, over 100
+    assert "0.125 before, 0.975 after" in text
+    assert "1.00 steps on average, 2 at most" in text
+    assert "at most 3.1e-05 between trainer and generator, 4 probes" in text
+    assert "29 of 30 equal bit for bit" in text
+    assert "15 samples/s, 5 tokens/s" in text and "a step takes 0.215 s" in text and "training 0.100 s" in text
+    assert "not measured after" in " ".join(summarize(tmp_path, 0.1, None).split())
+
+
+def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> None:
+    assert "no step was finished" in summarize(tmp_path, None, None)
+    assert plot(tmp_path).exists()
+    write_run(tmp_path, 1)
+    assert "0.000 in the first 1 steps" in summarize(tmp_path, None, None)
+    assert plot(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_moving_mean_is_that_of_the_steps_so_far() -> None:
+    values = np.array([1.0, math.nan, 3.0, 5.0, 7.0])
+    np.testing.assert_allclose(moving_mean(values, 3), [1, 1, 2, 4, 5])
+
+
+def test_traces_of_all_processes_become_one_file_with_a_track_each(tmp_path: Path) -> None:
+    for name in ("trainer.0", "generator.0"):
+        trace = TraceWriter(tmp_path, name)
+        with pytest.raises(KeyError):
+            with trace.span("outer", step=7):
+                with trace.span("inner"):
+                    pass
+                raise KeyError
+        with trace.span("beside", track="http"):
+            pass
+        trace.close()
+    with open(tmp_path / "trace" / "trainer.0.jsonl", "ab") as file:
+        file.write(b'{"name": "torn')
+    events = json.loads(merge_traces(tmp_path).read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["generator.0", "trainer.0"] and len(names) == 2
+    for pid in names:
+        spans = {event["name"]: event for event in events if event["pid"] == pid and event["ph"] == "X"}
+        outer, inner, beside = spans["outer"], spans["inner"], spans["beside"]
+        assert outer["args"] == {"step": 7} and outer["tid"] == inner["tid"] != beside["tid"]
+        assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1  # us; floats of 1e15
+        assert beside["ts"] >= outer["ts"] + outer["dur"] - 1
+
+
+def group(text: str) -> Group:
+    sample = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], versions=[3, 4], text=text, reward=0.5, finish_reason="length")
+    return Group(prompt=Prompt(ordinal=11, token_ids=[1], text="1+1=", answer="2"), samples=[sample, sample])
+
+
+def test_rollouts_are_written_for_reading(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path, 12, [group("two"), group("drei"), group("vier")], limit=2)
+    assert path == tmp_path / "rollouts" / "step_000012.txt"
+    text = path.read_text()
+    assert text.count("| two") == 2 and text.count("| drei") == 2 and "vier" not in text
+    assert "prompt 11" in text and "| 1+1=" in text and "reward 0.5, versions 3 to 4, 2 tokens, finish reason length" in text
+    assert write_rollouts(tmp_path, 13, [group("two")], limit=0) is None and len(list(path.parent.iterdir())) == 1
+
+
+def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Path) -> None:
+    hostile = "ok\n\nresponse 9: reward 1\n\x1b]0;title\x07\x1b[2J\r\u202eevil\u2028\ud800\x9b31m\x00\\x1b é語"
+    text = write_rollouts(tmp_path, 0, [group(hostile)], limit=1).read_text()
+    allowed = {"\n"}
+    assert not [c for c in text if not c.isprintable() and c not in allowed]
+    assert not [line for line in text.splitlines() if line.startswith("response 9")]
+    assert "\\x1b]0;title\\x07" in text and "\\u202e" in text and "\\ud800" in text and "é語" in text
+    assert escape("\\x1b") == "\\\\x1b" != escape("\x1b")  # what was written apart stays apart

@@ -1,0 +1,71 @@
+"""One status line per process: fixed size, never read half written, put back after a wait."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.observe.status import RECORD_BYTES, StatusBoard, clear_statuses, read_statuses
+
+WRITE_FAST = """
+import sys
+from megarl.observe.status import StatusBoard
+board = StatusBoard(sys.argv[1], "writer.0")
+for number in range(10**9):
+    board.set("abcdefghij"[number % 10] * (1 + 37 * number % 200))
+"""
+
+
+def texts(run_dir: Path) -> dict[str, str]:
+    return {status.name: status.text for status in read_statuses(run_dir)}
+
+
+def test_the_last_line_of_each_process_is_read_in_the_order_of_ranks(tmp_path: Path) -> None:
+    assert read_statuses(tmp_path) == []
+    for rank in (10, 2):
+        StatusBoard(tmp_path, f"trainer.{rank}").set(f"training step {rank}")
+    StatusBoard(tmp_path, "generator.0")
+    assert list(texts(tmp_path).items()) == [("generator.0", "starting"), ("trainer.2", "training step 2"), ("trainer.10", "training step 10")]
+    clear_statuses(tmp_path)
+    assert read_statuses(tmp_path) == []
+
+
+def test_a_wait_says_for_whom_and_what_and_ends_also_by_an_error(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path, "trainer.0")
+    board.set("training step 7")
+    with pytest.raises(TimeoutError):
+        with board.waiting("generator.0", "batch 8"):
+            assert texts(tmp_path)["trainer.0"] == "waiting for batch 8 from generator.0"
+            raise TimeoutError
+    assert texts(tmp_path)["trainer.0"] == "training step 7"
+
+
+@pytest.mark.parametrize("text", ["", "two\nlines\tand  spaces", "é" * 300, "語" * 300, "\ud800 lone surrogate", "x" * 1000])
+def test_any_text_fits_the_record(tmp_path: Path, text: str) -> None:
+    before_s = time.time()
+    board = StatusBoard(tmp_path, "trainer.0")
+    board.set("longer than what follows " * 5)
+    board.set(text)
+    assert (tmp_path / "status" / "trainer.0").stat().st_size == RECORD_BYTES
+    (status,) = read_statuses(tmp_path)
+    whole = " ".join(text.replace("\ud800", "?").split())
+    assert whole.startswith(status.text) and (len(whole) < 60) <= (status.text == whole)
+    assert before_s - 1 < status.since_s < time.time() + 1 and status.age_s < 60
+
+
+def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITE_FAST, str(tmp_path)])
+    try:
+        deadline, seen = time.monotonic() + 30, set()
+        while len(seen) < 100 and time.monotonic() < deadline:
+            for status in read_statuses(tmp_path):
+                assert status.text == "starting" or len(set(status.text)) == 1, status.text
+                seen.add(status.sequence)
+        assert len(seen) == 100
+    finally:
+        writer.kill()
+        writer.wait()
