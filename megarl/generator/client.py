@@ -1,0 +1,232 @@
+"""Asyncio client of one engine: SGLang's HTTP interface with types, deadlines and errors that name the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import aiohttp
+import msgspec
+
+from megarl.generator.server import LOADER
+from megarl.generator.wire import tensor_payload
+from megarl.types import Version
+
+_MOST_CANDIDATES = 4095  # SGLang reports the kept tokens of a truncated distribution up to 4096 of them, ties included
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to draw a completion. temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off. With top_p < 1 alone, SGLang also needs a bound here: the 4095 likeliest tokens
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One response, with the behaviour policy that produced it."""
+
+    token_ids: list[int]  # [T]
+    logprobs: list[float]  # [T] under the distribution sampled from: after temperature, top-k and top-p
+    versions: list[Version]  # [T] weight version that produced each token
+    finish_reason: str  # "stop" | "length"
+
+
+class EngineError(RuntimeError):
+    """The engine answered, but not with what was asked for."""
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    weight_version: str
+    weight_versions: list[_Span] = []
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_token_sampling_logprobs: Optional[list[float]] = None
+    input_token_logprobs: list[tuple[Optional[float], int, Any]] = []
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+
+
+class _Outcome(msgspec.Struct):
+    success: bool = True
+    message: str = ""
+
+
+_decode_answers = msgspec.json.Decoder(list[_Answer]).decode
+_decode_outcome = msgspec.json.Decoder(_Outcome).decode
+
+
+class EngineClient:
+    """Construct inside a running event loop; `close` at the end. `request_s` bounds one generation request."""
+
+    def __init__(self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0):
+        self.url = url
+        self._request_s = request_s
+        self._user = {"Authorization": f"Bearer {api_key}"}
+        self._admin = {"Authorization": f"Bearer {admin_key}"}
+        # No limit on connections: continuous batching wants every request at the engine at once, and the caller bounds them.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1) -> list[Completion]:
+        """n independent completions of one prompt, in one request.
+
+        Raises EngineError when the engine refuses or aborts the request, TimeoutError past `request_s`.
+        """
+        # The prompt n times, rather than SGLang's own n: that one first prefills each prompt alone and waits for it.
+        body: dict[str, Any] = {
+            "input_ids": [prompt_ids] * n,
+            "sampling_params": _sampling_params(sampling),
+            "return_logprob": True,
+        }
+        if sampling.truncated:
+            body["return_sampling_mask"] = True
+        answers = _decode_answers(await self._post("/generate", body, self._user, self._request_s))
+        return [self._completion(answer.meta_info, sampling) for answer in answers]
+
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """For each sequence of L tokens the log-probs of tokens 1 to L-1, each given those before it: [L - 1] values."""
+        body = {
+            "input_ids": sequences,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = _decode_answers(await self._post("/generate", body, self._user, self._request_s))
+        return [[value for value, _, _ in answer.meta_info.input_token_logprobs[1:]] for answer in answers]
+
+    def _completion(self, meta: _Meta, sampling: Sampling) -> Completion:
+        if meta.finish_reason.type not in ("stop", "length"):
+            raise EngineError(f"engine {self.url} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
+        tokens = [token for _, token, _ in meta.output_token_logprobs]
+        logprobs = meta.output_token_sampling_logprobs if sampling.truncated else None
+        if logprobs is None:
+            logprobs = [value for value, _, _ in meta.output_token_logprobs]
+        spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
+        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+        if not len(tokens) == len(logprobs) == len(versions):
+            counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
+            raise EngineError(f"engine {self.url} answered with {counts}")
+        return Completion(tokens, logprobs, versions, meta.finish_reason.type)
+
+    async def wait_ready(
+        self, timeout_s: float, log: Optional[Path] = None, failed: Callable[[], Optional[str]] = lambda: None
+    ) -> None:
+        """Returns once the engine takes requests.
+
+        Raises TimeoutError past the deadline, RuntimeError as soon as `failed` gives a reason; both quote the end of `log`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not await self._ready():
+            if reason := failed():
+                raise RuntimeError(f"engine {self.url} {reason}{_tail(log)}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"engine {self.url} was not ready after {timeout_s:.0f} s{_tail(log)}")
+            await asyncio.sleep(0.1)
+
+    async def _ready(self) -> bool:
+        try:
+            async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def pause(self, timeout_s: float, mode: str = "retract") -> None:
+        """Stops sampling at a token boundary. `retract` frees the KV of running requests; they go on, recomputed, later."""
+        await self._admin_call("/pause_generation", {"mode": mode}, timeout_s)
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._admin_call("/continue_generation", {"torch_empty_cache": False}, timeout_s)
+
+    async def begin_update(self, timeout_s: float) -> None:
+        """Opens SGLang's weight-update session, which restores weights that post-load work had repacked."""
+        await self._admin_call("/begin_weight_update", {}, timeout_s)
+
+    async def end_update(self, timeout_s: float) -> None:
+        await self._admin_call("/end_weight_update", {}, timeout_s)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Empties the prefix cache; raises EngineError when requests still hold on to it."""
+        await self._admin_call("/flush_cache", {}, timeout_s)
+
+    async def set_version(self, version: Version, timeout_s: float) -> None:
+        """Every token sampled from now on carries `version`."""
+        await self._admin_call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, timeout_s)
+
+    async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+        """Runs one loader command (see `worker_loader`) in each of the `tp` workers; needs an open update session."""
+        payload = tensor_payload(encoded)
+        body = {"serialized_named_tensors": [payload] * tp, "load_format": LOADER, "flush_cache": False}
+        await self._admin_call("/update_weights_from_tensor", body, timeout_s)
+
+    async def load_from_disk(self, path: str, timeout_s: float) -> None:
+        """SGLang's own way: reads an HF checkpoint. For comparisons; runs of ours write directly."""
+        await self._admin_call("/update_weights_from_disk", {"model_path": path}, timeout_s)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _admin_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        text = await self._post(path, body, self._admin, timeout_s)
+        outcome = _decode_outcome(text) if text.startswith(b"{") else _Outcome()
+        if not outcome.success:
+            raise EngineError(f"engine {self.url}{path}: {outcome.message}")
+
+    async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str], timeout_s: float) -> bytes:
+        try:
+            async with self._session.post(
+                self.url + path,
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json", **headers},
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                text = await response.read()
+                if response.status != 200:
+                    raise EngineError(f"engine {self.url}{path} answered {response.status}: {text.decode(errors='replace')[:2000]}")
+                return text
+        except TimeoutError as error:
+            raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"engine {self.url}{path} is not reachable: {error}") from error
+
+
+def _sampling_params(sampling: Sampling) -> dict[str, Any]:
+    top_k = sampling.top_k
+    if sampling.truncated:
+        top_k = min(top_k if top_k > 0 else _MOST_CANDIDATES, _MOST_CANDIDATES)
+    return {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": False,
+    }
+
+
+def _tail(log: Optional[Path], lines: int = 20) -> str:
+    if log is None or not log.exists():
+        return ""
+    return f"; the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,146 @@
+"""One SGLang engine as its own process: `python -m megarl.generator.server '<JSON of SGLang server arguments>'`.
+
+The keys come through the environment, never through the command line, where every user of the machine could read them.
+SGLang starts its workers by spawn; each of them imports this module again, under the name `__mp_main__`, before
+anything of SGLang: the place for what every process of the engine needs first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any, Mapping, Optional, Sequence
+
+from megarl.generator import cpu_support
+
+LOADER = "megarl.generator.worker_loader.run_command"
+_API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """`api` admits to generation, `admin` to everything that can change weights or settings."""
+
+    api: str
+    admin: str
+
+    @classmethod
+    def generate(cls) -> EngineKeys:
+        return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one engine is: SGLang's own words for most of it."""
+
+    model_path: str
+    dtype: str  # float32 | bfloat16
+    port: int
+    context_length: int  # tokens, prompt and response together
+    max_running_requests: int
+    tp: int = 1
+    host: str = "127.0.0.1"
+    quantization: Optional[str] = None
+    kv_cache_tokens: Optional[int] = None
+    mem_fraction: float = 0.85  # of GPU memory
+    device: Optional[str] = None  # None: cuda where there is one, else cpu
+    cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores this process may use
+    base_gpu: int = 0
+    seed: int = 0
+    log_level: str = "warning"
+
+
+def server_command(
+    settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}
+) -> tuple[list[str], dict[str, str]]:
+    """Argument vector of one engine's process, and what to add to its environment.
+
+    `extra` (`generator.server_args`) is given to SGLang as it is, and wins over what we would have chosen. The process that
+    starts the engine must be the one that calls this: the engine dies with it.
+    """
+    device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
+    arguments = {**_common_arguments(settings, device), **(_cpu_arguments(settings) if device == "cpu" else {}), **extra}
+    environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
+    environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
+    if device == "cpu":
+        environment |= _cpu_environment(settings)
+    return [sys.executable, "-m", __spec__.name, json.dumps(arguments)], environment
+
+
+def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
+    arguments = {
+        "model_path": settings.model_path,
+        "dtype": settings.dtype,
+        "device": device,
+        "tp_size": settings.tp,
+        "host": settings.host,
+        "port": settings.port,
+        "base_gpu_id": settings.base_gpu,
+        "context_length": settings.context_length,
+        "max_running_requests": settings.max_running_requests,
+        "max_total_tokens": settings.kv_cache_tokens,
+        "mem_fraction_static": settings.mem_fraction,
+        "quantization": settings.quantization,
+        "random_seed": settings.seed,
+        "log_level": settings.log_level,
+        "custom_weight_loader": [LOADER],
+        "weight_version": "0",
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "sampling_defaults": "openai",  # not generation_config.json: the policy's distribution is what the request says
+    }
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
+    tokens = settings.kv_cache_tokens or settings.max_running_requests * settings.context_length
+    return {
+        "attention_backend": "torch_native",
+        "disable_overlap_schedule": True,
+        "max_total_tokens": tokens,
+        "sleep_on_idle": True,  # without it every idle worker spins on a core
+    }
+
+
+def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = settings.cores or [allowed[-1 - rank % len(allowed)] for rank in range(settings.tp)]
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def _die_with(parent: int) -> None:
+    """The kernel kills this process when `parent` ends; ends it now if that has already happened."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the launcher of this engine is gone")
+
+
+def _main() -> None:
+    launcher = int(os.environ[_LAUNCHER])
+    os.environ[_LAUNCHER] = str(os.getpid())  # of the workers that this process spawns
+    _die_with(launcher)
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    keys = {"api_key": os.environ.pop(_API_KEY), "admin_api_key": os.environ.pop(_ADMIN_KEY)}
+    launch_server(ServerArgs(**json.loads(sys.argv[1]), **keys))
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    cpu_support.install()
+if __name__ == "__mp_main__":
+    _die_with(int(os.environ[_LAUNCHER]))
+if __name__ == "__main__":
+    _main()
