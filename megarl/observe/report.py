@@ -6,6 +6,7 @@ import math
 import statistics
 from pathlib import Path
 
+from megarl.observe.evaluations import read_results
 from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
 from megarl.observe.plot import plot
 from megarl.observe.trace import merge_traces
@@ -26,8 +27,6 @@ def finish_report(run_dir: Path | str) -> str:
 
     Reads the run's own evaluations; before the first step and after the last are the first and the last of them.
     """
-    from megarl.executors.evaluate import read_results
-
     run_dir = Path(run_dir)
     scores = [result["pass@1"] for result in read_results(run_dir)]
     summary = summarize(run_dir, scores[0] if scores else None, scores[-1] if len(scores) > 1 else None)

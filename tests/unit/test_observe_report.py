@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.observe.evaluations import write_result
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.plot import moving_mean, plot
-from megarl.observe.report import summarize
+from megarl.observe.report import finish_report, summarize
 from megarl.observe.rollouts import escape, write_rollouts
 from megarl.observe.trace import TraceWriter, merge_traces
 from megarl.types import Group, Prompt, Sample
@@ -46,6 +47,16 @@ def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> 
     write_run(tmp_path, 1)
     assert "0.000 in the first 1 steps" in summarize(tmp_path, None, None)
     assert plot(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_a_run_compares_its_first_and_last_evaluation_and_names_its_files(tmp_path: Path) -> None:
+    write_run(tmp_path, 12)
+    for version, score in ((8, 0.75), (0, 0.125), (12, 0.5), (12, 1.0)):
+        write_result(tmp_path, version, {"pass@1": score})
+    text = finish_report(tmp_path)
+    assert "0.125 before, 1.000 after" in text
+    for name in ("report.png", "trace.json"):
+        assert str(tmp_path / name) in text and (tmp_path / name).stat().st_size > 0
 
 
 def test_moving_mean_is_that_of_the_steps_so_far() -> None:
