@@ -21,6 +21,7 @@ REFRESH_S = 0.25
 ETA_STEPS = 20  # recent steps whose pace the remaining time is reckoned from
 HEADER_EVERY = 20  # plain lines
 WARM_START_EVERY = 20  # steps without a reward are many and alike: one in so many is printed plainly
+LEGEND = "stale: mean/max weight versions behind; times in s; t.wait, g.wait: trainer, generator waits"
 SILENCE_S = 30.0  # without a new step, after which plain output says what every process is doing
 
 
@@ -39,8 +40,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "stale": ("staleness/mean", _staleness),
     "loss": ("loss", _one("loss", "+.4f")),
     "samples/s": ("samples_per_s", _one("samples_per_s", ".0f")),
-    "train s": ("time/train_s", _one("time/train_s", ".2f")),
-    "generate": ("time/generate_s", _one("time/generate_s", ".2f")),
+    "train": ("time/train_s", _one("time/train_s", ".2f")),
+    "gen": ("time/generate_s", _one("time/generate_s", ".2f")),
     "sync": ("time/sync_s", _one("time/sync_s", ".3f")),
     "t.wait": ("time/trainer_wait_s", _one("time/trainer_wait_s", ".2f")),
     "g.wait": ("time/generator_wait_s", _one("time/generator_wait_s", ".2f")),
@@ -113,8 +114,9 @@ class Progress:
         return Group(*parts)
 
     def _table(self, rows: list[Row]) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
+        table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
         headings = columns_of(rows[-1])
+        table.caption = LEGEND if "t.wait" in headings else None
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
