@@ -118,10 +118,16 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.reshard.map import ReshardMap
+    from megarl.reshard.proof import prove_exactly_once
     from megarl.reshard.report import render, to_json
 
     reshard_map = ReshardMap.build(*_layouts(plan))
-    print(json.dumps(to_json(reshard_map)) if arguments.json else render(reshard_map))
+    if arguments.json:
+        print(json.dumps(to_json(reshard_map)))
+        return
+    prove_exactly_once(reshard_map)
+    print(render(reshard_map))
+    print("proven: every destination byte is written exactly once")
 
 
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {

@@ -9,10 +9,29 @@ from typing import Callable, Iterable
 
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
+from megarl.models.parameters import round_up
 from megarl.plan.resume import check_resume
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
+
+SGLANG_VOCAB_PADDING = 64
+ROPE_TYPES = ("default", "linear", "llama3")
+SERVER_ARGS_BY_KEY = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "tp": "generator.tp",
+    "tp_size": "generator.tp",
+    "ep_size": "generator.ep",
+    "quantization": "generator.quantization",
+    "max_total_tokens": "generator.kv_cache_tokens",
+    "max_running_requests": "generator.max_concurrency",
+    "mem_fraction_static": "generator.mem_fraction",
+    "random_seed": "seed",
+}
+SERVER_ARGS_KEPT = frozenset(
+    "host port api_key admin_api_key base_gpu_id custom_weight_loader weight_version skip_tokenizer_init sampling_defaults".split()
+)
 
 
 def check_unsupported(config: RunConfig) -> Iterable[str]:
@@ -37,15 +56,39 @@ def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
         yield f"rollout.top_k={config.rollout.top_k}: only -1 is supported: the trainer scores the untruncated distribution"
 
 
+def check_server_args(config: RunConfig) -> Iterable[str]:
+    """Arguments that the run decides by other keys, or must decide itself to stay closed to strangers and right about mu."""
+    for name, value in config.generator.server_args.items():
+        if name in SERVER_ARGS_BY_KEY:
+            yield f"generator.server_args.{name}={value}: must be set by {SERVER_ARGS_BY_KEY[name]}"
+        elif name in SERVER_ARGS_KEPT:
+            yield f"generator.server_args.{name}={value}: must be left out; the launcher decides it"
+
+
+def check_schedule(config: RunConfig) -> Iterable[str]:
+    """A cosine needs steps to come down over."""
+    for section, optimizer, steps in (("trainer", config.trainer.optimizer, config.max_steps), ("sft", config.sft.optimizer, config.sft.steps)):
+        if optimizer.schedule == "cosine" and 0 < steps <= optimizer.warmup_steps:
+            total = "max_steps" if section == "trainer" else "sft.steps"
+            yield f"{section}.optimizer.warmup_steps={optimizer.warmup_steps}: must be below {total}={steps} for a cosine schedule"
+
+
 def check_tensor_parallel(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Heads and FFN rows are cut evenly; kv heads are cut evenly or replicated evenly."""
-    for key, tp in (("trainer.tp", config.trainer.tp), ("generator.tp", config.generator.tp)):
-        sizes = {"attention heads": spec.num_attention_heads, "ffn rows": spec.intermediate_size}
-        faults = [f"divide the model's {size} {name}" for name, size in sizes.items() if size % tp]
-        if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-            faults.append(f"be a divisor or a multiple of its {spec.num_kv_heads} key-value heads")
-        if faults:
-            yield f"{key}={tp}: must {' and '.join(faults)}"
+    """Both sides cut heads and ffn rows evenly. Engines also cut the vocabulary, and replicate kv heads for a tp that is a multiple."""
+    sizes = {"attention heads": spec.num_attention_heads, "ffn rows": spec.intermediate_size}
+    padded_vocab = {"vocabulary rows, padded": round_up(spec.vocab_size, SGLANG_VOCAB_PADDING)}
+    kv_heads = {"key-value heads": spec.num_kv_heads}
+    yield from _indivisible("trainer.tp", config.trainer.tp, sizes | kv_heads)
+    tp = config.generator.tp
+    yield from _indivisible("generator.tp", tp, sizes | padded_vocab)
+    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        yield f"generator.tp={tp}: must be a divisor or a multiple of the model's {spec.num_kv_heads} key-value heads"
+
+
+def _indivisible(key: str, tp: int, sizes: dict[str, int]) -> Iterable[str]:
+    uneven = [f"{size} {name}" for name, size in sizes.items() if size % tp]
+    if uneven:
+        yield f"{key}={tp}: must divide the model's {' and '.join(uneven)}"
 
 
 def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -66,6 +109,13 @@ def check_batch(config: RunConfig) -> Iterable[str]:
     if sequences < dp:
         product = f"rollout.prompts_per_step={rollout.prompts_per_step} * rollout.n={rollout.n}"
         yield f"{product}: {sequences} sequences a step must be at least trainer.dp={dp}"
+
+
+def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    scaling = spec.rope_scaling or {}
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        yield f"model.path={config.model.path}: its rope_scaling of type {rope_type} must be one of {', '.join(ROPE_TYPES)}"
 
 
 def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -110,10 +160,12 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_unsupported,
     check_truncated_sampling,
+    check_server_args,
+    check_schedule,
     check_sequence_parallel,
     check_batch,
     check_staleness,
     check_eval,
 )
-MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_lengths)
+MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_rope, check_lengths)
 COMMAND_CHECKS: dict[str, ConfigCheck] = {"sft": check_sft_command, "eval": check_eval_command, "train": check_resume}

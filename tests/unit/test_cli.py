@@ -109,6 +109,20 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
 
 
+def test_reshard_reports_the_map(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["trainer.tp=2", "trainer.dp=2", "generator.engines=2", "generator.tp=4"]
+    assert cli.main(["reshard", str(run_yaml), *sizes, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["trainer_ranks"], facts["generator_ranks"], facts["exactly_once"]) == (4, 8, True)
+    assert cli.main(["plan", str(run_yaml), *sizes, "--json"]) == 0
+    engine_rank = json.loads(capsys.readouterr().out)["generator"]["weight_bytes_max"]
+    assert facts["bytes"] == facts["bytes_minimum"] == 8 * engine_rank
+    assert cli.main(["reshard", str(run_yaml), *sizes]) == 0
+    table = capsys.readouterr().out
+    assert "model.layers.{layer}.self_attn.qkv_proj.weight" in table and facts["plan_hash"] in table
+    assert table.endswith("proven: every destination byte is written exactly once\n")
+
+
 @pytest.mark.parametrize(("error", "status", "message"), [(RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"), (KeyboardInterrupt(), 130, "")])
 def test_a_failed_and_an_interrupted_run(
     error: BaseException, status: int, message: str, run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

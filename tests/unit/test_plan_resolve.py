@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import RunConfig
+from megarl.models import ModelSpec
+from megarl.plan.checks import check_pipeline, check_tensor_parallel
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.layout import generator_layout, trainer_layout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
@@ -54,11 +60,8 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.ep=4", "generator.ep=4: must be 1: a llama model has no experts"),
         ("trainer.etp=2", "trainer.etp=2: must be 1: a llama model has no experts"),
         ("generator.quantization=fp8", "generator.quantization=fp8: only null is supported: engines run in model.dtype"),
-        (
-            "trainer.tp=3",
-            "trainer.tp=3: must divide the model's 32 attention heads and divide the model's 14336 ffn rows "
-            "and be a divisor or a multiple of its 8 key-value heads",
-        ),
+        ("trainer.tp=3", "trainer.tp=3: must divide the model's 32 attention heads and 14336 ffn rows and 8 key-value heads"),
+        ("trainer.tp=16", "trainer.tp=16: must divide the model's 8 key-value heads"),
         ("generator.tp=64", "generator.tp=64: must divide the model's 32 attention heads"),
         ("trainer.pp=5", "trainer.pp=5: must divide the model's 32 layers"),
         ("trainer.sequence_parallel=true", "trainer.sequence_parallel=true: needs trainer.tp of at least 2; it is 1"),
@@ -89,6 +92,16 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         ("rollout.top_p=0.9", "rollout.top_p=0.9: only 1 is supported: the trainer scores the untruncated distribution"),
         ("rollout.top_k=20", "rollout.top_k=20: only -1 is supported: the trainer scores the untruncated distribution"),
+        ("generator.server_args.tp_size=2", "generator.server_args.tp_size=2: must be set by generator.tp"),
+        ("generator.server_args.host=0.0.0.0", "generator.server_args.host=0.0.0.0: must be left out; the launcher decides it"),
+        (
+            "trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=5 max_steps=5",
+            "trainer.optimizer.warmup_steps=5: must be below max_steps=5 for a cosine schedule",
+        ),
+        (
+            "sft.optimizer.schedule=cosine sft.optimizer.warmup_steps=5 sft.steps=4",
+            "sft.optimizer.warmup_steps=5: must be below sft.steps=4 for a cosine schedule",
+        ),
         ("eval.every=10", "eval.every=10: needs a held-out set: set data.eval.source"),
     ],
 )
@@ -96,9 +109,39 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
     assert problems_of(tmp_path, *overrides.split()) == [problem]
 
 
-@pytest.mark.parametrize("overrides", ["trainer.tp=16", "generator.tp=32", "async.capacity=2 async.max_staleness=2", "async.capacity=0"])
+@pytest.mark.parametrize(
+    "overrides",
+    ["trainer.tp=8", "generator.tp=32", "async.capacity=2 async.max_staleness=2", "async.capacity=0", "generator.server_args.page_size=1"],
+)
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
     assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)
+
+
+@given(
+    kv_heads=st.integers(1, 6),
+    queries=st.integers(1, 4),
+    ffn=st.integers(1, 96),
+    vocab=st.integers(1, 200),
+    trainer_tp=st.integers(1, 12),
+    generator_tp=st.integers(1, 12),
+    pp=st.integers(1, 4),
+    layers=st.integers(1, 8),
+)
+def test_the_checks_accept_what_the_layouts_can_cut(
+    kv_heads: int, queries: int, ffn: int, vocab: int, trainer_tp: int, generator_tp: int, pp: int, layers: int
+) -> None:
+    spec = ModelSpec("llama", layers, 8, ffn, kv_heads * queries, kv_heads, 2, vocab, 64, False, 1e-5, 1e4)
+    run = RunConfig()
+    run.trainer.tp, run.trainer.pp, run.generator.tp = trainer_tp, pp, generator_tp
+    problems = [*check_tensor_parallel(run, spec), *check_pipeline(run, spec)]
+    try:
+        generator_layout(spec, GeneratorTopology(tp=generator_tp), "bfloat16", "cuda")
+        engine_starts = True
+    except ConfigError:
+        engine_starts = False
+    assert engine_starts != any(problem.startswith("generator.tp=") for problem in problems)
+    if not any(problem.startswith("trainer.") for problem in problems):
+        trainer_layout(spec, TrainerTopology(tp=trainer_tp, pp=pp), "bfloat16")
 
 
 def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
@@ -134,6 +177,14 @@ def test_a_hub_name_is_planned_from_model_spec(tmp_path: Path) -> None:
     plan = resolve(config(tmp_path, "model.path=some-org/some-model", f"model.spec={CONFIGS}/models/llama-3.1-70b/config.json"))
     assert plan.spec.num_layers == 80
     assert problems_of(tmp_path, "model.path=some-org/some-model", "model.spec=nowhere.json") == ["model.spec=nowhere.json: no such file"]
+
+
+def test_a_rope_that_the_trainer_does_not_know(tmp_path: Path) -> None:
+    values = json.loads((MODEL / "config.json").read_text())
+    values["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (message,) = problems_of(tmp_path, f"model.path={tmp_path}")
+    assert message.endswith("its rope_scaling of type yarn must be one of default, linear, llama3")
 
 
 def test_model_spec_must_agree_with_a_checkpoint_at_hand(tmp_path: Path) -> None:
