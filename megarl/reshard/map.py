@@ -31,6 +31,7 @@ class Copy:
     destination_box: Box
     transform: str
     dtype: str  # of the destination, and on the wire
+    depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
 
     @property
     def bytes(self) -> int:
@@ -213,8 +214,9 @@ class ReshardMap:
         zeros = row.transform == ZEROS
         name = None if zeros else self.source.kinds[held.kind].name_of(instance)
         box = None if zeros else held.box
-        copy = Copy(sender, name, box, receiver, target.name_of(instance), row.box, row.transform, target.shards[row.shard].dtype)
-        return (self.destination.depth(target, instance), number, receiver), copy
+        dtype, depth = target.shards[row.shard].dtype, self.destination.depth(target, instance)
+        copy = Copy(sender, name, box, receiver, target.name_of(instance), row.box, row.transform, dtype, depth)
+        return (depth, number, receiver), copy
 
 
 def _ordered(entries: Iterator[tuple[tuple, Copy]]) -> list[Copy]:

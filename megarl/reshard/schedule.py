@@ -1,0 +1,72 @@
+"""A reshard map in the order it is carried out: batches per pair of ranks, wave by wave through the layers.
+
+A *wave* is a run of tensors that follow each other in the forward pass, the same on every rank. A *batch* is what one rank
+sends to one other in one wave, as joined writes. Every rank works out only its own batches, and both ends of a batch arrive at
+the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Callable
+
+import numpy as np
+
+from megarl.models.parameters import LAYER
+from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.map import Copy, ReshardMap
+
+DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All writes of one wave from one rank to one other, in forward order."""
+
+    wave: int
+    source_rank: int
+    destination_rank: int
+    writes: tuple[Copy, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(write.bytes for write in self.writes)
+
+
+def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
+    """Wave of each depth (see Copy.depth): depths are put together until a receiver gets `wave_bytes` in one."""
+    layout = map.destination
+    sizes = [0] * (layout.num_layers + 2)
+    for kind in layout.kinds:
+        size = max(int(np.prod(tensor.shape, dtype=np.int64)) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards)
+        for instance in range(kind.instances if kind.place == LAYER else 1):
+            sizes[layout.depth(kind, instance)] += size
+    result, wave, filled = [], 0, 0
+    for size in sizes:
+        if filled and filled + size > wave_bytes:
+            wave, filled = wave + 1, 0
+        result.append(wave)
+        filled += size
+    return tuple(result)
+
+
+def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
+    """What source rank `rank` sends, in the order it sends."""
+    own = rank * map.destination.world_size // map.source.world_size
+    receivers = map.destination.world_size
+    return _batches(map.writes_from(rank), waves(map, wave_bytes), lambda write: (write.destination_rank - own) % receivers)
+
+
+def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
+    """What destination rank `rank` receives, wave by wave."""
+    return _batches(map.writes_to(rank), waves(map, wave_bytes), lambda write: write.source_rank)
+
+
+def _batches(writes: list[Copy], wave_of: tuple[int, ...], peer_order: Callable[[Copy], int]) -> tuple[Batch, ...]:
+    def key(write: Copy) -> tuple[int, int]:
+        return wave_of[write.depth], peer_order(write)
+
+    ordered = sorted(writes, key=key)  # stable: forward order within a batch
+    groups = [tuple(group) for _, group in groupby(ordered, key=key)]
+    return tuple(Batch(wave_of[group[0].depth], group[0].source_rank, group[0].destination_rank, group) for group in groups)
