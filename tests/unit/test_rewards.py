@@ -1,0 +1,142 @@
+"""The verifier: right answers in the shapes people and models write them, hostile ones refused, the fast path against SymPy."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megarl.rewards.extract import last_number, last_running_number, marked_answer
+from megarl.rewards.limits import Refused, check_characters, check_text
+from megarl.rewards.verify import last_number_reward, math_reward, plain_equal, plain_number
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+RIGHT = [
+    ("42", "42"), ("42.0", "42"), ("The answer is 42.", "42"), ("6 * 7 = 42\n#### 42", "42"), (r"Hence $\boxed{42}$.", "42"),
+    ("#### 1,234", "1234"), ("It costs $1,234.50", "1234.5"), ("The answer is 18 dollars.", "18"), ("**Answer:** $18", "18"),
+    ("-3", "\N{MINUS SIGN}3"),
+    ("0.5", "1/2"), (r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{\frac12}", r"\dfrac{2}{4}"), (r"\boxed{0.333333}", r"\frac{1}{3}"),
+    (r"\boxed{50\%}", "0.5"), ("50%", "0.5"), ("50%", "50"), (r"\boxed{x^2+2x+1}", "(x+1)^2"), (r"\boxed{\sqrt{8}}", r"2\sqrt{2}"),
+    (r"\boxed{2^{10}}", "1024"), (r"\boxed{(1, 2)}", "(1,2)"), (r"\boxed{x = 5}", "5"), (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
+    (r"first \boxed{1}, then \boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}"), (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
+    (r"\boxed{90^\circ}", "90"),
+    ("2*x + x", "3x"), ("So we get 7, 8 and finally 9", "9"), ("1/3 + 1/6", "0.5"),
+]
+
+WRONG = [
+    ("41", "42"), ("", "42"), ("no number", "42"), (r"\boxed{}", "42"), (r"\boxed{42", "42"), (r"\boxed{41} or 42", "42"), ("#### ", "42"),
+    ("1/3", "0.5"), (r"\boxed{x+1}", "x-1"), ("142", "42"), ("0.42", "42"), ("1,042", "42"), ("5%", "50"), (r"\boxed{1,2}", "(2,1)"),
+    ("1/0", "42"),
+]
+
+HOSTILE = [
+    "9**9**9**9", "10**10**10", "factorial(10**9)", r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^9)!}", r"\boxed{1000000!}", r"\boxed{((99!)!)!}",
+    r"\boxed{\binom{1000000000}{500000000}}", r"\boxed{\frac{1}{10^{10^{10}}}}", r"\boxed{\sum_{n=1}^{10^9} n}",
+    r"\boxed{(x+y+z)^{9999}}", r"\boxed{10^{99999999}}",
+    "[" * 10_000 + "1" + "]" * 10_000, r"\boxed{" + "(" * 200 + "1" + ")" * 200 + "}",
+    r"\boxed{" + r"\frac{1}{" * 40 + "1" + "}" * 40 + "}",
+    r"\boxed{" + r"\frac" * 90 + "12}", r"\boxed{" + "x^" * 200 + "2}", r"\boxed{" + "1" * 300 + "}", "1" * 1_000_000,
+    "\\boxed{" * 100_000, "#### " + "9" * 100_000,
+    "__import__('os').system('touch {pwned}')", r"\boxed{__import__('os').system('touch {pwned}')}", "open('/etc/passwd')",
+    "().__class__.__bases__",
+    r"\boxed{().__class__.__bases__[0].__subclasses__()}", "eval('1')", "exec('1')", r"\boxed{os.system}", "lambda: 1", "4\u200b5",
+    "\\boxed{5\u200b}", "5\x00", "\x1b[31m5",
+    "\u202e5", "\\boxed{\u06f5}", "\ud800 5",
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), RIGHT)
+def test_right_answers_score_one(text: str, answer: str):
+    assert math_reward(text, answer) == 1.0
+
+
+@pytest.mark.parametrize(("text", "answer"), WRONG)
+def test_wrong_answers_score_zero(text: str, answer: str):
+    assert math_reward(text, answer) == 0.0
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text[:24]))
+@pytest.mark.parametrize("answer", ["5", r"\frac{1}{3}"])
+def test_hostile_answers_score_zero(text: str, answer: str, tmp_path):
+    pwned = tmp_path / "pwned"
+    assert math_reward(text.replace("{pwned}", str(pwned)), answer) == 0.0
+    assert not pwned.exists()
+
+
+def test_running_totals_are_scored_by_their_last_number():
+    assert last_number_reward("7,7,6,7,2", "2") == 1.0
+    assert last_number_reward("7,7,6,7,12", "2") == 0.0
+    assert last_number_reward("7,7,6,7,-2", "2") == 0.0
+    assert last_number_reward("7,7,6,7,", "7") == 1.0
+    assert last_number_reward("", "2") == 0.0
+    assert last_number_reward("7,7,6,7,1\u200b2", "2") == 0.0
+    assert last_number_reward("1,234", "1234") == 0.0  # every comma separates here; `math` reads thousands
+
+
+def test_extraction():
+    assert marked_answer("#### 7 and then \\boxed{\\frac{a}{b}} #### 8") == "\\frac{a}{b}"
+    assert marked_answer("nothing marked") is None
+    assert marked_answer("The answer is $\\frac{1}{2}$. I hope it is correct.") == "\\frac{1}{2}"
+    assert last_number("from 1,200 to -1,234.5") == "-1,234.5"
+    assert last_number("3-2") == "2"
+    assert last_running_number("10-3,-4") == "-4"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [("(" * 13 + ")" * 13, "nested"), ("9" * 65, "digits"), ("x^{10000}", "exponent"), ("9 ** 10000", "exponent"), ("1000!", "factorial"),
+        ("a.__b__", "dunder"),
+     ("x^" * 25, "powers"), ("\\pi" * 49, "commands"), (r"\int_0^1 x", "integral")],
+)
+def test_text_limits_name_their_reason(answer: str, reason: str):
+    with pytest.raises(Refused, match=reason):
+        check_text(answer)
+
+
+def test_ordinary_text_in_any_script_passes_the_character_check():
+    check_characters("résumé 答案 π ≤ 3\n\t")
+
+
+number = st.one_of(
+    st.integers(-10_000, 10_000).map(str),
+    st.integers(0, 10_000_000).map("{:,}".format),
+    st.decimals(-1000, 1000, places=3).map("{:f}".format),
+    st.tuples(st.integers(-30, 30), st.integers(1, 12)).map(lambda pq: f"{pq[0]}/{pq[1]}"),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(a=number, b=number)
+@example("1/3", "0.333")
+@example("-0", "0")
+@example("2/4", "0.5")
+def test_plain_numbers_are_decided_as_math_verify_decides_them(a: str, b: str):
+    import math_verify
+
+    def parse(text: str):
+        return math_verify.parse(f"${text}$", [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback")
+
+    fast = plain_equal(plain_number(a), plain_number(b))
+    assert fast is None or fast == math_verify.verify(parse(a), parse(b))
+
+
+def test_near_equal_decimals_are_left_to_sympy():
+    assert plain_equal(plain_number("0.333333"), plain_number("1/3")) is None
+    assert plain_equal(plain_number("1/3"), plain_number("1/4")) is False
+    assert plain_number("1/0") is None and plain_number("1.5/2") is None and plain_number("") is None and plain_number("\u0661") is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60))
+def test_no_text_breaks_the_verifier(text: str):
+    """Python errors are allowed from SymPy's depths (the worker scores them 0), but extraction and limits raise only Refused."""
+    marked_answer(text), last_number(text), last_running_number(text)
+    for check in (check_characters, check_text):
+        try:
+            check(text)
+        except Refused:
+            pass
+    assert last_number_reward(text, "7") in (0.0, 1.0)
