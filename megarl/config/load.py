@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Mapping, Sequence
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -18,7 +18,7 @@ from megarl.config.schema import RunConfig
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers"}
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `overrides` (`dotted.key=value`, the value in YAML), fill in defaults, resolve interpolations.
 
     Raises ConfigError with all problems: unknown keys, wrong types, values outside their limits, missing settings.
@@ -44,7 +44,8 @@ def dump_config(config: RunConfig) -> str:
 def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
     """The leaves of the file, dotted. A file that cannot be read at all raises: nothing else is worth saying then."""
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        tree = OmegaConf.to_container(OmegaConf.create(text))
     except FileNotFoundError:
         raise ConfigError(_not_found(path)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +55,7 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(tree, dict) or (len(tree) == 1 and None in tree.values() and next(iter(tree)) not in sections()):
+    if not isinstance(tree, dict) or list(tree) == [text.strip()]:  # OmegaConf makes a bare word a key
         raise ConfigError(f"{path}: must hold a mapping of keys to values")
     return list(_leaves(tree, "", problems))
 
@@ -67,7 +68,7 @@ def _not_found(path: Path) -> str:
     return message + (f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else "")
 
 
-def _read_overrides(overrides: list[str], problems: list[str]) -> list[tuple[str, Any]]:
+def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple[str, Any]]:
     found = []
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -16,11 +16,11 @@ from megarl.config.limits import Limit, above, at_least, between, each, one_of, 
 
 @dataclass
 class ModelConfig:
-    path: str = setting(MISSING, "HF checkpoint: a local folder or a hub name")
+    path: str = setting(MISSING, "HF checkpoint: a local folder or a hub name; where a folder holds no weights, sft.output has them")
     spec: Optional[str] = setting(None, "a config.json to plan with while the checkpoint is not at hand; null: the one in `path`")
     tokenizer: Optional[str] = setting(None, "a local folder or a hub name; null: the one in `path`")
     dtype: str = setting("bfloat16", "type of the trainer's parameters, and of weights on the wire", one_of("float32", "bfloat16"))
-    random_init: bool = setting(False, "`path` holds config and tokenizer only; start from random weights (megarl sft)")
+    random_init: bool = setting(False, "megarl sft starts from random weights; `path` need hold config and tokenizer only")
 
 
 @dataclass

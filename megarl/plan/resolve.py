@@ -27,6 +27,7 @@ class RunPlan:
     generator_topology: GeneratorTopology
     steps: int  # optimizer steps of the whole run
     sequences_per_step: int  # prompts_per_step * n
+    weights_path: str  # HF checkpoint that training and evaluation begin with: model.path, or sft.output where that holds none
 
 
 def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
@@ -36,13 +37,12 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
     """
     checks = CONFIG_CHECKS + ((COMMAND_CHECKS[command],) if command in COMMAND_CHECKS else ())
     problems = [problem for check in checks for problem in check(config)]
-    spec = None
     try:
         spec = find_spec(config)
     except ConfigError as error:
-        problems.extend(error.problems)
-    else:
-        problems.extend(problem for check in MODEL_CHECKS for problem in check(config, spec))
+        raise ConfigError(problems + error.problems) from error
+    problems.extend(problem for check in MODEL_CHECKS for problem in check(config, spec))
+    problems.extend(_missing_weights(config, command))
     if problems:
         raise ConfigError(problems)
     trainer, generator, rollout = config.trainer, config.generator, config.rollout
@@ -55,7 +55,29 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
         generator_topology=GeneratorTopology(engines=generator.engines, tp=generator.tp, ep=generator.ep),
         steps=config.max_steps,
         sequences_per_step=rollout.prompts_per_step * rollout.n,
+        weights_path=find_weights(config),
     )
+
+
+def find_weights(config: RunConfig) -> str:
+    """A folder with config and tokenizer only is the beginning of `megarl sft`; everything later begins with what that wrote."""
+    path = config.model.path
+    return config.sft.output if Path(path).is_dir() and not _holds_weights(path) else path
+
+
+def _missing_weights(config: RunConfig, command: Optional[str]) -> Iterable[str]:
+    path = config.model.path
+    if not Path(path).is_dir() or _holds_weights(path):
+        return
+    none = f"model.path={path}: holds no weights (*.safetensors)"
+    if command == "sft" and not config.model.random_init:
+        yield f"{none}; set model.random_init=true to start from random ones"
+    if command in ("train", "eval") and not _holds_weights(config.sft.output):
+        yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
+
+
+def _holds_weights(path: str) -> bool:
+    return any(Path(path).glob("*.safetensors"))
 
 
 def find_spec(config: RunConfig) -> ModelSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,8 +18,11 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 @pytest.fixture
 def run_yaml(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "llama-3.1-8b", model)
+    (model / "model.safetensors").touch()
     path = tmp_path / "run.yaml"
-    path.write_text(f"model: {{path: {MODELS}/llama-3.1-8b}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
+    path.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
     return path
 
 

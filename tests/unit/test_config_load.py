@@ -138,7 +138,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         "trainer.colour=red: unknown key; its section has "
         + ", ".join(key for key in settings() if key.startswith("trainer.")),
         "genrator.tp=2: unknown key; did you mean generator.tp?",
-        "model.path: must be set: HF checkpoint: a local folder or a hub name",
+        "model.path: must be set: HF checkpoint: a local folder or a hub name; where a folder holds no weights, sft.output has them",
         "data.train.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name",
         "rollout.n=0: must be at least 1",
     ]

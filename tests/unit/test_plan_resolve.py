@@ -35,6 +35,13 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
     return load_config(path, list(overrides))
 
 
+def with_weights(folder: Path) -> str:
+    """Override that names a model folder in which weights lie too."""
+    shutil.copytree(MODEL, folder)
+    (folder / "model.safetensors").touch()
+    return f"model.path={folder}"
+
+
 def problems_of(tmp_path: Path, *overrides: str, command: str | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         resolve(config(tmp_path, *overrides), command)
@@ -152,12 +159,13 @@ def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_command_checks(tmp_path: Path) -> None:
-    assert problems_of(tmp_path, command="eval") == ["data.eval=null: megarl eval needs a held-out set: set data.eval.source"]
-    assert problems_of(tmp_path, "trainer.dp=4", "sft.batch_size=2", command="sft") == [
+    weights = with_weights(tmp_path / "model")
+    assert problems_of(tmp_path, weights, command="eval") == ["data.eval=null: megarl eval needs a held-out set: set data.eval.source"]
+    assert problems_of(tmp_path, weights, "trainer.dp=4", "sft.batch_size=2", command="sft") == [
         "sft.steps=0: must be at least 1 for megarl sft",
         "sft.batch_size=2: must be at least trainer.dp=4",
     ]
-    assert resolve(config(tmp_path, "sft.steps=1"), "sft").config.sft.steps == 1
+    assert resolve(config(tmp_path, weights, "sft.steps=1"), "sft").config.sft.steps == 1
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
@@ -192,8 +200,29 @@ def test_model_spec_must_agree_with_a_checkpoint_at_hand(tmp_path: Path) -> None
     assert message.startswith("model.spec=") and "num_layers 80" in message and "hidden_size 8192" in message
 
 
+class TestWhereWeightsComeFrom:
+    def test_from_the_model_folder_or_the_hub(self, tmp_path: Path) -> None:
+        assert resolve(config(tmp_path, with_weights(tmp_path / "model")), "train").weights_path == str(tmp_path / "model")
+        hub = config(tmp_path, "model.path=some-org/some-model", f"model.spec={MODEL}")
+        assert resolve(hub, "train").weights_path == "some-org/some-model"
+
+    def test_from_sft_where_the_folder_holds_none(self, tmp_path: Path) -> None:
+        output = tmp_path / "run/sft/hf"
+        for command in ("train", "eval"):
+            assert problems_of(tmp_path, "data.eval.source=rows.jsonl", command=command) == [
+                f"model.path={MODEL}: holds no weights (*.safetensors), and neither does sft.output={output}: run megarl sft first"
+            ]
+        assert problems_of(tmp_path, "sft.steps=1", command="sft") == [
+            f"model.path={MODEL}: holds no weights (*.safetensors); set model.random_init=true to start from random ones"
+        ]
+        resolve(config(tmp_path, "sft.steps=1", "model.random_init=true"), "sft")
+        with_weights(output)
+        assert resolve(config(tmp_path), "train").weights_path == str(output)
+
+
 class TestResume:
     def begin(self, tmp_path: Path, *overrides: str) -> None:
+        with_weights(tmp_path / "run/sft/hf")
         begun = config(tmp_path, *overrides)
         (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
         (tmp_path / "run/config.yaml").write_text(dump_config(begun))
