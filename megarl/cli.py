@@ -65,7 +65,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     for name, meaning in COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning, epilog=_examples(name), formatter_class=_RAW)
         command.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="setting that overrides the file, such as trainer.tp=2")
+        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in trainer.tp=2")
         by_name[name] = command
     for name in WITH_JSON:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")

@@ -12,11 +12,13 @@ from megarl.config.keys import Section, Setting, sections, settings
 HEAD = """\
 # Configuration
 
-Every key of a run, in the order of `megarl/config/schema.py`, from which this file is written: `python -m megarl.config.reference > docs/config.md`.
+Every key of a run, in the order of `megarl/config/schema.py`, from which this file is written:
+`python -m megarl.config.reference > docs/config.md`.
 
-A configuration file is YAML with these keys nested at their dots; on the command line they are written `dotted.key=value` after the file, and win over it.
-`${other.key}` stands for the value of another key. Unknown keys, wrong types and values that are not allowed end the program with status 2 before anything starts,
-all of them in one message. Paths are relative to the working directory.
+A configuration file is YAML with these keys nested at their dots; on the command line they are written `dotted.key=value`
+after the file, and win over it. `${other.key}` stands for the value of another key. Unknown keys, wrong types and values that
+are not allowed end the program with status 2 before anything starts, all of them in one message. Paths are relative to the
+working directory.
 """
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple[float, float]: "two numbers"}
 

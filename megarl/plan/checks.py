@@ -67,9 +67,11 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
 
 def check_schedule(config: RunConfig) -> Iterable[str]:
     """A cosine needs steps to come down over."""
-    for section, optimizer, steps in (("trainer", config.trainer.optimizer, config.max_steps), ("sft", config.sft.optimizer, config.sft.steps)):
+    for section, optimizer, total, steps in (
+        ("trainer", config.trainer.optimizer, "max_steps", config.max_steps),
+        ("sft", config.sft.optimizer, "sft.steps", config.sft.steps),
+    ):
         if optimizer.schedule == "cosine" and 0 < steps <= optimizer.warmup_steps:
-            total = "max_steps" if section == "trainer" else "sft.steps"
             yield f"{section}.optimizer.warmup_steps={optimizer.warmup_steps}: must be below {total}={steps} for a cosine schedule"
 
 
