@@ -61,10 +61,10 @@ def _hash_numpy(bits: torch.Tensor, a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _hash_torch(bits: torch.Tensor, a: np.ndarray, b: np.ndarray) -> int:
-    weights = torch.from_numpy(b).to(bits.device)
+    row_weights, col_weights = (torch.tensor(weights, device=bits.device) for weights in (a, b))
     step = max(1, _CHUNK_ELEMENTS // max(1, bits.shape[1]))
-    sums = torch.cat([(chunk * weights).sum(1) for chunk in bits.split(step)])
-    return int((sums * torch.from_numpy(a).to(bits.device)).sum().item()) & MASK
+    sums = torch.cat([(chunk * col_weights).sum(1) for chunk in bits.split(step)])
+    return int((sums * row_weights).sum().item()) & MASK
 
 
 def _weights(seed: int, start: int, count: int) -> np.ndarray:

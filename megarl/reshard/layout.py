@@ -22,7 +22,8 @@ def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
     logical = family(spec).logical_tensors(spec)
     parameters = [whole(tensor.name, tensor.place, tensor.name) for tensor in logical]
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
-    return _layout("hf", spec, parameters, dtype, 1, {place: (0, ranks) for place in (FIRST, LAST)}, np.zeros(spec.num_layers, int), ranks)
+    stages = np.zeros(spec.num_layers, dtype=np.int64)
+    return _layout("hf", spec, parameters, dtype, 1, {FIRST: (0, ranks), LAST: (0, ranks)}, stages, ranks)
 
 
 def trainer_layout(
@@ -48,7 +49,8 @@ def trainer_layout(
             for pp in range(topology.pp)
         ]
     )
-    return _layout("trainer", spec, parameters, dtype, topology.world_size, {FIRST: (0, ranks), LAST: (topology.pp - 1, ranks)}, stages, ranks)
+    ends = {FIRST: (0, ranks), LAST: (topology.pp - 1, ranks)}
+    return _layout("trainer", spec, parameters, dtype, topology.world_size, ends, stages, ranks)
 
 
 def generator_layout(spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str = "cuda") -> Layout:

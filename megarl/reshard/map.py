@@ -71,7 +71,8 @@ class ReshardMap:
         return cls(source, destination, rows, time.perf_counter() - begin)
 
     def __str__(self) -> str:
-        return f"ReshardMap({self.source.name} {self.source.world_size} -> {self.destination.name} {self.destination.world_size}, {self.plan_hash[:16]})"
+        sides = f"{self.source.name} {self.source.world_size} -> {self.destination.name} {self.destination.world_size}"
+        return f"ReshardMap({sides} ranks, plan {self.plan_hash[:16]})"
 
     def copies_from(self, rank: int) -> list[Copy]:
         """What `rank` of the source sends, in forward order."""

@@ -1,0 +1,105 @@
+"""From config.json to a spec; what is missing or unknown is named with its file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.models import load_spec
+from megarl.models.parameters import padded_vocab_size
+from megarl.models.registry import family
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+
+SCALING = {"rope_type": "llama3", "factor": 8.0}
+
+
+def without(key: str) -> dict:
+    return {k: v for k, v in CONFIG.items() if k != key}
+
+
+def test_reads_a_folder_a_file_and_a_dict_alike(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = load_spec(CONFIG)
+    assert load_spec(str(tmp_path)) == load_spec(tmp_path / "config.json") == spec
+    assert (spec.family, spec.num_layers, spec.head_dim, spec.rope_theta, spec.tie_word_embeddings) == ("llama", 4, 32, 500000.0, True)
+
+
+def test_states_the_tensors_that_transformers_saves():
+    spec = load_spec({**without("head_dim"), "tie_word_embeddings": False})
+    assert {t.name: t.shape for t in family(spec).logical_tensors(spec)} == {
+        "model.embed_tokens.weight": (64, 128),
+        "model.layers.{layer}.self_attn.q_proj.weight": (128, 128),
+        "model.layers.{layer}.self_attn.k_proj.weight": (64, 128),
+        "model.layers.{layer}.self_attn.v_proj.weight": (64, 128),
+        "model.layers.{layer}.self_attn.o_proj.weight": (128, 128),
+        "model.layers.{layer}.mlp.gate_proj.weight": (384, 128),
+        "model.layers.{layer}.mlp.up_proj.weight": (384, 128),
+        "model.layers.{layer}.mlp.down_proj.weight": (128, 384),
+        "model.layers.{layer}.input_layernorm.weight": (128,),
+        "model.layers.{layer}.post_attention_layernorm.weight": (128,),
+        "model.norm.weight": (128,),
+        "lm_head.weight": (64, 128),
+    }
+
+
+@pytest.mark.parametrize("rope", [{"rope_scaling": SCALING}, {"rope_parameters": SCALING | {"rope_theta": 5e5}}])
+def test_rope_is_read_in_the_old_and_in_the_new_form(rope):
+    spec = load_spec({**CONFIG, **rope})
+    assert spec.rope_theta == 5e5 and dict(spec.rope_scaling) == SCALING
+
+
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "architectures"]
+)
+def test_a_missing_key_is_named_with_its_file(tmp_path, key):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(without(key)))
+    with pytest.raises(ConfigError) as error:
+        load_spec(tmp_path)
+    assert str(path) in str(error.value) and f"{key} is missing" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "supported: LlamaForCausalLM"),
+        ({"hidden_size": "128"}, "hidden_size = '128'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_key_and_value(change, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        load_spec({**CONFIG, **change})
+
+
+def test_a_missing_folder_and_a_broken_file_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_spec(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json: cannot be read as JSON"):
+        load_spec(tmp_path)
+
+
+def test_vocabulary_is_padded_to_a_multiple_of_128_per_shard():
+    cases = {(64, 1): 128, (64, 2): 256, (128256, 8): 129024, (1024, 8): 1024}
+    assert {case: padded_vocab_size(*case) for case in cases} == cases

@@ -1,0 +1,216 @@
+"""The map as a whole: proof, hash, balance, schedule, report, and the size of Llama-3.1-405B."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from megarl.models import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.box import Box
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
+from megarl.reshard.report import render, to_json
+from megarl.reshard.schedule import batches_from, batches_to
+
+TINY = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
+LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
+
+
+def tiny_map(spec=TINY, tp=2, pp=2, dp=2, cp=1, engines=2, generator_tp=4, source="float32", wire="bfloat16", norms="local") -> ReshardMap:
+    trainer = trainer_layout(spec, TrainerTopology(tp=tp, pp=pp, dp=dp, cp=cp), source, norms)
+    return ReshardMap.build(trainer, generator_layout(spec, GeneratorTopology(engines, generator_tp), wire))
+
+
+def all_copies(map: ReshardMap) -> list[Copy]:
+    return [copy for rank in range(map.source.world_size) for copy in map.copies_from(rank)]
+
+
+def shift(box: Box) -> Box:
+    return Box((box.start[0] + 1,) + box.start[1:], box.shape)
+
+
+def is_gate(item: Copy) -> bool:
+    return item.destination_tensor == "model.layers.2.mlp.gate_up_proj.weight" and item.destination_rank == 5
+
+
+GATE = "model.layers.2.mlp.gate_up_proj.weight on generator rank 5"
+CHANGES = {
+    "dropped": (lambda copy: [], "elements are never written"),
+    "doubled": (lambda copy: [copy, copy], "written twice"),
+    "shifted at the destination": (
+        lambda copy: [dataclasses.replace(copy, destination_box=shift(copy.destination_box))],
+        "written twice|not inside",
+    ),
+    "shifted at the source": (lambda copy: [dataclasses.replace(copy, source_box=shift(copy.source_box))], "needs|not inside"),
+    "from another rank": (lambda copy: [dataclasses.replace(copy, source_rank=copy.source_rank ^ 1)], "needs"),
+    "from another stage": (lambda copy: [dataclasses.replace(copy, source_rank=0)], "trainer rank 0 has no decoder.layers.2"),
+    "from another layer": (
+        lambda copy: [dataclasses.replace(copy, source_tensor=copy.source_tensor.replace("layers.2", "layers.3"))],
+        "needs",
+    ),
+    "not cast": (lambda copy: [dataclasses.replace(copy, transform="identity")], "identity from float32 to bfloat16"),
+    "zeroed": (lambda copy: [dataclasses.replace(copy, transform="zeros")], "zeros in"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_proof_refuses_a_damaged_copy_and_names_tensor_and_rank(change):
+    map = tiny_map()
+    copies = all_copies(map)
+    prove_copies(copies, map.source, map.destination)
+    damaged = next(copy for copy in copies if is_gate(copy))
+    damage, message = CHANGES[change]
+    copies = [item for copy in copies for item in (damage(copy) if copy is damaged else [copy])]
+    with pytest.raises(ProofError, match=message) as error:
+        prove_copies(copies, map.source, map.destination)
+    assert GATE in str(error.value)
+
+
+def test_proof_refuses_copies_to_nowhere():
+    map = tiny_map()
+    copies = all_copies(map)
+    with pytest.raises(ProofError, match="elsewhere on generator rank 0: written, but not in the layout"):
+        elsewhere = dataclasses.replace(copies[0], destination_rank=0, destination_tensor="elsewhere")
+        prove_copies(copies + [elsewhere], map.source, map.destination)
+    with pytest.raises(ProofError, match="generator rank 8 is written"):
+        prove_copies(copies + [dataclasses.replace(copies[0], destination_rank=8)], map.source, map.destination)
+
+
+@pytest.mark.parametrize("change", ["dropped", "doubled", "shifted", "source shifted", "padding dropped", "padding from a tensor"])
+def test_proof_of_the_template_refuses_a_damaged_row(change):
+    map = tiny_map()
+    prove_exactly_once(map)
+    padding = change.startswith("padding")
+    at = next(i for i, row in enumerate(map.rows) if (row.transform == "zeros") == padding and row.shard == (3 if padding else 1))
+    row = map.rows[at]
+    moved = tuple(dataclasses.replace(holder, box=shift(holder.box) if holder.box else row.box) for holder in row.holders)
+    damaged = {
+        "dropped": [],
+        "doubled": [row, row],
+        "shifted": [dataclasses.replace(row, box=shift(row.box))],
+        "source shifted": [dataclasses.replace(row, holders=moved)],
+        "padding dropped": [],
+        "padding from a tensor": [dataclasses.replace(row, transform="cast", holders=moved)],
+    }[change]
+    name = map.destination.kinds[row.kind].name_of(0)
+    with pytest.raises(ProofError, match=f"{name} on generator rank {row.shard}"):
+        prove_exactly_once(dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :]))
+
+
+def test_proof_refuses_a_sender_that_does_not_hold_the_layer():
+    class Wrong(ReshardMap):
+        def senders(self, row, instances=None):
+            chosen, ranks = super().senders(row, instances)
+            ranks = ranks.copy()
+            ranks[-1, -1] = (ranks[-1, -1] + 4) % 8  # the other stage
+            return chosen, ranks
+
+    map = tiny_map()
+    with pytest.raises(ProofError, match=r"on generator rank \d+: trainer rank \d does not hold"):
+        prove_exactly_once(Wrong(map.source, map.destination, map.rows))
+
+
+def test_plan_hash_is_reproducible_and_differs_with_every_input():
+    changed = [dict(tp=4), dict(pp=1), dict(dp=3), dict(cp=2), dict(engines=1), dict(generator_tp=2)]
+    changed += [dict(source="bfloat16"), dict(wire="float32"), dict(norms="te")]
+    fields = dict(num_layers=2, hidden_size=8, intermediate_size=32, num_attention_heads=16, num_kv_heads=8, head_dim=4)
+    fields |= dict(vocab_size=99, tie_word_embeddings=True)
+    changed += [dict(spec=dataclasses.replace(TINY, **{name: value})) for name, value in fields.items()]
+    maps = [tiny_map()] + [tiny_map(**change) for change in changed]
+    hashes = [map.plan_hash for map in maps]
+    assert len(set(hashes)) == len(hashes)
+    assert tiny_map().plan_hash == hashes[0]
+    swapped = dataclasses.replace(maps[0].rows[0], fan=7)
+    assert dataclasses.replace(maps[0], rows=(swapped,) + maps[0].rows[1:]).plan_hash != hashes[0]
+
+
+@pytest.mark.parametrize("dp, engines, generator_tp", [(2, 2, 2), (4, 8, 2), (2, 4, 4), (4, 4, 1), (4, 1, 4), (3, 2, 2)])
+def test_replicas_share_the_sending_evenly(dp, engines, generator_tp):
+    spec = dataclasses.replace(TINY, vocab_size=256)
+    map = tiny_map(spec=spec, pp=1, dp=dp, engines=engines, generator_tp=generator_tp)
+    sent = np.zeros(map.source.world_size)
+    for copy in all_copies(map):
+        sent[copy.source_rank] += copy.bytes
+    summary = map.summary()
+    assert summary.sender_max_over_mean == pytest.approx(sent.max() / sent.mean())
+    # Nothing finer than one tensor is shared out, and in this model the two vocabulary tensors weigh as much as its layers.
+    largest = max(copy.bytes for copy in all_copies(map))
+    for tp in range(2):
+        assert np.ptp(sent[tp::2]) <= largest
+    if engines % dp == 0:
+        assert summary.sender_max_over_mean < 1.002
+
+
+def test_both_copies_of_a_tied_embedding_send():
+    map = tiny_map(spec=dataclasses.replace(TINY, tie_word_embeddings=True), dp=2, engines=4)
+    prove_exactly_once(map)
+    embedding = [c for c in all_copies(map) if c.destination_tensor == "model.embed_tokens.weight" and c.source_tensor]
+    senders = {(c.source_rank, c.source_tensor) for c in embedding}
+    assert {name for _, name in senders} == {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert {rank for rank, _ in senders} == {0, 2, 4, 6}  # tp 0 of both replicas on both stages: it holds all 100 real rows
+
+
+def test_schedule_covers_every_write_once_and_both_ends_agree():
+    map = tiny_map(dp=2)
+    sent = [batch for rank in range(8) for batch in batches_from(map, rank, wave_bytes=600)]
+    received = [batch for rank in range(8) for batch in batches_to(map, rank, wave_bytes=600)]
+    assert Counter(sent) == Counter(received) and max(Counter(sent).values()) == 1
+    assert Counter(write for batch in sent for write in batch.writes) == Counter(w for rank in range(8) for w in map.writes_from(rank))
+    for rank in range(8):
+        own = [batch for batch in sent if batch.source_rank == rank]
+        assert [batch.wave for batch in own] == sorted(batch.wave for batch in own)
+        assert len({(batch.wave, batch.destination_rank) for batch in own}) == len(own)
+        depths = [(min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in own]
+        for (_, last), (first, _), (one, two) in zip(depths, depths[1:], itertools.pairwise(own)):
+            assert one.wave == two.wave or last < first
+    map = tiny_map(spec=dataclasses.replace(TINY, vocab_size=256))
+    first = [batches_from(map, rank)[0].destination_rank for rank in range(4)]
+    assert len(set(first)) == 4
+
+
+def test_writes_join_what_continues_on_both_sides():
+    map = tiny_map(tp=4, generator_tp=4, pp=1, dp=1, engines=1, source="bfloat16")
+    qkv = [w for w in map.writes_from(1) if w.destination_tensor == "model.layers.0.self_attn.qkv_proj.weight"]
+    assert len(qkv) == 1 and qkv[0].source_box == Box((0, 0), (8, 12)) == qkv[0].destination_box
+    assert len([c for c in map.copies_from(1) if c.destination_tensor == qkv[0].destination_tensor]) == 3
+
+
+def test_report_names_every_parameter_and_json_every_number():
+    map = tiny_map()
+    text = render(map)
+    for kind in map.destination.kinds:
+        assert kind.name in text
+    assert map.plan_hash in text and "zeros" in text
+    found = to_json(map)
+    assert found["copies"] == len(all_copies(map)) and found["exactly_once"] is True and found["bytes"] == found["bytes_minimum"]
+    assert set(found) == set(
+        "trainer_ranks generator_ranks tensors copies writes bytes bytes_minimum sender_max_over_mean receiver_max_over_mean exactly_once "
+        "plan_hash build_s predicted_s".split()
+    )
+
+
+# 64 engines of 8; counts and minima from an independent prototype.
+@pytest.mark.parametrize(
+    "topology, stage_layers, balance",
+    [
+        (TrainerTopology(tp=8, pp=2, dp=32), None, 1.0001),
+        (TrainerTopology(tp=8, pp=16, dp=4), [8] * 15 + [6], 1.0887),  # stage ownership alone
+        (TrainerTopology(tp=8, pp=16, dp=4), [7] + [8] * 14 + [7], 1.0054),
+    ],
+)
+def test_405b_to_512_ranks(topology, stage_layers, balance):
+    generator = generator_layout(LLAMA_405B, GeneratorTopology(64, 8), "bfloat16")
+    map = ReshardMap.build(trainer_layout(LLAMA_405B, topology, "bfloat16", stage_layers=stage_layers), generator)
+    prove_exactly_once(map)
+    summary = map.summary()
+    assert (summary.tensors, summary.copies, summary.writes) == (388_608, 583_040, 389_504)
+    assert summary.bytes == summary.bytes_minimum and summary.receiver_max_over_mean == 1.0
+    assert summary.sender_max_over_mean == pytest.approx(balance, abs=1e-4)
+    assert len(map.copies_to(511)) == 583_040 // 512 + 1
+    assert len(map.rows) < 200  # the template does not grow with layers or replicas
