@@ -8,6 +8,7 @@ SHELL := /bin/bash
 .PHONY: quickstart test setup clean
 
 PYTHON ?=
+PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
 ARGS ?=
 STAMP := .venv/.megarl-setup
 TORCH := torch==2.13.0
@@ -27,15 +28,15 @@ setup: $(STAMP)
 # The stamp is written last: whatever interrupts a set-up, the next one goes on from there.
 $(STAMP): pyproject.toml requirements/cpu.txt
 	@say() { echo "setup: $$*"; }
-	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
 	rm -f $@
 	if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-	    for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do
+	    for python in $(PYTHONS); do
 	        if usable "$$python"; then break; else python=; fi
 	    done
 	    if [ -z "$$python" ]; then
-	        say "needs Python 3.11 or newer with its venv module, found none among: $(or $(PYTHON),python3.11 python3.12 python3.13 python3)." \
-	            "On Debian or Ubuntu: apt-get install python3 python3-venv; or name one: make setup PYTHON=/path/to/python3" >&2
+	        say "needs Python 3.11 or 3.12 with its venv module, found none among: $(PYTHONS)." \
+	            "On Debian or Ubuntu: apt-get install python3.11-venv; or name one: make setup PYTHON=/path/to/python3.12" >&2
 	        exit 1
 	    fi
 	    say "1/4 virtual environment in .venv, $$("$$python" --version)"
