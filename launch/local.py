@@ -30,8 +30,8 @@ def train(plan: RunPlan) -> None:
     if step < config.max_steps:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(dump_config(config))
-        rendezvous = new_rendezvous(plan, step, checkpoint)
-        launch_dir = prepare_launch(plan, "train", rendezvous)
+        launch_dir = prepare_launch(plan, "train")
+        rendezvous = make_rendezvous(plan, launch_dir, step, checkpoint)
         with termination_as_exit(), ProcessGroup(run_dir / "logs") as processes:
             progress = Progress(run_dir, config.max_steps)
             try:
@@ -52,7 +52,7 @@ def sft(plan: RunPlan) -> None:
     if (Path(config.sft.output) / "config.json").exists():
         print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
         return
-    launch_dir = prepare_launch(plan, "sft", None)
+    launch_dir = prepare_launch(plan, "sft")
     with termination_as_exit(), ProcessGroup(run_dir / "logs") as processes:
         progress = Progress(run_dir, config.sft.steps)
         try:
@@ -66,8 +66,8 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     """Greedy pass@1 of `model.path` on `data.eval`, through SGLang."""
     if plan.config.data.eval is None:
         raise ConfigError("data.eval: not set; name the data set to evaluate on")
-    rendezvous = new_rendezvous(plan, 0, "")
-    launch_dir = prepare_launch(plan, "evaluate", rendezvous)
+    launch_dir = prepare_launch(plan, "evaluate")
+    rendezvous = make_rendezvous(plan, launch_dir)
     with termination_as_exit(), ProcessGroup(Path(plan.config.run_dir) / "eval" / "logs") as processes:
         start_engines(processes, plan, rendezvous)
         watch(processes, start_worker(processes, "evaluate", launch_dir), poll=lambda: None)
@@ -82,7 +82,7 @@ def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
         there = ", ".join(map(str, found)) or "none"
         raise ConfigError(f"run_dir={plan.config.run_dir}: no checkpoint of step {'any' if step is None else step}; there: {there}")
     chosen = max(found) if step is None else step
-    launch_dir = prepare_launch(plan, "export", None)
+    launch_dir = prepare_launch(plan, "export")
     (launch_dir / "export.json").write_text(json.dumps({"checkpoint": str(found[chosen]), "output": str(output)}))
     with termination_as_exit(), ProcessGroup(launch_dir / "logs") as processes:
         watch(processes, start_trainers(processes, plan, "export", launch_dir), poll=lambda: None)
@@ -95,14 +95,17 @@ def latest_checkpoint(run_dir: Path) -> tuple[int, str]:
     return (found[-1][0], str(found[-1][1])) if found else (0, "")
 
 
-def new_rendezvous(plan: RunPlan, start_step: int, checkpoint: str) -> Rendezvous:
+def make_rendezvous(plan: RunPlan, launch_dir: Path, start_step: int = 0, checkpoint: str = "") -> Rendezvous:
+    """Fresh keys and free ports for one launch, saved in its folder for the processes to come."""
     engines = plan.generator_topology.engines
     hub_port, *engine_ports = free_ports(1 + engines)
     keys = EngineKeys.generate()
-    return Rendezvous(
+    key_file = launch_dir / "message_key.json"
+    RunKey.generate().save(key_file)
+    rendezvous = Rendezvous(
         hub_host=HOST,
         hub_port=hub_port,
-        key=RunKey.generate(),
+        key_file=str(key_file.resolve()),
         engine_hosts=[HOST] * engines,
         engine_ports=engine_ports,
         engine_key=keys.api,
@@ -110,15 +113,15 @@ def new_rendezvous(plan: RunPlan, start_step: int, checkpoint: str) -> Rendezvou
         start_step=start_step,
         checkpoint=checkpoint,
     )
+    rendezvous.save(launch_dir)
+    return rendezvous
 
 
-def prepare_launch(plan: RunPlan, command: str, rendezvous: Rendezvous | None) -> Path:
+def prepare_launch(plan: RunPlan, command: str) -> Path:
     """The launch folder: what this launch's processes read, apart from what the run keeps."""
     launch_dir = Path(plan.config.run_dir) / ".launch" / command
     launch_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     (launch_dir / "config.yaml").write_text(dump_config(plan.config))
-    if rendezvous is not None:
-        rendezvous.save(launch_dir)
     return launch_dir
 
 
@@ -126,7 +129,7 @@ def start_engines(processes: ProcessGroup, plan: RunPlan, rendezvous: Rendezvous
     config = plan.config
     for engine, port in enumerate(rendezvous.engine_ports):
         settings = EngineSettings(
-            model_path=config.model.path,
+            model_path=plan.weights_path,
             dtype=config.model.dtype,
             port=port,
             context_length=plan.spec.max_position_embeddings,

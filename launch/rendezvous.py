@@ -12,17 +12,21 @@ from megarl.channels.link import RunKey
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Written by the launcher before it starts anything, readable by this user alone: it holds the run's keys."""
+    """Written by the launcher before it starts anything, readable by this user alone: it holds the engines' keys."""
 
     hub_host: str
     hub_port: int
-    key: RunKey
+    key_file: str  # the RunKey of every message between processes
     engine_hosts: list[str]
     engine_ports: list[int]
     engine_key: str  # generation
     engine_admin_key: str  # weight updates
     start_step: int
     checkpoint: str  # folder to resume from, empty for a fresh run
+
+    @property
+    def key(self) -> RunKey:
+        return RunKey.load(Path(self.key_file))
 
     @property
     def hub_address(self) -> str:

@@ -18,7 +18,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     prepare_megatron()
     from megarl.channels.link import Peer
     from megarl.channels.rollouts import RolloutsChannel
-    from megarl.channels.weights import WeightsSender
+    from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
 
     plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
@@ -32,14 +32,17 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     """The generator executor of a run."""
     from megarl.channels.link import Hub
     from megarl.channels.rollouts import RolloutsChannel
-    from megarl.channels.weights import WeightsReceiver
+    from megarl.channels.weights_receiver import SynchronousWeightsReceiver, WeightsReceiver
     from megarl.executors.generator import GeneratorExecutor
+    from megarl.reshard.layout import trainer_layout
+    from megarl.trainer.norm_names import norm_names
 
     plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
     link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
-    weights = WeightsReceiver(plan, link, capacity=plan.config.async_.capacity)
+    source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, norm_names())
+    weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
     rollouts = RolloutsChannel(link, plan.config.async_.capacity, plan.config.timeouts.rollouts_s)
-    run_controller(plan, GeneratorExecutor(plan, rendezvous), [weights, rollouts], weights.synchronous())
+    run_controller(plan, GeneratorExecutor(plan, rendezvous), [weights, rollouts], SynchronousWeightsReceiver(weights))
 
 
 def run_controller(plan: RunPlan, executor: Executor, channels: list[Channel], initial_weights: Channel) -> None:

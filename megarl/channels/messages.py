@@ -26,7 +26,10 @@ class WeightsOffer(_Message, frozen=True):
 
 
 class WeightsGrant(_Message, frozen=True):
-    """Generator: the engines stand still, write `version` now. `endpoints` are the writable memories, one per generator rank."""
+    """Generator: the engines stand still, write `version` now.
+
+    `endpoints` are the writable memories, one per generator rank; empty after the first grant: they stay what they are.
+    """
 
     version: int
     endpoints: list[str]
@@ -45,8 +48,9 @@ class WeightsApplied(_Message, frozen=True):
     """Generator: the engines serve `version`."""
 
     version: int
-    audit_ok: bool
-    pause_s: float
+    audited: bool  # a failed audit never gets here: it ends the run
+    pause_s: float  # the engines stood still
+    bytes_written: int  # by all trainer ranks together
 
 
 class BatchReady(_Message, frozen=True):

@@ -31,3 +31,9 @@ def write_result(run_dir: Path | str, version: Version, result: dict[str, float]
 def read_results(run_dir: Path | str) -> list[dict[str, float]]:
     """Evaluations of a run, by weight version."""
     return [json.loads(path.read_text()) for path in sorted((Path(run_dir) / "eval").glob("version_*.json"))]
+
+
+def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, float]:
+    """pass@1 of `data.eval` under the weights the engines were started with."""
+    loop = asyncio.new_event_loop()
+    return loop.run_until_complete(_evaluate_engines(plan, rendezvous))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from dataclasses import dataclass
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from megarl.channels.messages import ProbeReady
-from megarl.data.prompts import PromptStream
+from megarl.data.prompts import PromptStream, eval_prompts, train_prompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.executors.evaluate import pass_at_1, write_result
 from megarl.executors.rollout import SingleTurn
 from megarl.generator.client import EngineClient, Sampling
 from megarl.generator.fleet import Fleet
@@ -19,7 +21,9 @@ from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.pool import RewardPool
-from megarl.types import Batch, Version
+from megarl.types import Batch, Group, Version
+
+T = TypeVar("T")
 
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 32
@@ -27,7 +31,7 @@ PROBE_TOKENS = 32
 
 @dataclass
 class GeneratorExecutor:
-    """One process that drives all engines over HTTP: what an engine computes never passes through here but as tokens."""
+    """One process that drives all engines over HTTP. Of what they compute, only tokens and log-probs pass through here."""
 
     plan: RunPlan
     rendezvous: Rendezvous
@@ -35,45 +39,109 @@ class GeneratorExecutor:
     rank: int = 0
     curr_step: int = 0
     version: Version = -1  # of the weights in the engines; -1 until the trainer has sent its first
+    waited_s: float = 0.0  # held back before the coming batch; the weights channel adds to it
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def init(self) -> None:
         config = self.plan.config
-        run_dir = Path(config.run_dir)
-        self.status = StatusBoard(run_dir, "generator.0")
-        self.trace = TraceWriter(run_dir, "generator.0")
-        self.loop = asyncio.new_event_loop()
+        self.status = StatusBoard(Path(config.run_dir), "generator.0")
+        self.trace = TraceWriter(Path(config.run_dir), "generator.0")
         self.tokenizer = load_tokenizer(config.model)
-        self.prompts = PromptStream.from_config(config.data.train, config, self.tokenizer, self.plan.spec)
-        self.rewards = RewardPool(config.reward)
+        self.prompts = train_prompts(config, self.tokenizer)
+        self.eval_prompts = eval_prompts(config, self.tokenizer)
+        self.sampling = train_sampling(self.plan, self.tokenizer.eos_ids)
+        self.greedy = eval_sampling(self.plan, self.tokenizer.eos_ids)
         self.curr_step = self.rendezvous.start_step
         with self.status.waiting("the engines", "start-up"):
-            self.loop.run_until_complete(self._connect())
-
-    async def _connect(self) -> None:
-        config = self.plan.config
-        engines = [
-            EngineClient(url, self.rendezvous.engine_key, self.rendezvous.engine_admin_key, config.timeouts.request_s)
-            for url in self.rendezvous.engine_urls
-        ]
-        await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
-        self.fleet = Fleet(engines)
+            self.fleet = self.run(connect_fleet(self.plan, self.rendezvous))
+        self.rewards = self.run(RewardPool.start(config.reward))
         self.rollout = SingleTurn(self.fleet, self.tokenizer, self.rewards)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs one coroutine of this process to its end."""
+        return self.loop.run_until_complete(coroutine)
 
     def set_step(self, step: int) -> None:
         self.status.set(f"batch {step}")
 
     def step(self) -> None:
-        """Generates and scores the batch of `curr_step` under the weights the engines hold."""
+        """Generates and scores the batch of `curr_step` under the weights that the engines hold."""
+        if self._evaluation_due():
+            self._evaluate()
         started = time.monotonic()
         with self.trace.span(f"generate batch {self.curr_step}"):
-            groups = self.loop.run_until_complete(self._generate(self.curr_step))
-        self._batch = Batch(
-            step=self.curr_step, groups=groups, generate_s=time.monotonic() - started, generator_wait_s=self.waited_s
-        )
+            groups = self.run(self._generate(self.curr_step))
+        generate_s = time.monotonic() - started
+        self._batch = Batch(step=self.curr_step, groups=groups, generate_s=generate_s, generator_wait_s=self.waited_s)
+        self.waited_s = 0.0
         self.curr_step += 1
 
-    async def _generate(self, step: int) -> list:
+    async def _generate(self, step: int) -> list[Group]:
+        """All prompts of a step at once: the engines batch continuously, and scoring overlaps with what still runs."""
         rollout = self.plan.config.rollout
-        first = step * rollout.prompts_per_step
-        prompts = [self.prompts[ordinal] for ordinal in range(first, first + rollout.prompts_per_step)]
-        return await asyncio.gather(*(self.rollout(prompt, self.sampling, rollout.n) for prompt in prompts))
+        ordinals = range(step * rollout.prompts_per_step, (step + 1) * rollout.prompts_per_step)
+        return await asyncio.gather(*(self.rollout(self.prompts[ordinal], self.sampling, rollout.n) for ordinal in ordinals))
+
+    def get_output(self) -> Batch:
+        return self._batch
+
+    def get_model(self) -> Fleet:
+        """The engines: where the weights channel writes to."""
+        return self.fleet
+
+    def probe(self) -> ProbeReady:
+        """A few fresh samples with their log-probs, for the trainer to score under the same weights."""
+        sampling = replace(self.sampling, max_tokens=min(PROBE_TOKENS, self.sampling.max_tokens))
+        prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
+
+        async def sample() -> list[Any]:
+            return await asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
+
+        completions = [completion for (completion,) in self.run(sample())]
+        return ProbeReady(
+            version=self.version,
+            token_ids=[prompt.token_ids + completion.token_ids for prompt, completion in zip(prompts, completions)],
+            prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
+            logprobs=[completion.logprobs for completion in completions],
+        )
+
+    def _evaluation_due(self) -> bool:
+        every = self.plan.config.eval.every
+        return bool(self.eval_prompts) and (self.curr_step == 0 or (every > 0 and self.curr_step % every == 0))
+
+    def _evaluate(self) -> None:
+        self.status.set(f"evaluating version {self.version}")
+        with self.trace.span(f"evaluate version {self.version}"):
+            result = self.run(pass_at_1(self.rollout, self.eval_prompts, self.greedy))
+        write_result(self.plan.config.run_dir, self.version, result)
+
+    def save_checkpoint(self) -> None:
+        """The trainer's checkpoint holds all: batches are made anew from their prompts' ordinals."""
+
+    def shutdown(self) -> None:
+        if self.eval_prompts:
+            self._evaluate()
+        self.status.set("done")
+        self.run(self.rewards.close())
+        self.run(self.fleet.close())
+        self.trace.close()
+
+
+def train_sampling(plan: RunPlan, stop_token_ids: tuple[int, ...]) -> Sampling:
+    rollout = plan.config.rollout
+    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids)
+
+
+def eval_sampling(plan: RunPlan, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Greedy."""
+    return Sampling(plan.config.eval.max_tokens or plan.config.rollout.max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
+
+
+async def connect_fleet(plan: RunPlan, rendezvous: Rendezvous) -> Fleet:
+    """Clients of all engines, once each takes requests."""
+    timeouts = plan.config.timeouts
+    engines = [
+        EngineClient(url, rendezvous.engine_key, rendezvous.engine_admin_key, timeouts.request_s) for url in rendezvous.engine_urls
+    ]
+    await asyncio.gather(*(engine.wait_ready(plan.config.generator.startup_timeout_s) for engine in engines))
+    return Fleet(engines)

@@ -29,7 +29,10 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
         total_steps=config.sft.steps,
         optimizer=config.sft.optimizer,
     )
-    trainer.init_random(config.seed) if config.model.random_init else trainer.load_hf(config.model.path)
+    if config.model.random_init:
+        trainer.init_random(config.seed)
+    else:
+        trainer.load_hf(config.model.path)
     metrics = MetricsWriter(run_dir, config.observe.tensorboard) if rank == 0 else None
     started = time.monotonic()
     for step, sequences in enumerate(sft_batches(config, plan.spec)):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
-from megarl.channels.messages import ProbeReady
+from megarl.channels.messages import ProbeReady, WeightsApplied
+from megarl.channels.weights_sender import SyncReport
 from megarl.executors.checkpoints import checkpoint_path, prune_checkpoints
 from megarl.launch.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
@@ -18,20 +20,10 @@ from megarl.observe.rollouts import write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
+from megarl.reshard.layout import Layout
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 from megarl.types import Batch, TrainSequence, Version
-
-
-@dataclass
-class SyncReport:
-    """What one weight update cost, as the trainer saw it."""
-
-    sync_s: float = 0.0
-    wait_s: float = 0.0  # held back by the generator
-    pause_s: float = 0.0
-    bytes_written: int = 0
-    audit_ok: bool | None = None  # None until the generator has confirmed
 
 
 @dataclass
@@ -43,7 +35,6 @@ class TrainerExecutor:
     rendezvous: Rendezvous
     name: str = "trainer"
     curr_step: int = 0
-    sync: SyncReport = field(default_factory=SyncReport)
 
     def init(self) -> None:
         config = self.plan.config
@@ -56,7 +47,7 @@ class TrainerExecutor:
             self.plan.spec, self.plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps
         )
         self.algorithm = make_algorithm(config.algorithm)
-        self.trainer.load_hf(config.model.path)
+        self.trainer.load_hf(self.plan.weights_path)
         if self.algorithm.needs_reference:
             self.trainer.hold_reference()  # always the weights the run began with, also on resume
         if self.rendezvous.checkpoint:
@@ -77,6 +68,10 @@ class TrainerExecutor:
     def put_batch(self, batch: Batch, waited_s: float) -> None:
         self.batch, self._batch_wait_s = batch, waited_s
 
+    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied]) -> None:
+        """What sending the weights cost; `applied` waits for the generator's word that they are in use, asked for only when reported."""
+        self._sync, self._applied = report, applied
+
     def step(self) -> None:
         """Consumes the batch put before; makes weight version `curr_step + 1`."""
         config, batch = self.plan.config, self.batch
@@ -94,6 +89,7 @@ class TrainerExecutor:
             self._write_metrics(batch, result, train_s=time.monotonic() - started, trained=len(sequences))
 
     def _write_metrics(self, batch: Batch, result, train_s: float, trained: int) -> None:
+        applied = self._applied()
         now = time.monotonic()
         step_s, self._step_ended = now - self._step_ended, now
         samples = [sample for group in batch.groups for sample in group.samples]
@@ -111,21 +107,26 @@ class TrainerExecutor:
                 "time/step_s": step_s,
                 "time/train_s": train_s,
                 "time/generate_s": batch.generate_s,
-                "time/sync_s": self.sync.sync_s,
-                "time/sync_pause_s": self.sync.pause_s,
-                "time/trainer_wait_s": self._batch_wait_s + self.sync.wait_s,
+                "time/sync_s": self._sync.sync_s,
+                "time/sync_pause_s": applied.pause_s,
+                "time/trainer_wait_s": self._batch_wait_s + self._sync.wait_s,
                 "time/generator_wait_s": batch.generator_wait_s,
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(len(sample.token_ids) for sample in samples) / step_s,
                 "samples/trained": trained,
-                "sync/bytes": self.sync.bytes_written,
-                "sync/audit_ok": self.sync.audit_ok,
+                "sync/bytes": applied.bytes_written,
+                "sync/audit_ok": applied.audited,
                 "prompts/first": batch.groups[0].prompt.ordinal,
                 "prompts/last": batch.groups[-1].prompt.ordinal,
             },
         )
         self._probe_metrics = {}
         write_rollouts(Path(self.plan.config.run_dir), batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
+
+    @property
+    def layout(self) -> Layout:
+        """Where this executor's ranks keep the weights."""
+        return self.trainer.layout
 
     def get_output(self) -> None:
         """The trainer sends weights, nothing else."""

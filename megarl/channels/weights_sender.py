@@ -1,0 +1,125 @@
+"""The weights channel, sending end: each trainer rank writes its share of every update straight into the engines (DDMA).
+
+One update, seen from both ends (LlamaRL, section 5.2):
+
+    trainer rank                                generator
+    WeightsOffer(version)              →        waits until every rank has offered, pauses the engines
+    writes its copies of the map       ←        WeightsGrant(version, endpoints)
+    WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
+    goes on training                   ←        WeightsApplied(version), read when the step is reported
+
+Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megarl.channels.link import Peer
+from megarl.channels.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
+from megarl.plan.resolve import RunPlan
+from megarl.protocols import ChannelType, Executor
+from megarl.reshard.layout import Layout, generator_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+from megarl.reshard.schedule import batches_from
+from megarl.transports.base import Endpoint, send, shapes_of, transport_class
+from megarl.types import Version
+
+
+@dataclass
+class SyncReport:
+    """What one weight update cost, as a trainer rank saw it."""
+
+    wait_s: float  # held back by the generator
+    sync_s: float  # from the grant until everything is written
+
+
+class WeightsSender:
+    """Trainer → generator. Construct on every trainer rank; `send` is called by all of them, once a version."""
+
+    name = "weights"
+    outbound = "trainer"
+    inbound = "generator"
+    type = ChannelType.DDMA_WEIGHTS_UPDATE
+
+    def __init__(self, plan: RunPlan, link: Peer):
+        config = plan.config
+        self.capacity = config.async_.capacity
+        self._plan, self._link = plan, link
+        self._timeout_s = config.timeouts.weights_s
+        self._probe_every = config.observe.probe_every
+        self._transport = None
+
+    def send(self, executor: Executor) -> None:
+        """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor.
+
+        The grant comes at the generator's next batch boundary: hence the long deadline of a batch, not of a write.
+        """
+        version = executor.version
+        if self._transport is None:
+            self._prepare(executor)
+        offered = time.monotonic()
+        self._link.send(WeightsOffer(version))
+        awaited = f"generator.0 to take weights version {version}"
+        with executor.status.waiting("generator.0", awaited):
+            _, grant = self._link.receive(WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
+        assert grant.version == version
+        granted = time.monotonic()
+        with executor.trace.span(f"write weights {version}"):
+            self._write(executor, grant)
+        report = SyncReport(wait_s=granted - offered, sync_s=time.monotonic() - granted)
+        executor.put_sync(report, applied=partial(self._await_applied, version))
+        if is_probe_version(version, self._probe_every):
+            awaited = f"log-probs of the probe of version {version} from generator.0"
+            with executor.status.waiting("generator.0", awaited):
+                _, probe = self._link.receive(ProbeReady, self._timeout_s, awaited)
+            executor.compare_probe(probe)
+
+    def _await_applied(self, version: Version) -> WeightsApplied:
+        """The generator's confirmation that the engines serve `version`."""
+        while True:
+            _, applied = self._link.receive(WeightsApplied, self._timeout_s, f"generator.0 to apply weights version {version}")
+            if applied.version == version:
+                return applied
+
+    def _prepare(self, executor: Executor) -> None:
+        """Computes the map from the two layouts, proves it, and tells the generator its hash, before the first write."""
+        self._map = weights_map(self._plan, executor.layout)
+        prove_exactly_once(self._map)
+        self._batches = batches_from(self._map, executor.rank)
+        one_host = True  # launch places trainer and engines on one host until it learns more
+        self._transport = transport_class(self._plan.config.weights.transport, one_host)(executor.rank, self._timeout_s)
+        self._link.send(Hello(self._map.plan_hash))
+
+    def _write(self, executor: Executor, grant: WeightsGrant) -> None:
+        started = time.monotonic()
+        if grant.endpoints:  # with the first grant only: they stay what they are
+            endpoints = [Endpoint.decode(text) for text in grant.endpoints]
+            self._transport.connect(endpoints)
+            self._shapes = shapes_of(endpoints)
+        writes = [write for batch in self._batches for write in batch.writes]
+        sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit)
+        self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares))
+
+    def recv(self, executor: Executor) -> None:
+        raise AssertionError("the trainer does not receive weights")
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def weights_map(plan: RunPlan, source: Layout) -> ReshardMap:
+    """The reshard map of a run from the trainer's layout `source` to its engines."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ReshardMap.build(source, generator_layout(plan.spec, plan.generator_topology, plan.config.model.dtype, device))
+
+
+def is_probe_version(version: Version, every: int) -> bool:
+    """Whether both sides score a probe batch under `version`."""
+    return every > 0 and version % every == 0

@@ -1,0 +1,13 @@
+"""Which of Megatron's two layer specs a trainer on a machine like this one uses. No Megatron import: the generator asks too."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+
+def norm_names() -> str:
+    """ "te" or "local", as megarl.reshard.layout.trainer_layout calls them: they keep the norms under different names."""
+    fused = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return "te" if fused else "local"
