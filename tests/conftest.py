@@ -57,7 +57,8 @@ def end_session(item: pytest.Item, timeout_s: float) -> None:
     capture = item.config.pluginmanager.getplugin("capturemanager")
     capture.suspend_global_capture(in_=True)
     children = surviving_children()
-    print(f"\n{item.nodeid} ran for more than {timeout_s:.0f} s; children: {[describe(child) for child in children]}", file=stderr, flush=True)
+    running = [describe(child) for child in children]
+    print(f"\n{item.nodeid} ran for more than {timeout_s:.0f} s; children: {running}", file=stderr, flush=True)
     faulthandler.dump_traceback(file=stderr, all_threads=True)
     stop(children, signal.SIGABRT)
     stop(surviving_children(), signal.SIGKILL)

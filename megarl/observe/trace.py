@@ -47,7 +47,7 @@ class TraceWriter:
 
 
 def merge_traces(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/trace.json: one process track each in Perfetto, its tracks below it. Also after a crash: torn last lines are left out."""
+    """Writes `run_dir`/trace.json, a group of tracks per process in Perfetto. Works after a crash too: torn last lines are left out."""
     run_dir = Path(run_dir)
     events: list[dict[str, Any]] = []
     for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):

@@ -46,7 +46,9 @@ def test_a_resumed_run_cuts_the_steps_it_writes_again_and_a_torn_line(tmp_path: 
 
 @given(cut=st.integers(0, 200), resume_step=st.integers(0, 7))
 @settings(max_examples=50, deadline=None)
-def test_whatever_byte_a_crash_stops_at_the_file_holds_whole_steps(tmp_path_factory: pytest.TempPathFactory, cut: int, resume_step: int) -> None:
+def test_whatever_byte_a_crash_stops_at_the_file_holds_whole_steps(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, resume_step: int
+) -> None:
     run_dir = tmp_path_factory.mktemp("run")
     write_steps(run_dir, range(6))
     path = run_dir / "metrics.jsonl"

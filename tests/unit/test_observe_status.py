@@ -29,7 +29,8 @@ def test_the_last_line_of_each_process_is_read_in_the_order_of_ranks(tmp_path: P
     for rank in (10, 2):
         StatusBoard(tmp_path, f"trainer.{rank}").set(f"training step {rank}")
     StatusBoard(tmp_path, "generator.0")
-    assert list(texts(tmp_path).items()) == [("generator.0", "starting"), ("trainer.2", "training step 2"), ("trainer.10", "training step 10")]
+    expected = [("generator.0", "starting"), ("trainer.2", "training step 2"), ("trainer.10", "training step 10")]
+    assert list(texts(tmp_path).items()) == expected
     clear_statuses(tmp_path)
     assert read_statuses(tmp_path) == []
 
