@@ -16,6 +16,7 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
 from megarl.reshard.report import render, to_json
+from megarl.reshard.rows import Holder, Row, coalesce
 from megarl.reshard.schedule import batches_from, batches_to
 
 TINY = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
@@ -169,9 +170,12 @@ def test_schedule_covers_every_write_once_and_both_ends_agree():
         depths = [(min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in own]
         for (_, last), (first, _), (one, two) in zip(depths, depths[1:], itertools.pairwise(own)):
             assert one.wave == two.wave or last < first
-    map = tiny_map(spec=dataclasses.replace(TINY, vocab_size=256))
-    first = [batches_from(map, rank)[0].destination_rank for rank in range(4)]
-    assert len(set(first)) == 4
+
+
+def test_senders_that_feed_the_same_receivers_begin_with_different_ones():
+    map = tiny_map(tp=1, pp=1, dp=4, engines=1, generator_tp=4)
+    order = [[batch.destination_rank for batch in batches_from(map, rank)] for rank in range(4)]
+    assert order == [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]]
 
 
 def test_writes_join_what_continues_on_both_sides():
@@ -179,6 +183,14 @@ def test_writes_join_what_continues_on_both_sides():
     qkv = [w for w in map.writes_from(1) if w.destination_tensor == "model.layers.0.self_attn.qkv_proj.weight"]
     assert len(qkv) == 1 and qkv[0].source_box == Box((0, 0), (8, 12)) == qkv[0].destination_box
     assert len([c for c in map.copies_from(1) if c.destination_tensor == qkv[0].destination_tensor]) == 3
+
+
+def test_writes_do_not_join_what_continues_along_different_dims():
+    left, right, below = Box((0, 0), (2, 2)), Box((0, 2), (2, 2)), Box((2, 0), (2, 2))
+    rows = [Row(0, 0, left, (Holder(0, 0, left),), "identity"), Row(0, 0, right, (Holder(0, 0, below),), "identity")]
+    assert coalesce(rows) == tuple(rows)
+    same = [rows[0], Row(0, 0, right, (Holder(0, 0, right),), "identity")]
+    assert [row.box for row in coalesce(same)] == [Box((0, 0), (2, 4))]
 
 
 def test_report_names_every_parameter_and_json_every_number():
