@@ -6,14 +6,15 @@ import json
 import sys
 from pathlib import Path
 
+from megarl.channels.link import RunKey
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
+from megarl.data.check import check_data
 from megarl.executors.checkpoints import complete_checkpoints
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.environment import engine_devices, one_thread, trainer_environment
 from megarl.launch.processes import ProcessGroup, ProcessSpec
 from megarl.launch.rendezvous import Rendezvous, free_ports
-from megarl.channels.link import RunKey
 from megarl.launch.watch import termination_as_exit, watch
 from megarl.observe.progress import Progress
 from megarl.plan.resolve import RunPlan
@@ -25,6 +26,7 @@ def train(plan: RunPlan) -> None:
     """Runs or resumes the RL run of `plan`; ends with the summary on stdout. Raises ProcessFailed."""
     from megarl.observe.report import finish_report
 
+    check_data(plan.config, plan.spec, "train")
     config, run_dir = plan.config, Path(plan.config.run_dir)
     step, checkpoint = latest_checkpoint(run_dir)
     if step < config.max_steps:
@@ -52,6 +54,7 @@ def sft(plan: RunPlan) -> None:
     if (Path(config.sft.output) / "config.json").exists():
         print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
         return
+    check_data(config, plan.spec, "sft")
     launch_dir = prepare_launch(plan, "sft")
     with termination_as_exit(), ProcessGroup(run_dir / "logs") as processes:
         progress = Progress(run_dir, config.sft.steps)
@@ -66,6 +69,7 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     """Greedy pass@1 of `model.path` on `data.eval`, through SGLang."""
     if plan.config.data.eval is None:
         raise ConfigError("data.eval: not set; name the data set to evaluate on")
+    check_data(plan.config, plan.spec, "eval")
     launch_dir = prepare_launch(plan, "evaluate")
     rendezvous = make_rendezvous(plan, launch_dir)
     with termination_as_exit(), ProcessGroup(Path(plan.config.run_dir) / "eval" / "logs") as processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,7 @@ def evaluate(rank: int, launch_dir: Path) -> None:
     """Greedy pass@1 of the weights the engines were started with; leaves result.json in the launch folder."""
     from megarl.executors.evaluate import evaluate_engines
 
-    result = evaluate_engines(load_plan(launch_dir), Rendezvous.load(launch_dir))
+    result = asyncio.run(evaluate_engines(load_plan(launch_dir), Rendezvous.load(launch_dir)))
     (launch_dir / "result.json").write_text(json.dumps(result))
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Sequence
 
-from megarl.executors.rollout import Rollout
+from megarl.data.prompts import eval_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.executors.rollout import Rollout, eval_sampling, open_fleet, open_rollout
 from megarl.generator.client import Sampling
-from megarl.types import Prompt, Version
+from megarl.launch.rendezvous import Rendezvous
+from megarl.plan.resolve import RunPlan
+from megarl.types import Prompt
 
 
 async def pass_at_1(rollout: Rollout, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, float]:
@@ -21,19 +24,10 @@ async def pass_at_1(rollout: Rollout, prompts: Sequence[Prompt], sampling: Sampl
     return {"pass@1": correct / len(prompts), "correct": correct, "prompts": len(prompts), "seconds": time.monotonic() - started}
 
 
-def write_result(run_dir: Path | str, version: Version, result: dict[str, float]) -> None:
-    """Keeps a run's evaluation as eval/version_000040.json."""
-    folder = Path(run_dir) / "eval"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"version_{version:06d}.json").write_text(json.dumps({"version": version, **result}))
-
-
-def read_results(run_dir: Path | str) -> list[dict[str, float]]:
-    """Evaluations of a run, by weight version."""
-    return [json.loads(path.read_text()) for path in sorted((Path(run_dir) / "eval").glob("version_*.json"))]
-
-
-def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, float]:
-    """pass@1 of `data.eval` under the weights the engines were started with."""
-    loop = asyncio.new_event_loop()
-    return loop.run_until_complete(_evaluate_engines(plan, rendezvous))
+async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, float]:
+    """pass@1 of `data.eval` under the weights that the engines were started with."""
+    tokenizer = load_tokenizer(plan.config.model)
+    async with AsyncExitStack() as resources:
+        fleet = await open_fleet(plan, rendezvous, resources)
+        rollout = await open_rollout(plan, fleet, tokenizer, resources)
+        return await pass_at_1(rollout, eval_prompts(plan.config, tokenizer), eval_sampling(plan, tokenizer))

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from megarl.channels.messages import ProbeReady
-from megarl.data.prompts import PromptStream, eval_prompts, train_prompts
+from megarl.data.prompts import eval_prompts, train_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.executors.evaluate import pass_at_1, write_result
-from megarl.executors.rollout import SingleTurn
-from megarl.generator.client import EngineClient, Sampling
+from megarl.executors.evaluate import pass_at_1
+from megarl.executors.rollout import eval_sampling, open_fleet, open_rollout, train_sampling
 from megarl.generator.fleet import Fleet
 from megarl.launch.rendezvous import Rendezvous
+from megarl.observe.evaluations import write_result
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.rewards.pool import RewardPool
 from megarl.types import Batch, Group, Version
 
 T = TypeVar("T")
@@ -49,13 +51,12 @@ class GeneratorExecutor:
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = train_prompts(config, self.tokenizer)
         self.eval_prompts = eval_prompts(config, self.tokenizer)
-        self.sampling = train_sampling(self.plan, self.tokenizer.eos_ids)
-        self.greedy = eval_sampling(self.plan, self.tokenizer.eos_ids)
+        self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
+        self._resources = AsyncExitStack()
         with self.status.waiting("the engines", "start-up"):
-            self.fleet = self.run(connect_fleet(self.plan, self.rendezvous))
-        self.rewards = self.run(RewardPool.start(config.reward))
-        self.rollout = SingleTurn(self.fleet, self.tokenizer, self.rewards)
+            self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources))
+        self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs one coroutine of this process to its end."""
@@ -91,7 +92,7 @@ class GeneratorExecutor:
 
     def probe(self) -> ProbeReady:
         """A few fresh samples with their log-probs, for the trainer to score under the same weights."""
-        sampling = replace(self.sampling, max_tokens=min(PROBE_TOKENS, self.sampling.max_tokens))
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=min(PROBE_TOKENS, self.sampling.max_tokens))
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
 
         async def sample() -> list[Any]:
@@ -112,7 +113,7 @@ class GeneratorExecutor:
     def _evaluate(self) -> None:
         self.status.set(f"evaluating version {self.version}")
         with self.trace.span(f"evaluate version {self.version}"):
-            result = self.run(pass_at_1(self.rollout, self.eval_prompts, self.greedy))
+            result = self.run(pass_at_1(self.rollout, self.eval_prompts, eval_sampling(self.plan, self.tokenizer)))
         write_result(self.plan.config.run_dir, self.version, result)
 
     def save_checkpoint(self) -> None:
@@ -122,26 +123,5 @@ class GeneratorExecutor:
         if self.eval_prompts:
             self._evaluate()
         self.status.set("done")
-        self.run(self.rewards.close())
-        self.run(self.fleet.close())
+        self.run(self._resources.aclose())
         self.trace.close()
-
-
-def train_sampling(plan: RunPlan, stop_token_ids: tuple[int, ...]) -> Sampling:
-    rollout = plan.config.rollout
-    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids)
-
-
-def eval_sampling(plan: RunPlan, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """Greedy."""
-    return Sampling(plan.config.eval.max_tokens or plan.config.rollout.max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
-
-
-async def connect_fleet(plan: RunPlan, rendezvous: Rendezvous) -> Fleet:
-    """Clients of all engines, once each takes requests."""
-    timeouts = plan.config.timeouts
-    engines = [
-        EngineClient(url, rendezvous.engine_key, rendezvous.engine_admin_key, timeouts.request_s) for url in rendezvous.engine_urls
-    ]
-    await asyncio.gather(*(engine.wait_ready(plan.config.generator.startup_timeout_s) for engine in engines))
-    return Fleet(engines)

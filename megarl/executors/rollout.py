@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
 from typing import Protocol
 
 from megarl.data.tokenizer import Tokenizer
-from megarl.generator.client import Sampling
+from megarl.generator.client import EngineClient, Sampling
 from megarl.generator.fleet import Fleet
+from megarl.launch.rendezvous import Rendezvous
+from megarl.plan.resolve import RunPlan
 from megarl.rewards.pool import RewardPool
 from megarl.types import Group, Prompt, Sample
 
@@ -24,7 +28,7 @@ class SingleTurn:
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         completions = await self._fleet.generate(prompt.token_ids, sampling, n)
         texts = [self._tokenizer.decode(completion.token_ids) for completion in completions]
-        rewards = await self._rewards.score_many([(text, prompt.answer) for text in texts])
+        rewards = await asyncio.gather(*(self._rewards.score(text, prompt.answer) for text in texts))
         samples = [
             Sample(
                 token_ids=completion.token_ids,
@@ -37,3 +41,30 @@ class SingleTurn:
             for completion, text, reward in zip(completions, texts, rewards, strict=True)
         ]
         return Group(prompt=prompt, samples=samples)
+
+
+async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack) -> Fleet:
+    """Clients of all engines, once each takes requests; closed with `resources`."""
+    config = plan.config
+    urls = rendezvous.engine_urls
+    engines = [EngineClient(url, rendezvous.engine_key, rendezvous.engine_admin_key, config.timeouts.request_s) for url in urls]
+    fleet = Fleet(engines)
+    resources.push_async_callback(fleet.close)
+    await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
+    return fleet
+
+
+async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resources: AsyncExitStack) -> Rollout:
+    """The rollout of a run, with its reward workers, which end with `resources`."""
+    rewards = await resources.enter_async_context(RewardPool.from_config(plan.config.reward))
+    return SingleTurn(fleet, tokenizer, rewards)
+
+
+def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
+    rollout = plan.config.rollout
+    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tokenizer.eos_ids)
+
+
+def eval_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
+    """Greedy."""
+    return Sampling(plan.config.eval.max_tokens or plan.config.rollout.max_tokens, temperature=0.0, stop_token_ids=tokenizer.eos_ids)
