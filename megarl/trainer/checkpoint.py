@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,35 +17,11 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megarl.trainer.folders import written_together
+from megarl.trainer.folders import STATE, written_together
+from megarl.trainer.optimizer import load_state
 
 if TYPE_CHECKING:
     from megarl.trainer.step import MegatronTrainer
-
-STATE = "state.json"
-PREFIX = "step-"
-
-
-def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint taken after `step` optimizer steps lies."""
-    return Path(folder) / f"{PREFIX}{step:08d}"
-
-
-def latest_checkpoint(folder: str | Path) -> Optional[Path]:
-    """The newest complete checkpoint in `folder`, or None."""
-    found = _complete(Path(folder))
-    return found[-1] if found else None
-
-
-def prune_checkpoints(folder: str | Path, keep: int) -> None:
-    """Removes all but the newest `keep` complete checkpoints. For one process to call, after a save has returned."""
-    for path in _complete(Path(folder))[:-keep]:
-        shutil.rmtree(path)
-
-
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob(f"{PREFIX}*/{STATE}") if path.parent.name.removeprefix(PREFIX).isdigit())
-
 
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any]) -> None:
     text = json.dumps({"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "state": state})
@@ -66,7 +41,7 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
     same_ranks = saved["topology"] == dataclasses.asdict(trainer.topology)
     loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True, with_random=same_ranks), str(path))
     trainer.model.load_state_dict(loaded["model"], strict=True)
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    load_state(trainer.optimizer, loaded["optimizer"])
     if same_ranks:
         _set_random_state(loaded["random"])
     trainer.learning_rate.seek(saved["position"])

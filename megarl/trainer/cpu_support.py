@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -203,8 +204,10 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # torch.compile on CPU would call a C++ compiler in the middle of the first step.
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
-    for name in _MODULES:
-        importlib.import_module(f"megatron.core.{name}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # CUDA-only, so nothing is amiss
+        for name in _MODULES:
+            importlib.import_module(f"megatron.core.{name}")
     proxy = _CpuTorch()
     for module in _megatron_modules():
         if module.__dict__.get("torch") is torch:

@@ -58,29 +58,30 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
             parameter[piece.local.slices()].copy_(source[piece.logical.slices()])
 
 
-def init_random(layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Normal with standard deviation 0.02 for matrices, ones for norms. Each logical tensor has its own generator, so the
-    result does not depend on the layout."""
+def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Normal with standard deviation 0.02 for matrices, ones for norms. Every row of every HF tensor is a random stream of
+    its own, so the result does not depend on the layout, and a rank draws no rows but its own."""
+    shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = _parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
-            if len(piece.logical.shape) == 1:
-                parameter[piece.local.slices()].fill_(1.0)
-                continue
-            parameter[piece.local.slices()].copy_(_random_rows(piece, seed))
+            local = parameter[piece.local.slices()]
+            if local.dim() == 1:
+                local.fill_(1.0)
+            else:
+                local.copy_(_random_rows(piece, shapes[piece.logical_name][1], seed))
 
 
-def _random_rows(piece: Piece, seed: int) -> torch.Tensor:
-    """The piece of its logical tensor, whose rows are random streams of their own: nothing outside of the rows is drawn."""
-    (row, column), (rows, columns) = piece.logical.start, piece.logical.shape
+def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:
     generator = torch.Generator()
-    out = torch.empty(rows, columns)
-    for i in range(rows):
-        digest = hashlib.sha256(f"{seed}/{piece.logical_name}/{row + i}".encode()).digest()
+    first, count = piece.logical.start[0], piece.logical.shape[0]
+    rows = torch.empty(count, columns)
+    for i in range(count):
+        digest = hashlib.sha256(f"{seed}/{piece.logical_name}/{first + i}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        out[i] = torch.randn(column + columns, generator=generator)[column:] * INIT_STD
-    return out
+        rows[i].normal_(std=INIT_STD, generator=generator)
+    return rows[:, piece.logical.slices()[1]]
 
 
 def export_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str, hf_config_dir: str) -> None:

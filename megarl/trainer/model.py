@@ -96,6 +96,7 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         # Microbatches differ in shape, so pipeline stages exchange shapes first.
         variable_seq_lengths=topology.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
         # On gloo a send may still read the tensor when its storage is taken away.
         deallocate_pipeline_outputs=cuda,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config.errors import ConfigError
@@ -18,7 +20,7 @@ SCHEDULES = ("constant", "cosine")
 
 def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> MegatronOptimizer:
     """AdamW on fp32 master weights; with zero=1 its state is split over data-parallel ranks."""
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -35,6 +37,41 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
         ),
         chunks,
     )
+    for part in optimizer.chained_optimizers:
+        _allocate_state(part.optimizer)
+    return optimizer
+
+
+def _allocate_state(adam: torch.optim.Optimizer) -> None:
+    """PyTorch's AdamW allocates in its first step; Megatron can neither save nor load a checkpoint before that."""
+    if not isinstance(adam, torch.optim.AdamW):
+        return  # Transformer Engine's, which Megatron initialises itself
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+
+
+def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """MegatronOptimizer.load_state_dict, made right for PyTorch's AdamW under the distributed optimizer.
+
+    There Megatron 0.16 looks for `step` among the sharded tensors, where it is not, and gives all parameters one and
+    the same `step` tensor, which each of them would then advance.
+    """
+    (part,) = optimizer.chained_optimizers
+    if not (isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW)):
+        optimizer.load_state_dict(state)
+        return
+    sharded = state.pop("param_state")
+    part.load_state_dict(state)
+    states = list(part.optimizer.state.values())
+    steps = [s.pop("step") for s in states]
+    part.load_parameter_state_from_fully_reshardable(sharded)
+    for s, step in zip(states, steps):
+        s["step"] = step.clone()
 
 
 class LearningRate:

@@ -238,7 +238,7 @@ class MegatronTrainer:
 
     def init_random(self, seed: int) -> None:
         """Random weights that depend on the seed alone, not on the topology."""
-        hf_io.init_random(self.layout, self.local_parameters(), seed)
+        hf_io.init_random(self.spec, self.layout, self.local_parameters(), seed)
         self.optimizer.reload_model_params()
 
     def load_hf(self, path: str) -> None:

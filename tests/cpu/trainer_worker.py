@@ -1,0 +1,223 @@
+"""One rank of a real gloo trainer, for test_trainer.py: runs a list of scenarios and saves what it saw.
+
+    trainer_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE SCENARIOS_JSON OUT_DIR
+
+Scenarios run one after another in the same processes, each with a new MegatronTrainer. What a scenario function returns is
+saved as OUT_DIR/<scenario name>.<rank>.pt.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.base import LossOutput
+from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.registry import load_spec
+from megarl.plan.topology import TrainerTopology
+from megarl.trainer import cpu_support
+from megarl.types import TrainSequence
+
+DENOMINATOR = 37.0
+TEMPERATURE = 0.7
+
+
+def sequences(vocab: int, count: int = 9, seed: int = 0) -> list[TrainSequence]:
+    """Lengths from 3 to 21; every third sequence has zero advantage."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        length = 3 + (7 * i) % 19
+        prompt = 1 + i % 3
+        weights = torch.randn(length, generator=generator) if i % 3 else torch.zeros(length)
+        made.append(
+            TrainSequence(
+                token_ids=torch.randint(0, vocab, (length,), generator=generator).tolist(),
+                loss_mask=[j >= prompt for j in range(length)],
+                mu_logprobs=[0.0] * length,
+                advantages=[w if j >= prompt else 0.0 for j, w in enumerate(weights.tolist())],
+            )
+        )
+    return made
+
+
+def weighted_nll(logprobs: torch.Tensor, microbatch: Any) -> LossOutput:
+    assert logprobs.dtype == torch.float32
+    loss = -(microbatch.advantages * logprobs)[microbatch.loss_mask].sum()
+    return LossOutput(loss, {"tokens": microbatch.loss_mask.sum(), "weights": microbatch.advantages.sum()})
+
+
+def make(scenario: dict[str, Any], lr: float, world_topology: dict[str, int] | None = None) -> Any:
+    from megarl.trainer.step import MegatronTrainer
+
+    return MegatronTrainer(
+        load_spec(scenario["model"]),
+        TrainerTopology(**(world_topology or scenario["topology"])),
+        TrainerConfig(**scenario.get("trainer", {})),
+        scenario.get("dtype", "float32"),
+        seed=1,
+        total_steps=10,
+        optimizer=OptimizerConfig(lr=lr, clip_grad=0.0, weight_decay=0.01, eps=1e-4),
+        timeout_s=60,
+    )
+
+
+def poison_padding(trainer: Any) -> None:
+    """Large garbage in the rows that no token has: it must reach nothing."""
+    parameters = trainer.local_parameters()
+    for tensor in trainer.layout.tensors(dist.get_rank()):
+        used = max((piece.local.end[0] for piece in tensor.pieces), default=0)
+        parameters[tensor.name][used:] = 5.0
+
+
+def gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """main_grad of every local parameter; NaN where, under the distributed optimizer, another rank has the sum."""
+    found = {}
+    from megarl.trainer.model import parameters_by_name
+
+    dp, size = trainer.coordinate.dp, trainer.topology.dp
+    for name, parameter in parameters_by_name(trainer.model).items():
+        grad = parameter.main_grad.detach().float().clone()
+        if trainer.topology.zero == 1 and size > 1:
+            (buffer,) = [b for b in trainer.ddp.buffers if parameter in b.param_index_map]
+            start, end, number = buffer.param_index_map[parameter]
+            bucket = buffer.buckets[number]
+            shard = bucket.grad_data.numel() // size
+            position = torch.arange(start, end) - bucket.offset
+            mine = (position >= dp * shard) & (position < (dp + 1) * shard)
+            grad = torch.where(mine.view_as(grad), grad, torch.nan)
+        found[name] = grad
+    return found
+
+
+def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
+    result = trainer.train_step(chosen, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+    return {"loss": result.loss, "grad_norm": result.grad_norm, "sums": result.sums, "grads": gradients(trainer)}
+
+
+def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Logits, log-probs, gradients and the exported checkpoint at the weights of a HF checkpoint (learning rate 0)."""
+    trainer = make(scenario, lr=0.0)
+    trainer.load_hf(scenario["model"])
+    trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
+    poison_padding(trainer)
+    all_sequences = sequences(trainer.spec.vocab_size)
+    found = {
+        "all": one_step(trainer, all_sequences),
+        "dropped": one_step(trainer, [s for s in all_sequences if any(s.advantages)]),
+        "none": one_step(trainer, []),
+        "logprobs": trainer.token_logprobs(all_sequences, temperature=TEMPERATURE),
+        "logits": logits(trainer, all_sequences[:1]),
+    }
+    trainer.max_tokens = 48  # several microbatches of different shapes
+    found["microbatches"] = one_step(trainer, all_sequences)
+    return found
+
+
+def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
+    """[1, s, vocab] on the last stage, gathered over the tensor ranks; None elsewhere."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from megarl.trainer.microbatch import MicrobatchPlan, build
+
+    plan = [MicrobatchPlan((0,), 4 * len(chosen[0].token_ids))]
+    batch = build(plan[0], chosen, trainer.device)
+    with torch.no_grad():
+        results = trainer._run(iter([batch]), plan, lambda _, z, non_loss_data: gather_from_tensor_model_parallel_region(z), forward_only=True)
+    return results[0][:, : len(chosen[0].token_ids), : trainer.spec.vocab_size] if results else None
+
+
+def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step; the reference model keeps the first weights."""
+    trainer = make(scenario, lr=1e-2)
+    trainer.load_hf(scenario["model"])
+    vocab = trainer.spec.vocab_size
+    probe = sequences(vocab)
+    start = trainer.token_logprobs(probe)
+    trainer.hold_reference()
+    for seed in (1, 2):
+        one_step(trainer, sequences(vocab, seed=seed))
+    trainer.save_checkpoint(scenario["checkpoint"], {"prompts": 17})
+    after = trainer.token_logprobs(probe)
+    found = {"start": start, "reference": trainer.token_logprobs(probe, model="reference"), "after": after}
+    found["still"] = trainer.token_logprobs(probe)
+    found |= continue_from(trainer, scenario, out)
+    return found
+
+
+def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    trainer = make(scenario, lr=1e-2)
+    state = trainer.load_checkpoint(scenario["checkpoint"])
+    return {"state": state, **continue_from(trainer, scenario, out)}
+
+
+def continue_from(trainer: Any, scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The third step, then one without sequences (momentum alone); the weights after each."""
+    result = trainer.train_step(sequences(trainer.spec.vocab_size, seed=3), weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+    trainer.export_hf(str(out / (scenario["name"] + ".3.hf")), scenario["model"])
+    idle = trainer.train_step([], weighted_nll, DENOMINATOR)
+    trainer.export_hf(str(out / (scenario["name"] + ".4.hf")), scenario["model"])
+    return {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "idle": (idle.loss, idle.grad_norm, idle.sums),
+        "position": trainer.learning_rate.position,
+        "random": torch.get_rng_state(),
+    }
+
+
+def scenario_init(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    trainer = make(scenario, lr=0.0)
+    trainer.init_random(scenario["seed"])
+    trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
+    return {}
+
+
+def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Saves step 1, then dies by SIGKILL as soon as the folder of step 2 is being written."""
+    from megarl.trainer.folders import checkpoint_path
+
+    trainer = make(scenario, lr=1e-2)
+    trainer.load_hf(scenario["model"])
+    root = Path(scenario["checkpoints"])
+    trainer.save_checkpoint(str(checkpoint_path(root, 1)), {"step": 1})
+    partial = checkpoint_path(root, 2).with_name(checkpoint_path(root, 2).name + ".partial")
+
+    def kill() -> None:
+        while not partial.exists():
+            time.sleep(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    trainer.save_checkpoint(str(checkpoint_path(root, 2)), {"step": 2})
+    return {}
+
+
+def main() -> None:
+    rank, world_size, rendezvous, scenarios, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
+    torch.set_num_threads(1)
+    cpu_support.install()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
+    )
+    for scenario in json.loads(Path(scenarios).read_text()):
+        began = time.monotonic()
+        found = globals()["scenario_" + scenario["run"]](scenario, Path(out))
+        torch.save(found, Path(out) / f"{scenario['name']}.{rank}.pt")
+        print(f"{scenario['name']} {time.monotonic() - began:.2f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
