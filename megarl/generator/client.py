@@ -87,7 +87,7 @@ class EngineClient:
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
         # No limit on connections: continuous batching wants every request at the engine at once, and the caller bounds them.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600))
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1) -> list[Completion]:
         """n independent completions of one prompt, in one request.

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.generator import cpu_support
 
 
 def activate() -> None:
-    """Registers what SGLang lacks on CPU. Does nothing where CUDA is present, or outside an engine of ours."""
+    """Registers our hooks into SGLang: one that hides keys, and on machines without CUDA what SGLang lacks there."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", _hide_keys, HookType.AFTER)
     if cpu_support.active():
         cpu_support.register_hooks()
+
+
+def _hide_keys(settings: dict[str, Any], *_: object) -> dict[str, Any]:
+    """SGLang logs its settings, and shows them at /server_info to holders of the user key: the admin key among them."""
+    return {name: "hidden" if name.endswith("api_key") and value else value for name, value in settings.items()}

@@ -67,6 +67,7 @@ def server_command(
     arguments = {**_common_arguments(settings, device), **(_cpu_arguments(settings) if device == "cpu" else {}), **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: our client drops idle connections first, never into a request
     if device == "cpu":
         environment |= _cpu_environment(settings)
     return [sys.executable, "-m", __spec__.name, json.dumps(arguments)], environment

@@ -1,0 +1,188 @@
+"""The engines' side of a weight update: stand still, be written to, prove it, go on under the new version.
+
+    update = WeightUpdate(workers, timeout_s)
+    await update.open()                # pause → SGLang's update session
+    … the trainer ranks write (one-sided), or `await update.receive()` while they send …
+    await update.audit(shares, map)    # raises AuditError
+    await update.close(version)        # end of session → version → prefix cache emptied → resume
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Awaitable, Callable, Iterable, Mapping, Optional, Sequence
+
+import msgspec
+import torch.distributed as dist
+
+from megarl.channels.link import Hub
+from megarl.channels.messages import WorkerReply
+from megarl.generator import commands
+from megarl.generator.client import EngineClient
+from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, ShareMemory
+from megarl.reshard.audit import MASK
+from megarl.reshard.kinds import Layout
+from megarl.reshard.map import ReshardMap
+from megarl.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor
+from megarl.transports.gloo import address_of
+from megarl.types import Version
+
+
+class AuditError(RuntimeError):
+    """What lies in an engine's memory is not what was sent."""
+
+
+class LayoutError(RuntimeError):
+    """The live engine keeps its weights in another way than the reshard map says."""
+
+
+@dataclass
+class Workers:
+    """All TP workers of all engines. Generator rank g is TP rank g % tp of engine g // tp."""
+
+    engines: Sequence[EngineClient]
+    tp: int
+    hub: Hub  # answers come here
+    timeout_s: float  # of one command
+    store: Optional[dist.TCPStore] = None  # where a gloo group meets
+
+    @property
+    def count(self) -> int:
+        return len(self.engines) * self.tp
+
+    async def run(self, per_engine: Sequence[Command]) -> list[bytes]:
+        """One command per engine, inside an open update session; the answer's payload by generator rank.
+
+        Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer.
+        """
+        name = type(per_engine[0]).__name__
+        sends = [engine.command(commands.encode(each), self.tp, self.timeout_s) for engine, each in zip(self.engines, per_engine)]
+        await asyncio.gather(*sends)
+        payloads: dict[int, bytes] = {}
+        while len(payloads) < self.count:
+            missing = ", ".join(str(rank) for rank in range(self.count) if rank not in payloads)
+            _, reply = self.hub.receive(WorkerReply, self.timeout_s, f"the answer of generator rank {missing} to {name}")
+            if reply.error:
+                raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
+            payloads[reply.generator_rank] = reply.payload
+        return [payloads[rank] for rank in range(self.count)]
+
+    async def run_all(self, command: Command) -> list[bytes]:
+        return await self.run([command] * len(self.engines))
+
+
+async def connect(workers: Workers, key_file: str) -> None:
+    """Once, before anything else. Needs an open update session."""
+    first_ranks = range(0, workers.count, workers.tp)
+    await workers.run([Connect(rank, workers.hub.address, key_file) for rank in first_ranks])
+
+
+async def describe(workers: Workers) -> list[list[RemoteTensor]]:
+    """Every live parameter, by generator rank."""
+    return [msgspec.msgpack.decode(payload, type=commands.Description) for payload in await workers.run_all(Describe())]
+
+
+def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None:
+    """Raises LayoutError that names every tensor in which the engines differ from the layout the map was built on."""
+    problems = []
+    for rank, tensors in enumerate(live):
+        found = {tensor.name: tensor for tensor in tensors}
+        planned = {tensor.name: tensor for tensor in layout.tensors(rank)}
+        for name in planned.keys() - found.keys():
+            problems.append(f"generator rank {rank} has no {name}")
+        for name in found.keys() - planned.keys():
+            problems.append(f"generator rank {rank} has {name}, which the layout does not know")
+        for name in planned.keys() & found.keys():
+            want, have = planned[name], found[name]
+            wanted, had = (want.shape, want.dtype, _contiguous(want.shape)), (have.shape, have.dtype, have.strides)
+            if wanted != had:
+                problems.append(f"generator rank {rank}, {name}: shape, dtype, strides {had}, in the layout {wanted}")
+    if problems:
+        raise LayoutError("the engines' weights are not laid out as planned:\n" + "\n".join(sorted(problems)))
+
+
+async def open_memory(workers: Workers, kind: str, map: ReshardMap, host: str = "127.0.0.1") -> list[Endpoint]:
+    """Makes the live parameters writable by transports of `kind`, once; the endpoint of every generator rank.
+
+    Needs an open update session. `host` is where a gloo group meets: an address of this machine.
+    """
+    if kind == SHARED_MEMORY:
+        payloads = await workers.run_all(ShareMemory())
+    else:
+        workers.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        trainers = map.source.world_size
+        incoming = {rank: _incoming(map, rank) for rank in range(workers.count)}
+        address = address_of(host, workers.store.port, trainers)
+        command = ExpectMessages(address, trainers + workers.count, incoming, workers.timeout_s)
+        payloads = await workers.run_all(command)
+    return [msgspec.msgpack.decode(payload, type=Endpoint) for payload in payloads]
+
+
+@dataclass
+class WeightUpdate:
+    """One update of all engines. `pause_s` is how long they stood still, once closed."""
+
+    workers: Workers
+    pause_s: float = 0.0
+
+    async def open(self) -> None:
+        """Engines stop at a token boundary and open SGLang's update session."""
+        self._began = time.monotonic()
+        await self._each(lambda engine: engine.pause(self.workers.timeout_s))
+        await self._each(lambda engine: engine.begin_update(self.workers.timeout_s))
+
+    async def receive(self) -> None:
+        """Two-sided transports only: the workers take in what the trainer ranks send meanwhile."""
+        await self.workers.run_all(Receive())
+
+    async def audit(self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap) -> None:
+        """Compares the senders' hash shares with the live parameters' hashes; raises AuditError naming tensors and ranks."""
+        payloads = await self.workers.run_all(Audit())
+        compare([msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in payloads], shares, map)
+
+    async def close(self, version: Version) -> None:
+        """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`."""
+        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
+        await self._each(lambda engine: engine.set_version(version, self.workers.timeout_s))
+        await self._each(lambda engine: engine.flush(self.workers.timeout_s))
+        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
+        self.pause_s = time.monotonic() - self._began
+
+    async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        await asyncio.gather(*(call(engine) for engine in self.workers.engines))
+
+
+def compare(found: Sequence[Mapping[str, int]], shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap) -> None:
+    """`found[generator rank][tensor]` against the sum of the senders' shares modulo 2^64. Raises AuditError."""
+    sent: dict[tuple[int, str], int] = defaultdict(int)
+    for of_sender in shares:
+        for rank, tensors in of_sender.items():
+            for name, share in tensors.items():
+                sent[rank, name] = (sent[rank, name] + share) & MASK
+    wrong = [(rank, name) for rank, hashes in enumerate(found) for name, value in hashes.items() if sent.get((rank, name)) != value]
+    if wrong:
+        lines = [f"{name} on generator rank {rank} is not what trainer rank {_senders(map, rank, name)} sent" for rank, name in wrong]
+        raise AuditError("weight audit failed:\n" + "\n".join(lines))
+
+
+def _senders(map: ReshardMap, rank: int, name: str) -> str:
+    ranks = {copy.source_rank for copy in map.writes_to(rank) if copy.destination_tensor == name}
+    return ", ".join(str(source) for source in sorted(ranks))
+
+
+def _incoming(map: ReshardMap, rank: int) -> list[Incoming]:
+    return [
+        Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box.start, copy.destination_box.shape)
+        for copy in map.writes_to(rank)
+    ]
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))

@@ -1,0 +1,270 @@
+"""One real SGLang engine (TP1, fp32, untied) against Hugging Face's model, and its weights replaced under it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import torch
+from sglang_engine import hf_logprobs, hf_model, make_checkpoint, shares_of, start_engine, write_as_trainer
+from sglang_writer import reshard_map
+
+from megarl.channels.link import Hub, RunKey
+from megarl.generator.client import EngineClient, EngineError, Sampling
+from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.generator.update import AuditError, LayoutError, Workers, WeightUpdate, check_layout, connect, describe, open_memory
+
+PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(7 + i)] for i in range(5)]
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+TRAINER = {"tp": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The first is what the engine starts from."""
+    folder = tmp_path_factory.mktemp("models")
+    return [make_checkpoint(folder / str(seed), seed, torch.float32, tied=False) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints, tmp_path_factory):
+    yield from start_engine(checkpoints[0], "float32", 1, tmp_path_factory.mktemp("engine") / "engine.0.log")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    key = RunKey.generate()
+    key.save(tmp_path_factory.mktemp("key") / "key")
+    hub = Hub("generator.0", key)
+    hub.key_file = str(list(tmp_path_factory.getbasetemp().glob("key*/key"))[0])
+    yield hub
+    hub.close()
+
+
+def with_client(engine, body):
+    """Runs `body(client)` once the engine is ready."""
+
+    async def run():
+        client = engine.client()
+        try:
+            await client.wait_ready(120, engine.log, engine.died)
+            return await body(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
+    completions = with_client(engine, lambda client: asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in PROMPTS)))
+    model = hf_model(checkpoints[0], torch.float32)
+    for prompt, [completion] in zip(PROMPTS, completions):
+        tokens = prompt + completion.token_ids
+        reference = hf_logprobs(model, tokens)[len(prompt) - 1 :]
+        assert completion.token_ids == reference.argmax(-1).tolist()
+        expected = reference.max(-1).values
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 3e-6
+        assert completion.versions == [0] * 12 and completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "temperature, top_p, top_k", [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.4, 0.7, -1), (0.8, 1.0, 9), (1.2, 0.8, 20)]
+)
+def test_logprobs_are_those_of_the_distribution_sampled_from(engine, checkpoints, temperature, top_p, top_k):
+    sampling = Sampling(max_tokens=10, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
+    completions = with_client(engine, lambda client: client.generate(PROMPTS[2], sampling, 8))
+    assert len({tuple(completion.token_ids) for completion in completions}) > 4  # independent samples
+    model = hf_model(checkpoints[0], torch.float32)
+    for completion in completions:
+        logprobs = hf_logprobs(model, PROMPTS[2] + completion.token_ids, temperature)[len(PROMPTS[2]) - 1 :]
+        probabilities, order = logprobs.exp().sort(-1, descending=True)
+        kept = probabilities.cumsum(-1) - probabilities <= top_p  # the nucleus: candidates until top_p is passed
+        if top_k > 0:
+            kept[:, top_k:] = False
+        kept = torch.zeros_like(kept).scatter(-1, order, kept)
+        truncated = torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), -1)
+        expected = truncated.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-5
+
+
+def test_stop_token_ends_a_completion_and_is_part_of_it(engine, checkpoints):
+    [first] = with_client(engine, lambda client: client.generate(PROMPTS[0], GREEDY))
+    stop = first.token_ids[3]
+    sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(stop,), ignore_eos=False)
+    [completion] = with_client(engine, lambda client: client.generate(PROMPTS[0], sampling))
+    assert completion.token_ids == first.token_ids[: first.token_ids.index(stop) + 1]
+    assert completion.finish_reason == "stop"
+
+
+def test_score_equals_hf(engine, checkpoints):
+    sequences = [PROMPTS[4], PROMPTS[1][:4]]
+    scores = with_client(engine, lambda client: client.score(sequences))
+    model = hf_model(checkpoints[0], torch.float32)
+    for sequence, values in zip(sequences, scores):
+        expected = hf_logprobs(model, sequence).gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        assert (torch.tensor(values) - expected).abs().max() < 3e-6
+
+
+def test_requests_without_the_right_key_are_refused(engine):
+    async def statuses(client: EngineClient) -> dict:
+        body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 1}}
+        paths = {"/generate": body, "/begin_weight_update": {}, "/pause_generation": {}, "/update_weights_from_disk": {"model_path": "x"}}
+        paths |= {"/update_weights_from_tensor": {"serialized_named_tensors": []}, "/flush_cache": {}}
+        found = {}
+        async with aiohttp.ClientSession() as session:
+            for path, content in paths.items():
+                for key in (None, "guess", engine.keys.api):
+                    headers = {"Authorization": f"Bearer {key}"} if key else {}
+                    async with session.post(engine.url + path, json=content, headers=headers) as response:
+                        found[path, key] = response.status
+        return found
+
+    found = with_client(engine, statuses)
+    allowed = {request for request, status in found.items() if status != 401}
+    assert allowed == {("/generate", engine.keys.api)}
+
+
+def test_keys_show_neither_in_process_titles_nor_in_the_log_nor_to_users(engine):
+    def secret_in(text: str) -> bool:
+        return engine.keys.api in text or engine.keys.admin in text
+
+    assert len(engine.processes()) >= 3  # server, scheduler, detokenizer
+    assert not any(secret_in(" ".join(process.cmdline())) for process in engine.processes())
+    assert not secret_in(engine.log.read_text())
+
+    async def server_info(client: EngineClient) -> str:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {engine.keys.api}"}) as session:
+            async with session.get(f"{engine.url}/server_info") as response:
+                return await response.text()
+
+    assert engine.keys.admin not in with_client(engine, server_info)
+
+
+def test_server_listens_on_loopback_only(engine):
+    connections = engine.processes()[0].net_connections("inet")  # its workers also hold torch's rendezvous store, which binds to all
+    listening = {connection.laddr for connection in connections if connection.status == "LISTEN"}
+    assert int(engine.url.rpartition(":")[2]) in {port for _, port in listening}
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+
+
+def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, checkpoints, hub):
+    """One engine, two trainer processes: layout check, direct writes, audit, prefix cache, corruption, worker errors."""
+    map = reshard_map(checkpoints[1], "float32", TRAINER, 1)
+    new, prompt = hf_model(checkpoints[1], torch.float32), PROMPTS[4]
+
+    def difference_to_hf(completion) -> float:
+        logprobs = hf_logprobs(new, prompt + completion.token_ids)[len(prompt) - 1 :]
+        expected = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        return (torch.tensor(completion.logprobs) - expected).abs().max().item()
+
+    async def body(client: EngineClient) -> None:
+        workers = Workers([client], 1, hub, 60)
+        await client.generate(prompt, GREEDY)  # its keys and values are cached now
+        await client.begin_update(60)
+        await connect(workers, hub.key_file)
+        live = await describe(workers)
+        check_layout(live, map.destination)
+        with pytest.raises(LayoutError, match="rank 0, model.layers.0.self_attn.qkv_proj.weight"):
+            check_layout(live, reshard_map(checkpoints[1], "bfloat16", TRAINER, 1).destination)
+        endpoints = [endpoint.encode() for endpoint in await open_memory(workers, "shared_memory", map)]
+        await client.end_update(60)
+        [unchanged] = await client.generate(PROMPTS[0], GREEDY)
+        assert unchanged.versions[0] == 0
+
+        # Written, but the prefix cache kept: what an engine answers then is wrong, so the cache does matter here.
+        update = WeightUpdate(workers)
+        await update.open()
+        shares = shares_of(write_as_trainer("shared_memory", checkpoints[1], "float32", TRAINER, 1, endpoints))
+        await update.audit(shares, map)
+        await client.end_update(60)
+        await client.resume(60)
+        [stale] = await client.generate(prompt, GREEDY)
+        assert difference_to_hf(stale) > 1e-3
+
+        # The whole update, with requests in flight: none is lost, and their tokens say under which weights they were sampled.
+        running = [asyncio.create_task(client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True))) for _ in range(8)]
+        await asyncio.sleep(0.15)
+        update = WeightUpdate(workers)
+        await update.open()
+        await update.audit(shares, map)
+        await update.close(7)
+        [fresh] = await client.generate(prompt, GREEDY)
+        assert difference_to_hf(fresh) < 3e-6
+        assert fresh.versions == [7] * 12
+        assert 0 < update.pause_s < 30
+        for [completion] in await asyncio.gather(*running):
+            assert len(completion.token_ids) == 80
+            assert completion.versions == sorted(completion.versions) and set(completion.versions) == {0, 7}
+
+        # One flipped element, in a write that a transport of somebody's own makes.
+        await (update := WeightUpdate(workers)).open()
+        writers = write_as_trainer("sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints)
+        corrupt = shares_of(writers)
+        with pytest.raises(AuditError) as failure:
+            await update.audit(corrupt, map)
+        assert str(failure.value).splitlines()[1:] == [
+            "model.layers.1.mlp.down_proj.weight on generator rank 0 is not what trainer rank 0, 1 sent"
+        ]
+
+        # A command that fails in the worker comes back as an error with its reason, and the engine lives on.
+        with pytest.raises(RuntimeError, match="(?s)generator rank 0 failed at Receive.*before ExpectMessages"):
+            await update.receive()
+        with pytest.raises(EngineError, match="session is already open"):
+            await client.begin_update(60)
+        await update.close(8)
+        assert [completion.versions[0] for completion in await client.generate(prompt, GREEDY, 2)] == [8, 8]
+
+    with_client(engine, body)
+
+
+def test_deadline_names_the_engine():
+    async def body() -> None:
+        client = EngineClient("http://127.0.0.1:9", "a", "b")
+        try:
+            with pytest.raises(TimeoutError, match=r"http://127.0.0.1:9 was not ready after 0 s; the end of"):
+                await client.wait_ready(0.2, Path(__file__))
+            with pytest.raises(RuntimeError, match="http://127.0.0.1:9 exited with 3"):
+                await client.wait_ready(5, failed=lambda: "exited with 3")
+            with pytest.raises(EngineError, match="http://127.0.0.1:9/generate is not reachable"):
+                await client.generate([1], GREEDY)
+        finally:
+            await client.close()
+
+    asyncio.run(body())
+
+
+LAUNCHER = """
+import json, os, subprocess, sys, time
+argv, env = json.loads(sys.argv[1])
+env["MEGARL_ENGINE_LAUNCHER"] = str(os.getpid())
+print(subprocess.Popen(argv, env={**os.environ, **env}).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_engine_ends_with_its_launcher(checkpoints):
+    command = server_command(EngineSettings(str(checkpoints[0]), "float32", 1, 64, 8), EngineKeys("a", "b"))
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, json.dumps(command)], stdout=subprocess.PIPE, text=True)
+    server = psutil.Process(int(launcher.stdout.readline()))
+    time.sleep(2)
+    assert server.is_running()
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait(10)
+    assert psutil.wait_procs([server], timeout=10)[1] == []
+
+
+def test_killed_engine_leaves_no_process(engine):
+    """Last: it ends the module's engine."""
+    processes = engine.processes()
+    os.kill(engine.process.pid, signal.SIGKILL)
+    engine.process.wait(10)
+    assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
