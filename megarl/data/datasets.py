@@ -1,0 +1,155 @@
+"""Rows from a JSONL or parquet file, from the hub, or from a synthetic task, in the shape of GSM8K or MATH."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import DatasetConfig
+from megarl.data.rows import Row, Rows
+from megarl.data.synthetic import PREFIX, synthetic_rows
+from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
+
+_MAX_PROBLEMS = 10  # shown at once
+
+
+class _Problem(Exception):
+    """What is wrong with one row."""
+
+
+def load_rows(config: DatasetConfig, key: str, seed: int) -> Rows:
+    """All rows of a dataset.
+
+    The reference answer is what the answer column marks as final: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
+    Args: key, the config section such as "data.train", for messages; seed, for synthetic tasks.
+    Raises: ConfigError that lists what is wrong, with file and line: a malformed line, a missing or empty field, a wrong
+    type, an answer that cannot be found, no rows at all.
+    """
+    if "{prompt}" not in config.prompt_template:
+        raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}")
+    if config.source.startswith(PREFIX):
+        rows: Rows = synthetic_rows(config.source, config.split, seed, key)
+        return rows if config.size is None else [rows[i] for i in range(min(config.size, len(rows)))]
+    return _checked_rows(_records(config, key), config, key)
+
+
+def _checked_rows(records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str) -> list[Row]:
+    rows, problems, unread = [], [], 0
+    for where, record in records:
+        if len(rows) + len(problems) + unread == config.size:
+            break
+        try:
+            rows.append(_row(where, record, config))
+        except _Problem as problem:
+            if len(problems) < _MAX_PROBLEMS:
+                problems.append(f"{where}: {problem}")
+            else:
+                unread += 1
+    if unread:
+        problems.append(f"{config.source}: {unread} more rows with problems")
+    if not rows and not problems:
+        problems.append(f"{key}.source={config.source}: has no rows")
+    if problems:
+        raise ConfigError(problems)
+    return rows
+
+
+def _row(where: str, record: Any, config: DatasetConfig) -> Row:
+    if isinstance(record, _Problem):
+        raise record
+    if not isinstance(record, dict):
+        raise _Problem(f"a row must be an object with fields, not {_kind(record)}")
+    answer_text = _text(record, config.answer_key, numbers=True)
+    prompt = _text(record, config.prompt_key)
+    return Row(
+        prompt=config.prompt_template.replace("{prompt}", prompt),
+        answer=_final_answer(answer_text, config.answer_key),
+        demonstration=_text(record, config.demonstration_key, numbers=True) if config.demonstration_key else answer_text,
+        where=where,
+    )
+
+
+def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
+    if field not in record:
+        near = difflib.get_close_matches(field, list(record), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(record) or 'none'}"
+        raise _Problem(f"no field {field!r}; {hint}")
+    value = record[field]
+    if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise _Problem(f"field {field!r} must be text, not {_kind(value)}")
+    if not value.strip():
+        raise _Problem(f"field {field!r} is empty")
+    return value
+
+
+def _final_answer(text: str, field: str) -> str:
+    marked = marked_answer(text)
+    answer = clean(text) if marked is None else marked
+    if not answer:
+        places = "\\boxed{}, after ####, or the whole text"
+        raise _Problem(f"field {field!r} has no final answer of 1 to {MAX_ANSWER_CHARS} characters ({places})")
+    return answer
+
+
+_KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def _records(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
+    """(where, record) pairs; a line that is no JSON comes as a _Problem in place of its record."""
+    path = Path(config.source).expanduser()
+    if path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            raise ConfigError(f"{key}.source={config.source}: no such file")
+        return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    if path.is_file():
+        raise ConfigError(f"{key}.source={config.source}: a file must end in .jsonl or .parquet")
+    return _hub(config, key)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record: Any = json.loads(line.decode().rstrip())
+            except UnicodeDecodeError as error:
+                record = _Problem(f"not UTF-8 at byte {error.start}")
+            except json.JSONDecodeError as error:
+                record = _Problem(f"malformed JSON at column {error.colno}: {error.msg}")
+            yield f"{path}, line {number}", record
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{path}: not a parquet file ({error})") from error
+    for number, record in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", record
+
+
+def _hub(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(config.source, config.subset, split=config.split)
+    except (OSError, ValueError, RuntimeError) as error:
+        subset = f", subset {config.subset}" if config.subset else ""
+        what = f"{key}.source={config.source}{subset}, split {config.split}"
+        raise ConfigError(f"{what}: cannot be loaded: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+    for number, record in enumerate(rows, start=1):
+        yield f"{config.source}, split {config.split}, row {number}", record

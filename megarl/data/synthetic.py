@@ -1,0 +1,82 @@
+"""Tasks made on the fly, row by row: nothing is downloaded and nothing is stored.
+
+chain: evaluate five one-digit numbers joined by + and - modulo 10, writing the running totals: "7+0+9+1+5=" -> "7,7,6,7,2".
+There are 1.6 million such expressions; 512 of them form the split "eval" and are in no other. In the demonstrations a step
+that wraps around is clamped to 0 or 9 instead with probability 0.6, so that two thirds of them end wrong, the wrong rule is
+the likelier one at every wrap, and the right one has to be found by reward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.config.errors import ConfigError
+from megarl.data.permutation import permute
+from megarl.data.rows import Row, Rows
+
+PREFIX = "synthetic:"
+
+_TERMS = 5
+_DIGITS = 10**_TERMS
+_EXPRESSIONS = _DIGITS * 2 ** (_TERMS - 1)
+_HELD_OUT = 512
+_CLAMP_PROBABILITY = 0.6
+_ORDER = "chain"  # the same for every seed, and so is what is held out
+
+
+@dataclass(frozen=True)
+class Chain(Sequence[Row]):
+    """Rows of one split of the chain task. `seed` decides the demonstrations' errors."""
+
+    split: str
+    seed: int
+
+    def __len__(self) -> int:
+        return _HELD_OUT if self.split == "eval" else _EXPRESSIONS - _HELD_OUT
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        position = index if self.split == "eval" else _HELD_OUT + index
+        text, first, steps = _expression(permute(position, _EXPRESSIONS, _ORDER))
+        noise = random.Random(f"{self.seed}/{self.split}/{index}")
+        return Row(
+            prompt=f"{text}=",
+            answer=str((first + sum(steps)) % 10),
+            demonstration=",".join(map(str, _noisy_totals(first, steps, noise))),
+            where=f"{PREFIX}chain, split {self.split}, row {index}",
+        )
+
+
+def _expression(number: int) -> tuple[str, int, list[int]]:
+    """The expression with this number: its text, first term and signed further terms. Numbers and texts are one to one."""
+    signs, digits = divmod(number, _DIGITS)
+    terms = [digits // 10**place % 10 for place in range(_TERMS)]
+    minus = [bool(signs >> place & 1) for place in range(_TERMS - 1)]
+    text = str(terms[0]) + "".join(f"{'-' if m else '+'}{term}" for m, term in zip(minus, terms[1:]))
+    return text, terms[0], [-term if m else term for m, term in zip(minus, terms[1:])]
+
+
+def _noisy_totals(total: int, steps: list[int], noise: random.Random) -> list[int]:
+    totals = [total]
+    for step in steps:
+        total += step
+        if not 0 <= total <= 9:
+            total = min(max(total, 0), 9) if noise.random() < _CLAMP_PROBABILITY else total % 10
+        totals.append(total)
+    return totals
+
+
+_TASKS = {"chain": Chain}
+
+
+def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:
+    """Rows of `synthetic:<task>`. Args: key, the config section, for messages. Raises: ConfigError."""
+    task = source.removeprefix(PREFIX)
+    if task not in _TASKS:
+        raise ConfigError(f"{key}.source={source}: no such task; there is {', '.join(PREFIX + name for name in sorted(_TASKS))}")
+    if split not in ("train", "eval"):
+        raise ConfigError(f"{key}.split={split}: {source} has train and eval")
+    return _TASKS[task](split, seed)

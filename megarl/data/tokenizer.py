@@ -1,0 +1,119 @@
+"""The model's tokenizer: its tokenizer.json, read by the tokenizers library alone (no torch, no model code)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import tokenizers
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import ModelConfig
+from megarl.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    source: str
+    backend: tokenizers.Tokenizer
+    bos_token: Optional[str]
+    unknown_id: Optional[int]  # what stands for text the tokenizer cannot represent; None where it represents all
+    eos_ids: tuple[int, ...]  # any of them ends a response; the first is taught in SFT; empty if the model states none
+
+    @property
+    def eos_id(self) -> int:
+        return self.eos_ids[0]
+
+    @property
+    def largest_id(self) -> int:
+        return max(self.backend.get_vocab(with_added_tokens=True).values())
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids with what the model expects in front (BOS), once, and nothing behind."""
+        has_bos = self.bos_token is not None and text.startswith(self.bos_token)
+        ids = self.backend.encode(text, add_special_tokens=not has_bos).ids
+        while ids and ids[-1] in self.eos_ids:
+            ids.pop()
+        return ids
+
+    def encode_response(self, text: str) -> list[int]:
+        """Token ids of a full response: no BOS, end-of-text at the end."""
+        return [*self.backend.encode(text, add_special_tokens=False).ids, self.eos_id]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+
+def load_tokenizer(model: ModelConfig) -> Tokenizer:
+    """Tokenizer of `model.tokenizer`, else of `model.path`: a local folder or a hub name. Raises: ConfigError."""
+    source = model.tokenizer or model.path
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    file = _find(source, "tokenizer.json")
+    if file is None:
+        raise ConfigError(f"{key}={source}: no tokenizer.json there, neither as a folder nor on the hub")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(f"{file}: not a tokenizer ({error})") from error
+    settings = _read_json(source, "tokenizer_config.json")
+    unknown = _token(settings.get("unk_token"))
+    return Tokenizer(
+        source,
+        backend,
+        bos_token=_token(settings.get("bos_token")),
+        unknown_id=backend.token_to_id(unknown) if unknown else None,
+        eos_ids=_eos_ids(source, backend, _token(settings.get("eos_token"))),
+    )
+
+
+def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
+    """Why a tokenizer and a model do not belong together; empty if they do."""
+    problems = []
+    if tokenizer.largest_id >= spec.vocab_size:
+        problems.append(
+            f"tokenizer {tokenizer.source} has ids up to {tokenizer.largest_id}, but the model's vocab_size is {spec.vocab_size}: "
+            "they do not belong together"
+        )
+    if not tokenizer.eos_ids:
+        problems.append(
+            f"tokenizer {tokenizer.source} has no end-of-text token: set eos_token in tokenizer_config.json, to a token that it has"
+        )
+    elif max(tokenizer.eos_ids) >= spec.vocab_size:
+        largest = max(tokenizer.eos_ids)
+        problems.append(f"tokenizer {tokenizer.source}: end-of-text id {largest} is not below the model's vocab_size {spec.vocab_size}")
+    return problems
+
+
+def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: Optional[str]) -> tuple[int, ...]:
+    """The tokenizer's own end-of-text first, then those the model's generation settings add (Llama 3 has three)."""
+    own = backend.token_to_id(eos_token) if eos_token else None
+    stated = _read_json(source, "generation_config.json").get("eos_token_id", _read_json(source, "config.json").get("eos_token_id"))
+    stated_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    return tuple(dict.fromkeys([*([] if own is None else [own]), *stated_ids]))
+
+
+def _token(setting: Any) -> Optional[str]:
+    return setting["content"] if isinstance(setting, dict) else setting
+
+
+def _read_json(source: str, name: str) -> dict[str, Any]:
+    file = _find(source, name)
+    return json.loads(file.read_text()) if file else {}
+
+
+def _find(source: str, name: str) -> Optional[Path]:
+    """A file of a local folder or of a hub repository; None if it is not there."""
+    if Path(source).is_dir():
+        file = Path(source) / name
+        return file if file.is_file() else None
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(source, name))
+    except (EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError):
+        return None

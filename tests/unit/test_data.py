@@ -1,0 +1,265 @@
+"""Tokenizer, synthetic task, prompt order and supervised batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import DatasetConfig, ModelConfig, RunConfig
+from megarl.data.check import check_data
+from megarl.data.permutation import permute
+from megarl.data.prompts import PromptStream, eval_prompts, train_prompts
+from megarl.data.sft import sft_batches
+from megarl.data.synthetic import Chain
+from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
+from megarl.models.registry import load_spec
+from megarl.models.spec import ModelSpec
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs/models/tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(ModelConfig(path=TINY))
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return load_spec(TINY)
+
+
+def chain_config(**sft: int) -> RunConfig:
+    config = RunConfig()
+    config.model.path = TINY
+    config.data.train = DatasetConfig(source="synthetic:chain")
+    config.data.eval = DatasetConfig(source="synthetic:chain", split="eval")
+    config.rollout.max_tokens = 16
+    config.sft.steps, config.sft.batch_size = sft.get("steps", 3), sft.get("batch_size", 4)
+    return config
+
+
+# --- order ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 300), key=st.text(max_size=8))
+def test_permutation_is_one(size: int, key: str):
+    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
+
+
+def test_permutation_shuffles_and_depends_on_its_key():
+    orders = [[permute(i, 1000, key) for i in range(1000)] for key in ("a", "b")]
+    for order in orders:
+        fixed = sum(a == b for a, b in zip(order, orders[0] if order is orders[1] else range(1000)))
+        neighbours = sum(abs(a - b) == 1 for a, b in itertools.pairwise(order))
+        assert fixed < 10 and neighbours < 20
+    with pytest.raises(IndexError):
+        permute(5, 5, "a")
+
+
+# --- chain task ---
+
+
+def right_answer(prompt: str) -> str:
+    assert re.fullmatch(r"\d([+-]\d){4}=", prompt)
+    total = 0
+    for sign, digit in re.findall(r"([+-]?)(\d)", prompt):
+        total += -int(digit) if sign == "-" else int(digit)
+    return str(total % 10)
+
+
+def test_chain_prompts_answers_and_demonstrations():
+    rows = Chain("train", seed=0)
+    assert len(rows) == 1_600_000 - 512
+    right = 0
+    for i in range(0, len(rows), 400):
+        row = rows[i]
+        assert row.answer == right_answer(row.prompt)
+        assert re.fullmatch(r"\d(,\d){4}", row.demonstration) and row.demonstration[0] == row.prompt[0]
+        right += row.demonstration[-1] == row.answer
+    assert 0.28 < right / len(range(0, len(rows), 400)) < 0.36
+
+
+def test_chain_clamps_six_of_ten_wraps_and_is_right_elsewhere():
+    clamped = wrapped = 0
+    for row in map(Chain("train", seed=3).__getitem__, range(3000)):
+        totals = [int(x) for x in row.demonstration.split(",")]
+        steps = [int(x) for x in re.findall(r"[+-]\d", row.prompt)]
+        for before, step, after in zip(totals, steps, totals[1:]):
+            exact = before + step
+            if 0 <= exact <= 9:
+                assert after == exact
+            else:
+                wrapped += 1
+                clamped += after == (0 if exact < 0 else 9)
+                assert after in (exact % 10, 0 if exact < 0 else 9)
+    assert 0.58 < clamped / wrapped < 0.68  # -10 and +19 wrap to the clamp's own digit now and then
+
+
+def test_held_out_expressions_are_in_no_other_split():
+    held_out = {row.prompt for row in map(Chain("eval", seed=0).__getitem__, range(512))}
+    assert len(held_out) == 512
+    assert held_out == {Chain("eval", seed=9)[i].prompt for i in range(512)}
+    train = Chain("train", seed=0)
+    seen = {train[i].prompt for i in range(10_000)}
+    assert len(seen) == 10_000 and not seen & held_out
+
+
+def test_chain_is_deterministic_by_seed():
+    demonstrations = [[Chain("train", seed)[i].demonstration for i in range(50)] for seed in (0, 0, 1)]
+    assert demonstrations[0] == demonstrations[1] != demonstrations[2]
+
+
+# --- tokenizer ---
+
+
+def test_tiny_tokenizer_agrees_with_transformers_and_decodes_exactly(tokenizer: Tokenizer):
+    reference = PreTrainedTokenizerFast.from_pretrained(TINY, local_files_only=True)
+    text = "7+0-9=12,3: so x^2 <= (y/3)!\n  two  blanks"
+    assert tokenizer.encode_prompt(text) == reference(text)["input_ids"]
+    assert tokenizer.encode_prompt(text)[0] == reference.bos_token_id
+    assert tokenizer.encode_response(text)[-1] == reference.eos_token_id == tokenizer.eos_id
+    assert tokenizer.decode(tokenizer.encode_response(text)) == text
+    assert tokenizer.encode_prompt("<bos>7") == tokenizer.encode_prompt("7")  # a template may bring its own
+    assert len(tokenizer.encode_prompt("7+0=")) == 5
+
+
+def edited_tokenizer(tmp_path: Path, name: str, **changes: object) -> Tokenizer:
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    settings_ = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).write_text(json.dumps({**settings_, **changes}))
+    return load_tokenizer(ModelConfig(path="not used", tokenizer=str(tmp_path)))
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer):
+    assert tokenizer_problems(tokenizer, spec) == []
+    larger = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    larger.add_tokens(["extra"])
+    (problem,) = tokenizer_problems(Tokenizer("big", larger, None, None, (2,)), spec)
+    assert problem == "tokenizer big has ids up to 64, but the model's vocab_size is 64: they do not belong together"
+
+
+def test_end_of_text_ids(tmp_path: Path, spec: ModelSpec):
+    assert edited_tokenizer(tmp_path / "a", "config.json", eos_token_id=[2, 0]).eos_ids == (2, 0)
+    assert edited_tokenizer(tmp_path / "b", "tokenizer_config.json", eos_token={"content": "<pad>"}).eos_ids == (0, 2)
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    (tmp_path / "c" / "config.json").write_text("{}")
+    (problem,) = tokenizer_problems(edited_tokenizer_without_eos(tmp_path / "c"), spec)
+    assert "has no end-of-text token" in problem
+
+
+def edited_tokenizer_without_eos(folder: Path) -> Tokenizer:
+    (folder / "tokenizer_config.json").write_text("{}")
+    return load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: no tokenizer.json there"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a tokenizer"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+
+
+# --- prompts ---
+
+
+def test_no_prompt_repeats_within_an_epoch_and_a_resume_is_a_number(tokenizer: Tokenizer):
+    config = chain_config()
+    config.data.train.size = 40
+    stream = train_prompts(config, tokenizer)
+    epochs = [[stream[i].text for i in range(e * 40, (e + 1) * 40)] for e in range(3)]
+    assert all(len(set(epoch)) == 40 for epoch in epochs)
+    assert set(epochs[0]) == set(epochs[1]) and epochs[0] != epochs[1] != epochs[2]
+    again = train_prompts(config, tokenizer)
+    assert [again[i] for i in (77, 5, 119)] == [stream[i] for i in (77, 5, 119)]
+    assert stream[77].ordinal == 77 and stream[77].text == epochs[1][37]
+    config.seed = 1
+    assert [train_prompts(config, tokenizer)[i].text for i in range(40)] != epochs[0]
+
+
+def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokenizer):
+    rows = [Chain("train", 0)[i] for i in range(5)]
+    stream = PromptStream(rows, tokenizer, seed=0, shuffle=False)
+    assert [stream[i].text for i in range(7)] == [rows[i % 5].prompt for i in range(7)]
+    assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(rows[2].prompt)
+
+
+def test_eval_prompts(tokenizer: Tokenizer):
+    config = chain_config()
+    assert len(eval_prompts(config, tokenizer)) == 512
+    config.eval.limit = 8
+    assert [p.text for p in eval_prompts(config, tokenizer)] == [Chain("eval", 0)[i].prompt for i in range(8)]
+    config.data.eval = None
+    assert eval_prompts(config, tokenizer) == []
+
+
+# --- supervised batches ---
+
+
+def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: ModelSpec):
+    batches = list(sft_batches(chain_config(), spec))
+    assert [len(batch) for batch in batches] == [4, 4, 4]
+    for sequence in itertools.chain(*batches):
+        prompt = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if not learn]
+        response = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if learn]
+        assert sequence.token_ids == prompt + response and prompt[0] == 1 and response[-1] == 2
+        assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt)) and re.fullmatch(r"\d(,\d){4}", tokenizer.decode(response))
+        assert len(sequence.mu_logprobs) == len(sequence.advantages) == len(sequence.token_ids)
+
+
+def test_sft_batches_resume_by_step_and_differ_by_seed(spec: ModelSpec):
+    config = chain_config(steps=5)
+    batches = list(sft_batches(config, spec))
+    assert list(sft_batches(config, spec, start_step=3)) == batches[3:]
+    config.seed = 1
+    assert list(sft_batches(config, spec)) != batches
+
+
+def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: ModelSpec):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2", "how": "1" * 600}) + "\n")
+    config = chain_config()
+    config.sft.data = DatasetConfig(source=str(tmp_path / "d.jsonl"), demonstration_key="how")
+    with pytest.raises(ConfigError,
+        match=r"d.jsonl, line 1: prompt and demonstration have 606 tokens, more than the model's context of 512"):
+        next(sft_batches(config, spec))
+
+
+# --- all checks at once ---
+
+
+def test_check_data_finds_nothing_in_the_shipped_quickstart(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config("configs/quickstart.yaml")
+    for command in ("sft", "train", "eval"):
+        check_data(config, spec, command)
+
+
+def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpec):
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' + json.dumps({"question": "1" * 500, "answer": "2"}) + "\n")
+    (tmp_path / "b.jsonl").write_text('{"question": "r\u00e9sum\u00e9", "answer": "2"}\n{"question"\n')
+    (tmp_path / "c.jsonl").write_text('{"question": "r\u00e9sum\u00e9", "answer": "2"}\n')
+    config = chain_config()
+    config.data.train = DatasetConfig(source=str(tmp_path / "a.jsonl"))
+    config.data.eval = DatasetConfig(source=str(tmp_path / "b.jsonl"))
+    with pytest.raises(ConfigError) as error:
+        check_data(config, spec, "train")
+    assert error.value.problems == [
+        f"{tmp_path}/a.jsonl, line 2: the prompt has 501 tokens; there is room for 496 (512 tokens of context less 16 for the response)",
+        f"{tmp_path}/b.jsonl, line 2: malformed JSON at column 12: Expecting ':' delimiter",
+    ]
+    config.data.eval = DatasetConfig(source=str(tmp_path / "c.jsonl"))
+    with pytest.raises(ConfigError, match="c.jsonl, line 1: the tokenizer does not know some of the characters of 'r\u00e9sum\u00e9'"):
+        check_data(config, spec, "eval")

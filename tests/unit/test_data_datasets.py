@@ -1,0 +1,108 @@
+"""Rows from files: the shapes of GSM8K and MATH, and every mistake with its file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import DatasetConfig
+from megarl.data.datasets import load_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def problems(source: str, **settings: Any) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_rows(DatasetConfig(source=source, **settings), "data.train", seed=0)
+    return error.value.problems
+
+
+def test_gsm8k_shape(tmp_path: Path):
+    source = write(tmp_path / "a.jsonl", {"question": "2+2?", "answer": "Add.\n#### 4"}, "",
+        {"question": "Price?", "answer": "#### $1,250", "id": 7})
+    rows = load_rows(DatasetConfig(source=source, prompt_template="Q: {prompt} {x}\nA:"), "data.train", seed=0)
+    assert [(row.prompt, row.answer, row.demonstration) for row in rows] == [
+        ("Q: 2+2? {x}\nA:", "4", "Add.\n#### 4"), ("Q: Price? {x}\nA:", "1,250", "#### $1,250"),
+    ]
+    assert rows[1].where == f"{source}, line 3"
+
+
+def test_math_shape_in_parquet(tmp_path: Path):
+    path = tmp_path / "math.parquet"
+    rows = [{"problem": "Half?", "solution": "So $\\boxed{\\frac{1}{2}}$.", "level": "1"},
+        {"problem": "Set?", "solution": "\\boxed{\\{1,2\\}}", "level": "2"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    got = load_rows(DatasetConfig(source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"), "data.train",
+        seed=0)
+    assert [(row.prompt, row.answer, row.demonstration) for row in got] == [("Half?", "\\frac{1}{2}", "1"), ("Set?", "\\{1,2\\}", "2")]
+
+
+def test_plain_answers_and_size(tmp_path: Path):
+    source = write(tmp_path / "a.jsonl", {"question": "a", "answer": 42}, {"question": "b", "answer": "x + 1"}, "broken beyond the size")
+    rows = load_rows(DatasetConfig(source=source, size=2), "data.train", seed=0)
+    assert [row.answer for row in rows] == ["42", "x + 1"]
+
+
+def test_every_problem_is_reported_with_its_line(tmp_path: Path):
+    source = write(
+        tmp_path / "bad.jsonl", {"question": "fine", "answer": "1"}, '{"question": "cut', {"qestion": "x", "answer": "1"},
+        {"question": 5, "answer": "1"},
+        {"question": "x", "answer": None}, {"question": " ", "answer": "1"}, "[1, 2]", {"question": "x", "answer": "\\boxed{"},
+        {"question": "x", "answer": True},
+    )
+    assert problems(source) == [
+        f"{source}, line 2: malformed JSON at column 14: Unterminated string starting at",
+        f"{source}, line 3: no field 'question'; did you mean 'qestion'?",
+        f"{source}, line 4: field 'question' must be text, not a number",
+        f"{source}, line 5: field 'answer' must be text, not null",
+        f"{source}, line 6: field 'question' is empty",
+        f"{source}, line 7: a row must be an object with fields, not a list",
+        f"{source}, line 8: field 'answer' has no final answer of 1 to 512 characters (\\boxed{{}}, after ####, or the whole text)",
+        f"{source}, line 9: field 'answer' must be text, not true or false",
+    ]
+
+
+def test_many_problems_are_counted(tmp_path: Path):
+    source = write(tmp_path / "bad.jsonl", *["{"] * 25)
+    found = problems(source)
+    assert len(found) == 11 and found[-1] == f"{source}: 15 more rows with problems"
+
+
+def test_what_is_no_dataset(tmp_path: Path):
+    empty = write(tmp_path / "empty.jsonl", "", "")
+    assert problems(empty) == [f"data.train.source={empty}: has no rows"]
+    assert problems(f"{tmp_path}/none.jsonl") == [f"data.train.source={tmp_path}/none.jsonl: no such file"]
+    assert problems(write(tmp_path / "data.csv",
+        "a,b")) == [f"data.train.source={tmp_path}/data.csv: a file must end in .jsonl or .parquet"]
+    assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
+    assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}"]
+    assert problems("synthetic:chian") == ["data.train.source=synthetic:chian: no such task; there is synthetic:chain"]
+    assert problems("synthetic:chain", split="test") == ["data.train.split=test: synthetic:chain has train and eval"]
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
+    assert problems(f"{tmp_path}/latin.jsonl") == [f"{tmp_path}/latin.jsonl, line 1: not UTF-8 at byte 14"]
+
+
+def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`datasets` reads a folder by the same call as a hub name, so this covers that path without a network."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl", {"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "#### 2"})
+    rows = load_rows(DatasetConfig(source=str(tmp_path / "set")), "data.train", seed=0)
+    assert [(row.prompt, row.answer) for row in rows] == [("a", "1"), ("b", "2")]
+    assert "cannot be loaded" in problems(str(tmp_path / "set"), split="validation")[0]
+
+
+def test_shipped_word_problems():
+    rows = load_rows(DatasetConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0)
+    assert len(rows) == 20 and [row.answer for row in rows[:5]] == ["22", "210", "30", "12.50", "16"]
