@@ -116,10 +116,14 @@ class RolloutConfig:
 
 @dataclass
 class RewardConfig:
-    name: str = setting("math", "verifier; math: equal to the reference answer as mathematics", one_of("math"))
+    name: str = setting(
+        "math",
+        "verifier; math: the final answer equals the reference as mathematics; last_number: the last number of a list does",
+        one_of("math", "last_number"),
+    )
     workers: int = setting(1, "processes that verify", at_least(1))
     timeout_s: float = setting(5.0, "per answer", above(0))
-    memory_mib: int = setting(1024, "per worker process", at_least(64))
+    memory_mib: int = setting(1024, "per worker process", at_least(256))
 
 
 @dataclass
