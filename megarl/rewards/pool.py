@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -55,9 +56,9 @@ class RewardPool:
 
     def __init__(self, verifier: str = "math", workers: int = 1, timeout_s: float = 5.0, memory_mib: int = 1024):
         if verifier not in VERIFIERS:
-            raise ConfigError(f"reward.name is {verifier!r}; allowed: {', '.join(sorted(VERIFIERS))}")
+            raise ConfigError(f"reward.name={verifier}: must be one of {', '.join(sorted(VERIFIERS))}")
         if workers < 1 or timeout_s <= 0:
-            raise ConfigError(f"reward.workers is {workers}, reward.timeout_s is {timeout_s}; both must be above 0")
+            raise ConfigError(f"reward.workers={workers}, reward.timeout_s={timeout_s}: must both be above 0")
         self.timed_out = 0  # texts scored 0 for their time
         self.replaced = 0  # workers lost, for whatever reason
         self._arguments = (verifier, str(memory_mib), str(timeout_s), str(os.getpid()))
@@ -69,8 +70,9 @@ class RewardPool:
         self._failure: Optional[RuntimeError] = None
 
     @classmethod
-    def from_config(cls, config: RewardConfig) -> RewardPool:
-        return cls(config.name, config.workers, config.timeout_s, config.memory_mib)
+    async def start(cls, config: RewardConfig) -> RewardPool:
+        """A pool at work; to be ended with `close`."""
+        return await cls(config.name, config.workers, config.timeout_s, config.memory_mib).__aenter__()
 
     async def __aenter__(self) -> RewardPool:
         self._tasks = [asyncio.create_task(self._serve(), name=f"reward worker {i}") for i in range(self._workers)]
@@ -96,6 +98,10 @@ class RewardPool:
         self._waiting.append(request)
         self._arrived.set()
         return await request.score
+
+    async def score_many(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """Rewards of (text, answer) pairs, in their order. Raises: as `score`."""
+        return await asyncio.gather(*(self.score(text, answer) for text, answer in pairs))
 
     async def _serve(self) -> None:
         """Life of one worker slot: start a process, give it what waits, replace it when it is lost."""

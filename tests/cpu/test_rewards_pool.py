@@ -194,7 +194,7 @@ def test_the_worker_forbids_what_no_answer_needs():
 
 
 def test_unknown_verifier_and_impossible_limits_are_refused():
-    with pytest.raises(ConfigError, match="reward.name is 'maths'; allowed: last_number, math"):
+    with pytest.raises(ConfigError, match="reward.name=maths: must be one of last_number, math"):
         RewardPool("maths")
-    with pytest.raises(ConfigError, match="reward.workers is 0"):
+    with pytest.raises(ConfigError, match="reward.workers=0"):
         RewardPool("math", workers=0)

@@ -209,8 +209,5 @@ def test_zero_advantages_are_kept_when_there_is_a_kl_penalty():
 
 
 def test_registry_refuses_what_it_does_not_know():
-    with pytest.raises(ConfigError, match="algorithm.name is 'ppo'; allowed: aipo"):
+    with pytest.raises(ConfigError, match="algorithm.name=ppo: must be aipo"):
         make_algorithm(AlgorithmConfig(name="ppo"))
-    with pytest.raises(ConfigError) as error:
-        make_algorithm(AlgorithmConfig(rho=-1.0, kl_coef=-0.5))
-    assert len(error.value.problems) == 2
