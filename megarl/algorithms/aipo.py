@@ -79,3 +79,12 @@ class Aipo:
     def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
         m = microbatch
         return aipo_loss(logprobs, m.mu_logprobs, m.advantages, m.loss_mask, self.rho, self.kl_coef, m.reference_logprobs)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Token means of a step's sums; NaN for a step on which nothing was trained."""
+        tokens = sums.get("tokens", 0.0) or math.nan
+        means = {
+            "is_ratio/mean": sums.get("is_ratio", 0.0) / tokens,
+            "is_ratio/clipped_fraction": sums.get("is_ratio_clipped", 0.0) / tokens,
+        }
+        return means | ({"kl/mean": sums["kl"] / tokens} if "kl" in sums else {})

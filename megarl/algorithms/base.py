@@ -38,6 +38,10 @@ class Algorithm(Protocol):
         """Loss of one microbatch from the trainer's log-probs [b, s] of its tokens."""
         ...
 
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """What a step reports, from the losses' sums over the global batch."""
+        ...
+
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """Reward minus the mean reward of the prompt's samples (LlamaRL, section 6).

@@ -28,7 +28,7 @@ class SingleTurn:
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         completions = await self._fleet.generate(prompt.token_ids, sampling, n)
         texts = [self._tokenizer.decode(completion.token_ids) for completion in completions]
-        rewards = await asyncio.gather(*(self._rewards.score(text, prompt.answer) for text in texts))
+        rewards = await self._rewards.score_many([(text, prompt.answer) for text in texts])
         samples = [
             Sample(
                 token_ids=completion.token_ids,
@@ -56,7 +56,8 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
 
 async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resources: AsyncExitStack) -> Rollout:
     """The rollout of a run, with its reward workers, which end with `resources`."""
-    rewards = await resources.enter_async_context(RewardPool.from_config(plan.config.reward))
+    rewards = await RewardPool.start(plan.config.reward)
+    resources.push_async_callback(rewards.close)
     return SingleTurn(fleet, tokenizer, rewards)
 
 
