@@ -20,6 +20,7 @@ from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
 
 _BATCH = 32  # requests written to a worker at once
 _START_TIMEOUT_S = 60.0
+_GRACE_S = 0.1
 _MAX_FAILED_STARTS = 3
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _WORKER = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.worker import main; main(*sys.argv[2:])"
@@ -149,14 +150,19 @@ class RewardPool:
 
     async def _reply(self, worker: _Worker) -> Optional[bytes]:
         """The next line, empty or cut short if the worker died, None if it took too long (it is then dead too)."""
+        loop = asyncio.get_running_loop()
         expired = False
+
+        def warn() -> None:  # a loop that was itself held up reads what has come in meanwhile before it judges
+            nonlocal timer
+            timer = loop.call_later(_GRACE_S, expire)
 
         def expire() -> None:
             nonlocal expired
             expired = True
             worker.process.kill()
 
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, expire)
+        timer = loop.call_later(self._timeout_s, warn)
         try:
             reply = await worker.reader.readline()
         except ConnectionError:

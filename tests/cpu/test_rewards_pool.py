@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,20 @@ def test_a_slow_answer_costs_its_worker_and_nothing_else():
             assert slow == 0.0 and scores == [float(i == 3) for i in range(40)]
             assert pool.timed_out == 1 and pool.replaced == 1
             assert await pool.score("5", "5") == 1.0
+
+    run(test)
+
+
+def test_a_loop_held_up_beyond_the_time_limit_does_not_blame_the_worker():
+    async def test() -> None:
+        async with RewardPool("last_number", timeout_s=0.2) as pool:
+            assert await pool.score("1", "1") == 1.0
+            requests = [asyncio.create_task(pool.score("2", "2")) for _ in range(20)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            time.sleep(0.5)  # the event loop stands still; the worker has long answered
+            assert await asyncio.gather(*requests) == [1.0] * 20
+            assert pool.timed_out == pool.replaced == 0
 
     run(test)
 
