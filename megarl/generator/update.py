@@ -162,7 +162,8 @@ def compare(found: Sequence[Mapping[str, int]], shares: Iterable[Mapping[int, Ma
         for rank, tensors in of_sender.items():
             for name, share in tensors.items():
                 sent[rank, name] = (sent[rank, name] + share) & MASK
-    wrong = [(rank, name) for rank, hashes in enumerate(found) for name, value in hashes.items() if sent.get((rank, name)) != value]
+    there = {(rank, name): value for rank, hashes in enumerate(found) for name, value in hashes.items()}
+    wrong = sorted(key for key in there.keys() | sent.keys() if there.get(key) != sent.get(key))
     if wrong:
         lines = [f"{name} on generator rank {rank} is not what trainer rank {_senders(map, rank, name)} sent" for rank, name in wrong]
         raise AuditError("weight audit failed:\n" + "\n".join(lines))

@@ -1,0 +1,105 @@
+"""CPU support of the engines: batched attention against one sequence at a time in float64; the import stand-ins."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.generator.cpu_support import attention
+
+HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 8, 200
+
+
+def setting(seed: int, totals: list[int], news: list[int]):
+    """Sequences whose tokens lie in shuffled cache slots; unused slots and table entries hold rubbish."""
+    generator = torch.Generator().manual_seed(seed)
+    k_cache, v_cache = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) * 3 for _ in range(2))
+    req_to_token = torch.randint(0, SLOTS, (20, 64), generator=generator)
+    rows = torch.randperm(20, generator=generator)[: len(totals)]
+    free = torch.randperm(SLOTS, generator=generator)
+    for row, total in zip(rows, totals):
+        req_to_token[row, :total], free = free[:total], free[total:]
+    query = torch.randn(sum(news), HEADS, DIM, generator=generator)
+    return query, k_cache, v_cache, req_to_token, rows, torch.tensor(totals), torch.tensor(news)
+
+
+def reference(query, k_cache, v_cache, req_to_token, rows, totals, news, scaling) -> torch.Tensor:
+    """softmax(q k / scale) v, written out, token by token."""
+    outputs, first = [], 0
+    for row, total, new in zip(rows, totals.tolist(), news.tolist()):
+        slots = req_to_token[row, :total]
+        for token in range(new):
+            seen = slots[: total - new + token + 1]
+            for head in range(HEADS):
+                kv = head // (HEADS // KV_HEADS)
+                weights = torch.softmax(k_cache[seen, kv].double() @ query[first + token, head].double() * scaling, 0)
+                outputs.append(weights @ v_cache[seen, kv].double())
+        first += new
+    return torch.stack(outputs).view(-1, HEADS, DIM)
+
+
+def never(*_, **__):
+    raise AssertionError("the loop of SGLang was used")
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 600])  # 600: chunks of one or two sequences
+@pytest.mark.parametrize("totals, news", [([5], [5]), ([9, 1, 30, 12], [9, 1, 4, 7]), ([17, 17, 3], [1, 1, 1])])
+def test_extend_equals_reference(monkeypatch, totals, news, chunk):
+    monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
+    query, *cache, rows, total, new = setting(len(totals), totals, news)
+    output = torch.full_like(query, float("nan"))
+    options = dict(scaling=0.3, enable_gqa=True, causal=True, is_cross_attn=False, sliding_window_size=None)
+    attention.extend(never, None, query, output, *cache, rows, total, total - new, new, None, **options)
+    assert (output - reference(query, *cache, rows, total, new, 0.3)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 600])
+def test_decode_equals_reference(monkeypatch, chunk):
+    monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
+    query, *cache, rows, total, new = setting(3, [1, 40, 7, 13, 13], [1] * 5)
+    output = torch.full_like(query, float("nan"))
+    options = dict(scaling=0.3, enable_gqa=True, causal=False, is_cross_attn=False, sliding_window_size=None)
+    attention.decode(never, None, query, output, *cache, rows, total, None, **options)
+    assert (output - reference(query, *cache, rows, total, new, 0.3)).abs().max() < 1e-5
+
+
+def test_other_kinds_of_attention_are_left_to_sglang():
+    query, *cache, rows, total, new = setting(0, [4], [1])
+    options = dict(scaling=0.3, enable_gqa=True, causal=False, is_cross_attn=False, sliding_window_size=16)
+    assert attention.decode(lambda *_, **__: "loop", None, query, query, *cache, rows, total, None, **options) == "loop"
+
+
+STAND_INS = """
+import sys
+from megarl.generator import cpu_support
+assert not cpu_support.active()
+cpu_support.install(); cpu_support.install()
+assert cpu_support.active() and sum(type(f).__name__ == "_CpuFinder" for f in sys.meta_path) == 1
+from sgl_kernel import rmsnorm
+assert not rmsnorm
+try:
+    rmsnorm(1)
+except NotImplementedError as error:
+    print(error)
+try:
+    import sgl_kernel.scalar_type
+except ImportError:
+    print("no submodules")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the stand-ins are not active")
+def test_kernel_stand_ins_import_and_raise_when_called():
+    result = subprocess.run([sys.executable, "-c", STAND_INS], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["sgl_kernel.rmsnorm is a CUDA kernel; it has no CPU counterpart", "no submodules"]
+
+
+def test_importing_the_package_changes_nothing():
+    before = list(sys.meta_path)
+    importlib.reload(importlib.import_module("megarl.generator.cpu_support"))
+    assert sys.meta_path == before

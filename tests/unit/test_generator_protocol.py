@@ -1,0 +1,93 @@
+"""What the launcher and the controlling process say to an engine, and the comparison of audit hashes. No engine runs here."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import pickletools
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.generator import commands
+from megarl.generator.commands import Audit, Connect, ExpectMessages, Incoming
+from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.generator.update import AuditError, LayoutError, check_layout, compare
+from megarl.generator.wire import content_of, tensor_payload
+from megarl.transports.base import RemoteTensor
+
+SETTINGS = EngineSettings("models/x", "float32", port=1234, context_length=64, max_running_requests=8, tp=2, device="cpu", cores=(0, 1))
+
+
+def test_server_command_keeps_keys_out_of_argv():
+    keys = EngineKeys.generate()
+    argv, environment = server_command(SETTINGS, keys)
+    assert len({keys.api, keys.admin}) == 2 and min(len(keys.api), len(keys.admin)) >= 40
+    assert not any(key in word for key in (keys.api, keys.admin) for word in argv)
+    assert {keys.api, keys.admin} <= set(environment.values())
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_server_command_prefers_the_users_server_args():
+    argv, _ = server_command(SETTINGS, EngineKeys("a", "b"), {"chunked_prefill_size": 32, "sleep_on_idle": False})
+    arguments = json.loads(argv[-1])
+    assert arguments["chunked_prefill_size"] == 32 and arguments["sleep_on_idle"] is False
+    assert arguments["host"] == "127.0.0.1" and arguments["tp_size"] == 2 and arguments["max_total_tokens"] == 8 * 64
+
+
+def test_gpu_command_has_none_of_the_cpu_settings():
+    settings = EngineSettings("models/x", "bfloat16", 1, 64, 8, device="cuda")
+    argv, environment = server_command(settings, EngineKeys("a", "b"))
+    assert not {"attention_backend", "disable_overlap_schedule", "sleep_on_idle", "max_total_tokens"} & set(json.loads(argv[-1]))
+    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(environment)
+
+
+def test_tensor_payload_is_plain_data_in_a_pickle():
+    content = bytes(range(256)) * 3
+    pickled = base64.b64decode(tensor_payload(content))
+    names = [str(argument) for opcode, argument, _ in pickletools.genops(pickled) if "UNICODE" in opcode.name]
+    assert {"_rebuild_tensor_v2", "_load_from_bytes", "OrderedDict"} <= set(names)
+    assert not {"os", "posix", "builtins", "subprocess", "torch.multiprocessing.reductions"} & set(names)
+    assert content_of(pickle.loads(pickled)) == content
+
+
+def test_commands_survive_the_wire():
+    incoming = {1: [Incoming(0, "w", (0, 2), (3, 4))]}
+    for command in (Connect(2, "tcp://h:1", "/k"), ExpectMessages("h:1/2", 3, incoming, 5.0), Audit()):
+        assert commands.decode(commands.encode(command)) == command
+
+
+def copy(source: int, name: str):
+    return SimpleNamespace(source_rank=source, destination_tensor=name)
+
+
+def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
+    map = SimpleNamespace(writes_to=lambda rank: [copy(0, "a"), copy(3, "a"), copy(1, "b")])
+    shares = [{0: {"a": 2**64 - 1}, 1: {"a": 5}}, {0: {"a": 8, "b": 4}, 1: {"b": 6}}]
+    compare([{"a": 7, "b": 4}, {"a": 5, "b": 6}], shares, map)
+    with pytest.raises(AuditError, match=r"failed:\na on generator rank 1 is not what trainer rank 0, 3 sent$"):
+        compare([{"a": 7, "b": 4}, {"a": 6, "b": 6}], shares, map)
+    with pytest.raises(AuditError, match="c on generator rank 0"):  # live, but nobody sent it
+        compare([{"a": 7, "b": 4, "c": 0}, {"a": 5, "b": 6}], shares, map)
+    with pytest.raises(AuditError, match="b on generator rank 1"):  # sent, but not there
+        compare([{"a": 7, "b": 4}, {"a": 5}], shares, map)
+
+
+def test_layout_check_names_each_difference():
+    planned = [SimpleNamespace(name=name, shape=(4, 2), dtype="float32") for name in ("same", "gone", "strided", "bf16")]
+    live = [
+        RemoteTensor("same", (4, 2), "float32", (2, 1)),
+        RemoteTensor("strided", (4, 2), "float32", (1, 4)),
+        RemoteTensor("bf16", (4, 2), "bfloat16", (2, 1)),
+        RemoteTensor("extra", (1,), "float32", (1,)),
+    ]
+    with pytest.raises(LayoutError) as failure:
+        check_layout([live], SimpleNamespace(tensors=lambda rank: planned))
+    lines = str(failure.value).splitlines()[1:]
+    assert [line.split(":")[0] for line in lines] == [
+        "generator rank 0 has extra, which the layout does not know",
+        "generator rank 0 has no gone",
+        "generator rank 0, bf16",
+        "generator rank 0, strided",
+    ]
