@@ -1,0 +1,81 @@
+"""Helpers of the tests that start whole runs by the `megarl` command, as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS, SAMPLES = 4, 4
+
+OVERRIDES = [
+    "max_steps=6",
+    f"rollout.prompts_per_step={PROMPTS}",
+    f"rollout.n={SAMPLES}",
+    "eval.limit=16",
+    "checkpoint.every=2",
+    "observe.probe_every=2",
+    "observe.tensorboard=false",
+]
+
+
+def make_model(folder: Path) -> Path:
+    """The quickstart's model with random weights, as an HF checkpoint."""
+    from megarl.generator import cpu_support
+
+    cpu_support.install()
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    shutil.copytree(ROOT / "configs/models/tiny-llama", folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(AutoConfig.from_pretrained(folder)).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "megarl", *arguments]
+
+
+def run(arguments: list[str], timeout_s: float = 150) -> subprocess.CompletedProcess:
+    """Runs to the end, or kills the launcher at the deadline (its processes die with it)."""
+    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=environment())
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen:
+    with open(log, "wb") as file:
+        return subprocess.Popen(command(*arguments), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "cpu")}  # tests' own transports are importable by the run's processes
+
+
+def rows(run_dir: Path) -> list[dict]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def wait_until(condition, process: subprocess.Popen, what: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, f"the run ended before {what}"
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def descendants(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def kill(process: subprocess.Popen, number: signal.Signals = signal.SIGKILL) -> None:
+    process.send_signal(number)
+    process.wait(timeout=30)

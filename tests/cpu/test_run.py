@@ -1,0 +1,127 @@
+"""Whole runs of `megarl train` with real trainers and a real engine, and what happens when parts of them die."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import psutil
+import pytest
+
+from corrupting_transport import TENSOR
+from run_tools import OVERRIDES, PROMPTS, SAMPLES, descendants, kill, make_model, rows, run, start, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("run") / "model")
+
+
+def arguments(model, run_dir, *more: str) -> list[str]:
+    return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more]
+
+
+@pytest.fixture(scope="module")
+def resumed(model, tmp_path_factory):
+    """A run with trainer TP2 and capacity 1 that was killed outright after its third step, and started again."""
+    folder = tmp_path_factory.mktemp("resumed")
+    run_dir = folder / "run"
+    first = start(arguments(model, run_dir), folder / "first.log")
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 3, first, "third step")
+        children = descendants(first)
+    finally:
+        kill(first)
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    before = rows(run_dir)
+    second = run(arguments(model, run_dir))
+    return run_dir, alive, before, second
+
+
+def test_a_killed_launcher_leaves_no_process_behind(resumed):
+    _, alive, _, _ = resumed
+    assert alive == []
+
+
+def test_a_killed_run_goes_on_without_repeating_or_skipping_a_prompt(resumed):
+    run_dir, _, before, second = resumed
+    assert second.returncode == 0, second.stderr
+    after = rows(run_dir)
+    assert [row["step"] for row in after] == list(range(6))
+    assert [(row["prompts/first"], row["prompts/last"]) for row in after] == [(s * PROMPTS, (s + 1) * PROMPTS - 1) for s in range(6)]
+    assert [row["weights/version"] for row in after] == [1, 2, 3, 4, 5, 6]
+    assert after[:2] == before[:2], "steps before the checkpoint are kept"
+    assert after[2] != before[2], "the step after it was done again"
+
+
+def test_every_step_reports_itself(resumed):
+    run_dir, _, _, second = resumed
+    expected = """step wall_s reward/mean loss grad_norm weights/version staleness/mean staleness/max is_ratio/mean is_ratio/clipped_fraction
+        time/train_s time/generate_s time/sync_s time/sync_pause_s time/trainer_wait_s time/generator_wait_s samples_per_s tokens_per_s
+        sync/bytes sync/audit_ok""".split()
+    for row in rows(run_dir):
+        assert set(expected) <= row.keys()
+        assert row["sync/audit_ok"] is True
+        assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= 1
+        assert all(row[key] >= 0 for key in expected if key.startswith("time/"))
+    assert any(row["staleness/max"] == 1 for row in rows(run_dir)), "capacity 1 runs one step behind"
+    assert "pass@1" in second.stdout
+    for name in ("config.yaml", "report.png", "trace.json", "rollouts/step_000005.txt", "logs/trainer.1.log", "eval/version_000006.json"):
+        assert (run_dir / name).stat().st_size > 0, name
+
+
+def test_trainer_and_generator_agree_on_log_probs(resumed):
+    run_dir, _, _, _ = resumed
+    differences = {row["step"]: row["logprob/abs_diff_mean"] for row in rows(run_dir) if "logprob/abs_diff_mean" in row}
+    assert set(differences) == {0, 2, 4}
+    assert all(0 < difference <= 1e-4 for difference in differences.values()), differences
+
+
+def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(resumed, model, tmp_path):
+    run_dir, _, _, _ = resumed
+    again = run(arguments(model, run_dir))
+    assert again.returncode == 0 and "complete" in again.stdout
+    exported = run(["export", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", "--output", str(tmp_path / "hf")])
+    assert exported.returncode == 0, exported.stderr
+    scored = run(["eval", "configs/quickstart.yaml", f"model.path={tmp_path / 'hf'}", f"run_dir={tmp_path}", "eval.limit=16", "--json"])
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["pass@1"] == json.loads((run_dir / "eval/version_000006.json").read_text())["pass@1"]
+
+
+def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path):
+    more = ["async.capacity=0", "trainer.tp=1", "trainer.pp=2", "generator.tp=2", "weights.transport=gloo", "max_steps=3"]
+    done = run(arguments(model, tmp_path / "run", *more))
+    assert done.returncode == 0, done.stderr
+    table = rows(tmp_path / "run")
+    assert [row["staleness/max"] for row in table] == [0, 0, 0], "capacity 0 is on policy"
+    assert all(row["sync/audit_ok"] for row in table)
+    assert table[0]["logprob/abs_diff_mean"] <= 1e-4
+    assert abs(table[0]["is_ratio/mean"] - 1) < 1e-3, "on policy, pi and mu are the same"
+
+
+def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path):
+    done = run(arguments(model, tmp_path / "run", "weights.transport=corrupting_transport:CorruptingTransport"))
+    assert done.returncode == 1
+    assert f"{TENSOR} on generator rank 0 is not what trainer rank" in done.stderr
+    assert "1" in done.stderr.split("is not what trainer rank", 1)[1].splitlines()[0]
+    assert len(rows(tmp_path / "run")) <= 1, "the step after the bad update must not be trained"
+
+
+def test_a_killed_engine_ends_the_run_with_its_last_words(model, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(arguments(model, run_dir, "max_steps=100000"), tmp_path / "log")
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step")
+        engine = next(child for child in descendants(process) if "megarl.generator.server" in " ".join(child.cmdline()))
+        engine.kill()
+        killed = time.monotonic()
+        process.wait(timeout=30)
+        ended_s = time.monotonic() - killed
+    finally:
+        kill(process)
+    output = (tmp_path / "log").read_text()
+    assert process.returncode == 1
+    assert "engine.0 was killed by SIGKILL" in output and "engine.0.log" in output
+    assert ended_s < 30
