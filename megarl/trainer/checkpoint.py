@@ -17,11 +17,13 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megarl.trainer.folders import STATE, written_together
+from megarl.trainer.folders import written_together
 from megarl.trainer.optimizer import load_state
 
 if TYPE_CHECKING:
     from megarl.trainer.step import MegatronTrainer
+
+STATE = "state.json"
 
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any]) -> None:
     text = json.dumps({"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "state": state})

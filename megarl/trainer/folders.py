@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, written by all ranks together on a shared file system; where checkpoints lie."""
+"""Folders that appear complete or not at all, written by all ranks together on a shared file system."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
 
 import torch.distributed as dist
-
-STATE = "state.json"
-PREFIX = "step-"
 
 
 @contextlib.contextmanager
@@ -47,24 +43,3 @@ def _sync(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint taken after `step` optimizer steps lies."""
-    return Path(folder) / f"{PREFIX}{step:08d}"
-
-
-def latest_checkpoint(folder: str | Path) -> Optional[Path]:
-    """The newest complete checkpoint in `folder`, or None."""
-    found = _complete(Path(folder))
-    return found[-1] if found else None
-
-
-def prune_checkpoints(folder: str | Path, keep: int) -> None:
-    """Removes all but the newest `keep` complete checkpoints. For one process to call, after a save has returned."""
-    for path in _complete(Path(folder))[:-keep]:
-        shutil.rmtree(path)
-
-
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob(f"{PREFIX}*/{STATE}") if path.parent.name.removeprefix(PREFIX).isdigit())

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from megarl.trainer.folders import written_together
 INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 2**30
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
 INDEX = "model.safetensors.index.json"
 
 
@@ -38,7 +38,7 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
     Every rank checks all tensors of the model, also those of others, so that all raise alike.
     Raises ConfigError naming the tensor that is missing or has another shape than config.json says.
     """
-    folder = _checkpoint_folder(path)
+    folder = _local_folder(path, ("*.safetensors", INDEX))
     files = _tensor_files(folder)
     expected = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     problems = [f"{folder}: tensor {name} is missing" for name in expected if name not in files]
@@ -84,11 +84,18 @@ def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:
     return rows[:, piece.logical.slices()[1]]
 
 
-def export_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str, hf_config_dir: str) -> None:
-    """Writes folder `path`: safetensors files of at most 5 GiB (or one tensor), an index if there are several, and the
-    configuration and tokenizer files of `hf_config_dir`. Collective; the folder appears complete or not at all."""
+def export_hf(
+    spec: ModelSpec,
+    layout: Layout,
+    parameters: Mapping[str, torch.Tensor],
+    path: str,
+    hf_config_dir: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes folder `path`: safetensors files of at most `max_file_bytes` (or one tensor), an index if there are several, and
+    the configuration and tokenizer files of `hf_config_dir`. Collective; the folder appears complete or not at all."""
     dtype = layout.kinds[0].shards[0].dtype
-    places, headers = _file_plan(spec, dtype)
+    places, headers = _file_plan(spec, dtype, max_file_bytes)
     with written_together(path) as folder:
         if dist.get_rank() == 0:
             for name, header in headers.items():
@@ -98,7 +105,7 @@ def export_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Te
             if len(headers) > 1:
                 index = {"metadata": {"total_size": sum(p.nbytes for p in places.values())}, "weight_map": {n: p.file for n, p in places.items()}}
                 (folder / INDEX).write_text(json.dumps(index, indent=2))
-            _copy_configuration(Path(hf_config_dir), folder, dtype)
+            _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype)
         dist.barrier()
         files: dict[str, int] = {}
         for tensor, piece in owned_pieces(layout, dist.get_rank()):
@@ -143,14 +150,14 @@ class _Place:
     shape: tuple[int, ...]
 
 
-def _file_plan(spec: ModelSpec, dtype: str) -> tuple[dict[str, _Place], dict[str, bytes]]:
+def _file_plan(spec: ModelSpec, dtype: str, max_file_bytes: int) -> tuple[dict[str, _Place], dict[str, bytes]]:
     """(place of every tensor, header of every file). Format: 8 bytes header length, JSON header, data."""
     item_bytes = torch.empty((), dtype=getattr(torch, dtype)).element_size()
     groups: list[list[LocalTensor]] = [[]]
     size = 0
     for tensor in hf_layout(spec, dtype).tensors(0):
         nbytes = torch.Size(tensor.shape).numel() * item_bytes
-        if groups[-1] and size + nbytes > MAX_FILE_BYTES:
+        if groups[-1] and size + nbytes > max_file_bytes:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
@@ -194,7 +201,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 def _copy_configuration(source: Path, folder: Path, dtype: str) -> None:
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in CONFIG_SUFFIXES and not file.name.endswith(".index.json"):
+        if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json"):
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # its name before transformers 5
@@ -208,13 +215,13 @@ def _parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor) -> t
     return parameter
 
 
-def _checkpoint_folder(path: str) -> Path:
+def _local_folder(path: str, patterns: Sequence[str]) -> Path:
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download  # only for hub names: local models need no network code
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.safetensors", INDEX]))
+        return Path(snapshot_download(path, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: neither a folder nor reachable on the hub: {error}") from error
 

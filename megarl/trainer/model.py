@@ -18,16 +18,8 @@ from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
 from megarl.plan.topology import TrainerTopology
 from megarl.trainer.layers import CausalAttention, RMSNorm
+from megarl.trainer.norm_names import norm_names
 
-try:
-    import transformer_engine  # noqa: F401
-
-    HAVE_TRANSFORMER_ENGINE = True
-except ImportError:
-    HAVE_TRANSFORMER_ENGINE = False
-
-# Which of the two layer specs is in use, in the words of megarl.reshard.layout.trainer_layout: they name the norms differently.
-NORM_NAMES = "te" if HAVE_TRANSFORMER_ENGINE and torch.cuda.is_available() else "local"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -60,7 +52,7 @@ def transformer_config(
     spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, sequence_parallel: bool, recompute: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the decoder; fused CUDA kernels are asked for only where CUDA is."""
-    cuda = torch.cuda.is_available()
+    cuda, fused = torch.cuda.is_available(), norm_names() == "te"
     recompute_all: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -89,10 +81,10 @@ def transformer_config(
         output_layer_init_method=torch.nn.init.zeros_,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        persist_layer_norm=cuda and HAVE_TRANSFORMER_ENGINE,
+        persist_layer_norm=fused,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
-        apply_rope_fusion=cuda and HAVE_TRANSFORMER_ENGINE,
+        apply_rope_fusion=fused,
         attention_softmax_in_fp32=True,
         # Microbatches differ in shape, so pipeline stages exchange shapes first.
         variable_seq_lengths=topology.pp > 1,
@@ -152,7 +144,7 @@ def _rope_type(spec: ModelSpec) -> str:
 
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    if NORM_NAMES == "te":
+    if norm_names() == "te":
         return get_gpt_layer_with_transformer_engine_spec()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm

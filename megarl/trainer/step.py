@@ -30,7 +30,8 @@ from megarl.reshard.layout import trainer_layout
 from megarl.trainer import checkpoint, cpu_support, hf_io
 from megarl.trainer.logprobs import token_logprobs
 from megarl.trainer.microbatch import LENGTH_MULTIPLE, MicroBatch, MicrobatchPlan, build, plan_microbatches
-from megarl.trainer.model import DTYPES, NORM_NAMES, build_model, check_supported, parameters_by_name, transformer_config
+from megarl.trainer.model import DTYPES, build_model, check_supported, parameters_by_name, transformer_config
+from megarl.trainer.norm_names import norm_names
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 from megarl.types import TrainSequence
 
@@ -77,7 +78,7 @@ class MegatronTrainer:
         if dist.get_world_size() != topology.world_size:
             raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
         self.spec = spec
-        self.layout = trainer_layout(spec, topology, dtype, NORM_NAMES)
+        self.layout = trainer_layout(spec, topology, dtype, norm_names())
         self.topology = topology
         self.coordinate = topology.coordinate(dist.get_rank())
         self.seed = seed

@@ -19,12 +19,12 @@ import pytest
 import torch
 from trainer_worker import DENOMINATOR, TEMPERATURE, sequences
 
-from megarl.config.errors import ConfigError
+from megarl.executors.checkpoints import checkpoint_path, complete_checkpoints
+from megarl.generator import cpu_support
 from megarl.models.registry import load_spec
 from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import hf_layout, trainer_layout
-from megarl.generator import cpu_support
-from megarl.trainer.folders import checkpoint_path, latest_checkpoint, prune_checkpoints
+from megarl.types import TrainSequence
 
 cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -47,6 +47,34 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "tp2_pp2": (4, dict(tp=2, pp=2), {}),
 }
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
+
+
+ADAM: dict[str, Any] = dict(
+    lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, clip_grad=0.5
+)
+
+
+def logprob_inputs() -> dict[str, tuple[torch.Tensor, torch.Tensor, int, float]]:
+    """name -> (logits [..., padded vocabulary], targets, vocabulary size, temperature)."""
+    generator = torch.Generator().manual_seed(5)
+
+    def case(vocab_size: int, padded: int, temperature: float = 1.0, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Any:
+        logits = torch.randn(3, 5, padded, generator=generator) * scale
+        logits[..., vocab_size:] = 1e4
+        return logits.to(dtype), torch.randint(0, vocab_size, (3, 5), generator=generator), vocab_size, temperature
+
+    return {
+        "whole": case(16, 16),
+        "hot": case(16, 16, temperature=2.5),
+        "cold": case(16, 16, temperature=0.3),
+        "padded": case(13, 16),
+        "last_rank_all_padding": case(5, 16),
+        "extreme": case(16, 16, scale=1e3),
+        "bf16": case(13, 16, dtype=torch.bfloat16),
+    }
+
+
+LOGPROBS = logprob_inputs()
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +118,30 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
         return dict(run="save", name=f"saved{zero}", model=str(models["tied"]), topology=topology, checkpoint=f"{checkpoint}{zero}")
 
     untied = str(models["untied"])
+    torch.save(LOGPROBS, out / "logprob_inputs.pt")
+
+    def logprobs(world: int) -> dict[str, Any]:
+        return dict(run="logprobs", name=f"logprobs.{world}", inputs=str(out / "logprob_inputs.pt"))
+
+    def train(name: str, **topology: int) -> dict[str, Any]:
+        return dict(run="train", name=f"train.{name}", model=untied, topology=topology, optimizer=ADAM)
+
     spawn(2, out, [
         *gradients(2),
         dict(run="gradients", name="bf16", model=untied, topology=dict(tp=2), dtype="bfloat16"),
         save(zero=1), load("tp2", tp=2), load("pp2", pp=2), load("dp2", dp=2),
         save(zero=0), load("pp2", zero=0, pp=2), load("dp2", zero=0, dp=2),
         dict(run="init", name="init.tp2", model=untied, topology=dict(tp=2), seed=3),
+        train("tp2", tp=2), train("dp2", dp=2), logprobs(2),
     ])  # fmt: skip
     spawn(1, out, [
         *gradients(1),
-        load("single"),
+        load("single"), logprobs(1), dict(run="refused", name="refused", model=untied),
         dict(run="init", name="init.single", model=untied, topology={}, seed=3),
         dict(run="init", name="init.other_seed", model=untied, topology={}, seed=4),
-        dict(run="killed_while_saving", name="killed", model=untied, topology={}, checkpoints=str(out / "checkpoints")),
+        dict(run="killed_while_saving", name="killed", model=untied, topology={}, run_dir=str(out)),
     ], expected_status=-signal.SIGKILL)  # fmt: skip
-    spawn(4, out, [*gradients(4), load("tp2_pp2", tp=2, pp=2)])
+    spawn(4, out, [*gradients(4), load("tp2_pp2", tp=2, pp=2), logprobs(4)])
     return out
 
 
@@ -144,23 +181,29 @@ def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, A
     """
     model = LlamaForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager").double()
     batch = sequences(model.config.vocab_size)
-    logprobs, loss = [], torch.zeros((), dtype=torch.float64)
-    for sequence in batch:
-        tokens = torch.tensor([sequence.token_ids])
-        scores = (model(tokens).logits[0] / TEMPERATURE).log_softmax(dim=-1)
-        chosen = scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
-        weights = torch.tensor(sequence.advantages, dtype=torch.float64) * torch.tensor(sequence.loss_mask)
-        loss = loss - (weights[1:] * chosen).sum()
-        logprobs.append([0.0, *chosen.tolist()])
-    (loss / DENOMINATOR).backward()
+    loss, logprobs = hf_loss(model, batch, TEMPERATURE)
+    loss.backward()
     return {
         "logprobs": logprobs,
-        "loss": loss.item() / DENOMINATOR,
+        "loss": loss.item(),
         "grads": {name: parameter.grad for name, parameter in model.named_parameters()},
         "logits": model(torch.tensor([batch[0].token_ids])).logits.detach(),
         "weights": sum(sum(s.advantages) for s in batch),
         "tokens": sum(sum(s.loss_mask) for s in batch),
     }
+
+
+def hf_loss(model: LlamaForCausalLM, batch: list[TrainSequence], temperature: float) -> tuple[torch.Tensor, list[list[float]]]:
+    """(loss as the written-out formula, log-prob of every token), one sequence at a time: no padding, no microbatches."""
+    loss, logprobs = torch.zeros((), dtype=torch.float64), []
+    for sequence in batch:
+        tokens = torch.tensor([sequence.token_ids])
+        scores = (model(tokens).logits[0] / temperature).log_softmax(dim=-1)
+        chosen = scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+        weights = torch.tensor(sequence.advantages, dtype=torch.float64) * torch.tensor(sequence.loss_mask)
+        loss = loss - (weights[1:] * chosen).sum() / DENOMINATOR
+        logprobs.append([0.0, *chosen.tolist()])
+    return loss, logprobs
 
 
 def hf_gradients(folder: Path, topology: TrainerTopology, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -289,8 +332,59 @@ def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:
 
 
 def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
-    root = runs / "checkpoints"
-    assert (root / "step-00000002.partial").exists() and not checkpoint_path(root, 2).exists()
-    assert latest_checkpoint(root) == checkpoint_path(root, 1)
-    prune_checkpoints(root, keep=1)
-    assert latest_checkpoint(root) == checkpoint_path(root, 1)
+    second = checkpoint_path(runs, 2)
+    assert second.with_name(second.name + ".partial").exists()
+    assert complete_checkpoints(runs) == [(1, checkpoint_path(runs, 1))]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout: str) -> None:
+    """Four steps with warm-up, cosine, clipping and weight decay against PyTorch's own in float64."""
+    model = LlamaForCausalLM.from_pretrained(models["untied"], attn_implementation="eager").double()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": ADAM["weight_decay"]}, {"params": norms, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, betas=ADAM["betas"], eps=ADAM["eps"])
+    rates, grad_norms = [], []
+    for seed in range(4):
+        adam.zero_grad()
+        hf_loss(model, sequences(VOCAB, seed=seed), temperature=1.0)[0].backward()
+        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item())
+        step, warmup, floor = seed + 1, ADAM["warmup_steps"], ADAM["min_lr_ratio"]
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (4 - warmup)))
+        rates.append(ADAM["lr"] * (step / warmup if step <= warmup else floor + (1 - floor) * cosine))
+        for group in adam.param_groups:
+            group["lr"] = rates[-1]
+        adam.step()
+    for rank in saved(runs, f"train.{layout}"):
+        assert rank["rates"] == pytest.approx(rates)
+        assert rank["grad_norms"] == pytest.approx(grad_norms, rel=1e-4)
+        assert max(grad_norms) > ADAM["clip_grad"]
+    got = LlamaForCausalLM.from_pretrained(runs / f"train.{layout}.hf", dtype=torch.float32).state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(got[name].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_vocab_parallel_logprobs(runs: Path, world_size: int) -> None:
+    """Against log_softmax in float64, gradient too; padded columns hold huge logits and must neither count nor get a gradient."""
+    ranks = saved(runs, f"logprobs.{world_size}")
+    assert len(ranks) == world_size
+    for name, (logits, targets, vocab_size, temperature) in LOGPROBS.items():
+        whole = logits.double().requires_grad_()
+        expected = (whole[..., :vocab_size] / temperature).log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        (expected * torch.arange(1.0, targets.numel() + 1).view_as(targets)).sum().backward()
+        half = logits.dtype == torch.bfloat16
+        grad = torch.cat([rank[name][1] for rank in ranks], dim=-1)
+        assert grad.dtype == logits.dtype
+        torch.testing.assert_close(grad.double(), whole.grad, rtol=1e-2 if half else 1e-5, atol=1e-2 if half else 2e-6)
+        assert (grad[..., vocab_size:] == 0).all()
+        for rank in ranks:
+            assert rank[name][0].dtype == torch.float32
+            torch.testing.assert_close(rank[name][0].double(), expected.detach(), rtol=1e-6, atol=5e-6)
+
+
+def test_refuses_what_it_cannot_build(runs: Path) -> None:
+    ((problems),) = [rank["problems"] for rank in saved(runs, "refused")]
+    for wanted in ("trainer.vpp=2", "trainer.cp=2", "trainer.zero=3", "model.dtype=float16", "key/value heads (1)", "number of layers (3)"):
+        assert any(wanted in problem for problem in problems), (wanted, problems)

@@ -8,6 +8,7 @@ saved as OUT_DIR/<scenario name>.<rank>.pt.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -25,7 +26,7 @@ from megarl.algorithms.base import LossOutput
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.registry import load_spec
 from megarl.plan.topology import TrainerTopology
-from megarl.trainer import cpu_support
+from megarl.trainer import cpu_support, hf_io
 from megarl.types import TrainSequence
 
 DENOMINATOR = 37.0
@@ -57,17 +58,21 @@ def weighted_nll(logprobs: torch.Tensor, microbatch: Any) -> LossOutput:
     return LossOutput(loss, {"tokens": microbatch.loss_mask.sum(), "weights": microbatch.advantages.sum()})
 
 
-def make(scenario: dict[str, Any], lr: float, world_topology: dict[str, int] | None = None) -> Any:
+def plain_adam(lr: float) -> OptimizerConfig:
+    return OptimizerConfig(lr=lr, clip_grad=0.0, weight_decay=0.01, eps=1e-4)
+
+
+def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10) -> Any:
     from megarl.trainer.step import MegatronTrainer
 
     return MegatronTrainer(
         load_spec(scenario["model"]),
-        TrainerTopology(**(world_topology or scenario["topology"])),
+        TrainerTopology(**scenario["topology"]),
         TrainerConfig(**scenario.get("trainer", {})),
         scenario.get("dtype", "float32"),
         seed=1,
-        total_steps=10,
-        optimizer=OptimizerConfig(lr=lr, clip_grad=0.0, weight_decay=0.01, eps=1e-4),
+        total_steps=total_steps,
+        optimizer=optimizer,
         timeout_s=60,
     )
 
@@ -107,7 +112,7 @@ def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
 
 def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Logits, log-probs, gradients and the exported checkpoint at the weights of a HF checkpoint (learning rate 0)."""
-    trainer = make(scenario, lr=0.0)
+    trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
     trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
     poison_padding(trainer)
@@ -139,7 +144,7 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
 
 def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, a third step; the reference model keeps the first weights."""
-    trainer = make(scenario, lr=1e-2)
+    trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     vocab = trainer.spec.vocab_size
     probe = sequences(vocab)
@@ -156,7 +161,7 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    trainer = make(scenario, lr=1e-2)
+    trainer = make(scenario, plain_adam(lr=1e-2))
     state = trainer.load_checkpoint(scenario["checkpoint"])
     return {"state": state, **continue_from(trainer, scenario, out)}
 
@@ -177,19 +182,55 @@ def continue_from(trainer: Any, scenario: dict[str, Any], out: Path) -> dict[str
 
 
 def scenario_init(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    trainer = make(scenario, lr=0.0)
+    trainer = make(scenario, plain_adam(lr=0.0))
     trainer.init_random(scenario["seed"])
-    trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
+    folder = str(out / (scenario["name"] + ".hf"))
+    hf_io.export_hf(trainer.spec, trainer.layout, trainer.local_parameters(), folder, scenario["model"], max_file_bytes=20_000)
     return {}
+
+
+def scenario_train(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Four steps with everything on: warm-up, cosine, clipping, weight decay."""
+    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=4)
+    trainer.load_hf(scenario["model"])
+    results = [trainer.train_step(sequences(trainer.spec.vocab_size, seed=seed), weighted_nll, DENOMINATOR) for seed in range(4)]
+    trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
+    return {"rates": [r.learning_rate for r in results], "grad_norms": [r.grad_norm for r in results]}
+
+
+def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """vocab_parallel_logprobs and its gradient, on this rank's slice of the given logits."""
+    from megarl.trainer.logprobs import vocab_parallel_logprobs
+
+    found = {}
+    for name, (logits, targets, vocab_size, temperature) in torch.load(scenario["inputs"]).items():
+        local = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone().requires_grad_()
+        logprobs = vocab_parallel_logprobs(local, targets, dist.group.WORLD, vocab_size, temperature)
+        (logprobs * torch.arange(1.0, targets.numel() + 1).view_as(targets)).sum().backward()
+        found[name] = (logprobs.detach(), local.grad)
+    return found
+
+
+def scenario_refused(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What the trainer cannot build, all problems at once."""
+    from megarl.config.errors import ConfigError
+    from megarl.trainer.model import check_supported
+
+    spec = dataclasses.replace(load_spec(scenario["model"]), num_kv_heads=1, num_layers=3)
+    try:
+        check_supported(spec, TrainerTopology(tp=2, pp=2, vpp=2, cp=2, zero=3), "float16")
+    except ConfigError as error:
+        return {"problems": error.problems}
+    return {"problems": []}
 
 
 def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves step 1, then dies by SIGKILL as soon as the folder of step 2 is being written."""
-    from megarl.trainer.folders import checkpoint_path
+    from megarl.executors.checkpoints import checkpoint_path
 
-    trainer = make(scenario, lr=1e-2)
+    trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
-    root = Path(scenario["checkpoints"])
+    root = scenario["run_dir"]
     trainer.save_checkpoint(str(checkpoint_path(root, 1)), {"step": 1})
     partial = checkpoint_path(root, 2).with_name(checkpoint_path(root, 2).name + ".partial")
 

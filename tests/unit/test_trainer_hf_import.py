@@ -1,0 +1,52 @@
+"""Checkpoints that do not fit the model: one message that names every tensor, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.config.errors import ConfigError
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import TrainerTopology
+from megarl.reshard.layout import hf_layout, trainer_layout
+from megarl.trainer.hf_io import load_hf, owned_pieces
+
+SPEC = ModelSpec("llama", 2, 16, 24, 4, 2, 4, 11, 64, False, 1e-5, 10000.0)
+
+
+def load(folder: Path) -> None:
+    load_hf(SPEC, trainer_layout(SPEC, TrainerTopology(), "float32"), {}, str(folder))
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    tensors = {t.name: torch.zeros(t.shape) for t in hf_layout(SPEC, "float32").tensors(0)}
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["lm_head.weight"] = torch.zeros(12, 16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path)
+    missing, misshapen = raised.value.problems
+    assert "model.layers.1.mlp.up_proj.weight is missing" in missing
+    assert "lm_head.weight has shape (12, 16), config.json says (11, 16)" in misshapen
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither model.safetensors nor"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("axes", [{}, dict(tp=2), dict(pp=2), dict(dp=2), dict(tp=2, pp=2, dp=2)])
+def test_export_writes_every_element_once(tied: bool, axes: dict[str, int]) -> None:
+    spec = ModelSpec(*[*(getattr(SPEC, name) for name in list(ModelSpec.__dataclass_fields__)[:9]), tied, 1e-5, 10000.0])
+    topology = TrainerTopology(**axes)
+    layout = trainer_layout(spec, topology, "float32")
+    written = {t.name: torch.zeros(t.shape) for t in hf_layout(spec, "float32").tensors(0)}
+    for rank in range(topology.world_size):
+        for _, piece in owned_pieces(layout, rank):
+            written[piece.logical_name][piece.logical.slices()] += 1
+    for name, count in written.items():
+        assert (count == 1).all(), name
