@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ async def open_memory(workers: Workers, kind: str, map: ReshardMap, host: str = 
     if kind == SHARED_MEMORY:
         payloads = await workers.run_all(ShareMemory())
     else:
-        workers.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        workers.store = _store(host)
         trainers = map.source.world_size
         incoming = {rank: _incoming(map, rank) for rank in range(workers.count)}
         address = address_of(host, workers.store.port, trainers)
@@ -167,6 +168,13 @@ def compare(found: Sequence[Mapping[str, int]], shares: Iterable[Mapping[int, Ma
     if wrong:
         lines = [f"{name} on generator rank {rank} is not what trainer rank {_senders(map, rank, name)} sent" for rank, name in wrong]
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
+
+
+def _store(host: str) -> dist.TCPStore:
+    """Listens on `host` alone; by itself torch would listen on every interface."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _senders(map: ReshardMap, rank: int, name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -262,9 +261,19 @@ def test_engine_ends_with_its_launcher(checkpoints):
     assert psutil.wait_procs([server], timeout=10)[1] == []
 
 
-def test_killed_engine_leaves_no_process(engine):
+def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
     """Last: it ends the module's engine."""
     processes = engine.processes()
-    os.kill(engine.process.pid, signal.SIGKILL)
-    engine.process.wait(10)
+    scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
+
+    async def kill_while_generating(client: EngineClient) -> None:
+        running = asyncio.create_task(client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True), 32))
+        await asyncio.sleep(0.1)
+        scheduler.send_signal(signal.SIGKILL)
+        with pytest.raises(EngineError, match=engine.url):
+            await running
+
+    with_client(engine, kill_while_generating)
+    engine.process.wait(15)
     assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
+    assert "scheduler_0" in engine.log.read_text()
