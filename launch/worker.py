@@ -15,15 +15,15 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_launcher() -> None:
-    """A launcher that is killed outright cannot end its children; the kernel then does."""
+def die_with_parent() -> None:
+    """A parent that is killed outright cannot end its children; the kernel then does."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
-        raise SystemExit("the launcher is gone")
+        raise SystemExit("the parent is gone")
 
 
 def main() -> None:
-    die_with_launcher()
+    die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["trainer", "generator", "sft", "evaluate", "export"])
@@ -35,6 +35,9 @@ def main() -> None:
 
     roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
 
+
+if __name__ == "__mp_main__":  # a child that a library spawned from a worker (Megatron's checkpoint writer does)
+    die_with_parent()
 
 if __name__ == "__main__":
     main()
