@@ -110,13 +110,13 @@ def test_killed_workers_lose_no_request():
     async def test() -> None:
         async with RewardPool("last_number", workers=2) as pool:
             assert await pool.score("1,2", "2") == 1.0
-            for _ in range(3):
+            for _ in range(2):  # a slot gives up after three starts that failed
                 requests = [asyncio.create_task(pool.score(f"0,{i}", "7")) for i in range(300)]
                 await asyncio.sleep(0)
                 for pid in pids(os.getpid()):  # some still starting, some in the middle of a batch
                     os.kill(pid, signal.SIGKILL)
                 assert await asyncio.gather(*requests) == [float(i == 7) for i in range(300)]
-            assert pool.replaced >= 3
+            assert pool.replaced >= 1
 
     run(test)
 
@@ -159,15 +159,18 @@ def test_workers_that_cannot_start_fail_the_calls_instead_of_stalling_them():
     run(test)
 
 
-def test_workers_die_with_their_parent(tmp_path: Path):
-    program = textwrap.dedent("""
+def test_workers_die_with_their_parent():
+    """Also one that is busy, and would notice its closed input only hours later."""
+    program = textwrap.dedent(f"""
         import asyncio, os, sys
         from megarl.rewards.pool import RewardPool
         async def main():
-            pool = await RewardPool("last_number").__aenter__()
+            pool = await RewardPool("math", timeout_s=3600.0).__aenter__()
             await pool.score("1", "1")
+            busy = asyncio.create_task(pool.score({SLOW!r}, {SLOW_ANSWER!r}))
+            await asyncio.sleep(0.1)
             print("serving", flush=True)
-            await asyncio.sleep(600)
+            await busy
         asyncio.run(main())
     """)
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -182,7 +185,11 @@ def test_workers_die_with_their_parent(tmp_path: Path):
         while Path(f"/proc/{worker}").exists() and "Z" not in status(worker, "State"):
             await asyncio.sleep(0.02)
 
-    run(gone)
+    try:
+        asyncio.run(asyncio.wait_for(gone(), 10.0))
+    finally:
+        if Path(f"/proc/{worker}").exists():
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_the_worker_forbids_what_no_answer_needs():
