@@ -84,6 +84,8 @@ async def write_and_compare(engine, hub: Hub, folder, case: Case, new) -> None:
 
     scramble()
     await client.load_from_disk(str(new), 60)
+    await client.begin_update(60)  # its barrier: SGLang answers a load as soon as rank 0 is done
+    await client.end_update(60)
     loaded = [{name: values.clone() for name, values in of_rank.items()} for of_rank in live]
     written = {
         "shared_memory": await update("shared_memory", case.shared_memory, mapped, by_shared_memory, 1),
