@@ -92,6 +92,7 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(re
 
 def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path):
     more = ["async.capacity=0", "trainer.tp=1", "trainer.pp=2", "generator.tp=2", "weights.transport=gloo", "max_steps=3"]
+    more += ["algorithm.skip_zero_advantage=false"]  # random weights earn nothing: all would be skipped
     done = run(arguments(model, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
     table = rows(tmp_path / "run")
