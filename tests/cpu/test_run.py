@@ -93,6 +93,7 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(re
 def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path):
     more = ["async.capacity=0", "trainer.tp=1", "trainer.pp=2", "generator.tp=2", "weights.transport=gloo", "max_steps=3"]
     more += ["algorithm.skip_zero_advantage=false"]  # random weights earn nothing: all would be skipped
+    more += ["algorithm.kl_coef=0.01"]
     done = run(arguments(model, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
     table = rows(tmp_path / "run")
@@ -100,6 +101,8 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path)
     assert all(row["sync/audit_ok"] for row in table)
     assert table[0]["logprob/abs_diff_mean"] <= 1e-4
     assert abs(table[0]["is_ratio/mean"] - 1) < 1e-3, "on policy, pi and mu are the same"
+    assert table[0]["kl/mean"] == pytest.approx(0, abs=1e-9), "before the first step, policy and reference are the same"
+    assert table[2]["kl/mean"] >= 0
 
 
 def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path):
