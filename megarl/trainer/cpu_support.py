@@ -147,6 +147,20 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+@contextlib.contextmanager
+def _no_compilation() -> Iterator[None]:
+    """Functions that Megatron decorates with torch.compile while it is imported stay as they are.
+
+    Compiled, they would call a C++ compiler in the middle of the first step; the decorator alone costs seconds of imports.
+    """
+    original = torch.compile
+    torch.compile = lambda model=None, **kwargs: model if model is not None else lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
 def _patch_type_checks() -> None:
     for module_name, class_name, method in _CHECK_TYPE_NAMES:
         owner = getattr(sys.modules[f"megatron.core.{module_name}"], class_name)
@@ -202,12 +216,11 @@ def install() -> None:
         raise RuntimeError("cpu_support.install() must be called before megatron.core is imported")
     # Read by Megatron to warn about kernel order on GPUs; there is none to keep here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # torch.compile on CPU would call a C++ compiler in the middle of the first step.
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()
-    with warnings.catch_warnings():
+    with _no_compilation(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # CUDA-only, so nothing is amiss
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
+    sys.modules["megatron.core.jit"].disable_jit_fuser()  # type: ignore[attr-defined]  # for what is imported later
     proxy = _CpuTorch()
     for module in _megatron_modules():
         if module.__dict__.get("torch") is torch:

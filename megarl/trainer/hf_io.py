@@ -103,7 +103,8 @@ def export_hf(
                 (folder / name).write_bytes(header)
                 os.truncate(folder / name, end)
             if len(headers) > 1:
-                index = {"metadata": {"total_size": sum(p.nbytes for p in places.values())}, "weight_map": {n: p.file for n, p in places.items()}}
+                sizes = {"total_size": sum(p.nbytes for p in places.values())}
+                index = {"metadata": sizes, "weight_map": {n: p.file for n, p in places.items()}}
                 (folder / INDEX).write_text(json.dumps(index, indent=2))
             _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype)
         dist.barrier()
@@ -133,7 +134,8 @@ def owned_pieces(layout: Layout, rank: int) -> Iterator[tuple[LocalTensor, Piece
             if replica:
                 continue
             before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
-            wanted = [i for i, p in enumerate(kind.shards[shard].pieces) if owner[p.logical_name] == kind.name and (p.logical_name, p.logical) not in before]
+            pieces = enumerate(kind.shards[shard].pieces)
+            wanted = [i for i, p in pieces if owner[p.logical_name] == kind.name and (p.logical_name, p.logical) not in before]
             for instance in range(kind.instances):
                 if kind.stages[instance] == stage:
                     tensor = kind.tensor(shard, instance)

@@ -76,10 +76,9 @@ def vocab_parallel_logprobs(
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
 ) -> torch.Tensor:
-    """[b, s]: entry i is log p(token i | tokens < i), and 0 at i = 0.
+    """[b, s] float32: entry i is log p(token i | tokens < i), and 0 at i = 0.
 
-    logits: [b, s, padded_vocab / tp], where position i predicts token i + 1; tokens: [b, s].
+    logits: [b, s - 1, padded_vocab / tp], where position i predicts token i + 1; tokens: [b, s].
     """
-    following = torch.roll(tokens, -1, dims=1)  # the last column is of no use and dropped below
-    logprobs = vocab_parallel_logprobs(logits, following, group, vocab_size, temperature)
-    return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs[:, :-1]], dim=1)
+    logprobs = vocab_parallel_logprobs(logits, tokens[:, 1:], group, vocab_size, temperature)
+    return F.pad(logprobs, (1, 0))

@@ -14,20 +14,22 @@ import torch
 
 from megarl.types import TrainSequence
 
-LENGTH_MULTIPLE = 4
-"""Padded lengths are multiples of it: few distinct shapes, little padding."""
-
-
 @dataclass(frozen=True)
 class MicrobatchPlan:
     """One microbatch: which sequences, padded to which length. Without sequences it is one row of masked padding."""
 
     indices: tuple[int, ...]
-    length: int
+    length: int  # s, columns of the tensors
+
+    @property
+    def positions(self) -> int:
+        """Length the model runs at: the last token of a sequence is predicted, and predicts nothing."""
+        return self.length - 1
 
     @property
     def padded_tokens(self) -> int:
-        return max(len(self.indices), 1) * self.length
+        """Tokens the model works on, padding included: what the budget counts."""
+        return max(len(self.indices), 1) * self.positions
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class MicroBatch:
     indices: tuple[int, ...]  # position of each row in train_step's `sequences`; empty when all rows are padding
 
 
-def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int, length_multiple: int) -> list[list[MicrobatchPlan]]:
+def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int, multiple: int) -> list[list[MicrobatchPlan]]:
     """Microbatches of every data-parallel rank: [dp][n], the same n (at least 1) for all ranks.
 
     Sequences go, longest first, to the rank with the fewest tokens so far, and each rank packs its own in that order,
     so that neighbours in a microbatch are of similar length. A microbatch holds at most `max_tokens` padded tokens, or one
-    sequence longer than that. Ranks that need fewer microbatches than others get empty ones: Megatron's pipeline
-    schedules need the same number everywhere. Deterministic.
+    sequence longer than that, and its positions are a multiple of `multiple`. Ranks that need fewer microbatches than
+    others get empty ones: Megatron's pipeline schedules need the same number everywhere. Deterministic.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(dp)]
@@ -58,19 +60,19 @@ def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int, length_m
         shares[rank].append(index)
         tokens[rank] += lengths[index]
 
-    plans = [_pack(share, lengths, max_tokens, length_multiple) for share in shares]
+    plans = [_pack(share, lengths, max_tokens, multiple) for share in shares]
     count = max(1, max(len(plan) for plan in plans))
-    empty = MicrobatchPlan(indices=(), length=length_multiple)
+    empty = MicrobatchPlan(indices=(), length=multiple + 1)
     return [plan + [empty] * (count - len(plan)) for plan in plans]
 
 
-def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int, length_multiple: int) -> list[MicrobatchPlan]:
+def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int, multiple: int) -> list[MicrobatchPlan]:
     plans: list[MicrobatchPlan] = []
     start = 0
     while start < len(order):
-        length = math.ceil(lengths[order[start]] / length_multiple) * length_multiple
-        size = max(1, max_tokens // length)
-        plans.append(MicrobatchPlan(tuple(order[start : start + size]), length))
+        positions = math.ceil(max(lengths[order[start]] - 1, 1) / multiple) * multiple
+        size = max(1, max_tokens // positions)
+        plans.append(MicrobatchPlan(tuple(order[start : start + size]), positions + 1))
         start += size
     return plans
 

@@ -25,7 +25,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def check_supported(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> None:
     """Raises ConfigError, all problems at once, where this trainer cannot build the model on the topology."""
-    problems = [f"trainer.{axis}={getattr(topology, axis)}: only 1 is there yet" for axis in ("vpp", "cp", "ep", "etp") if getattr(topology, axis) != 1]
+    later = {axis: getattr(topology, axis) for axis in ("vpp", "cp", "ep", "etp")}
+    problems = [f"trainer.{axis}={size}: only 1 is there yet" for axis, size in later.items() if size != 1]
     if topology.zero not in (0, 1):
         problems.append(f"trainer.zero={topology.zero}: allowed are 0 (plain data parallel) and 1 (distributed optimizer)")
     if dtype not in DTYPES:

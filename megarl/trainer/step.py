@@ -29,7 +29,7 @@ from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer import checkpoint, cpu_support, hf_io
 from megarl.trainer.logprobs import token_logprobs
-from megarl.trainer.microbatch import LENGTH_MULTIPLE, MicroBatch, MicrobatchPlan, build, plan_microbatches
+from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_model, check_supported, parameters_by_name, transformer_config
 from megarl.trainer.norm_names import norm_names
 from megarl.trainer.optimizer import LearningRate, build_optimizer
@@ -85,7 +85,8 @@ class MegatronTrainer:
         self.dtype = DTYPES[dtype]
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.max_tokens = trainer.max_tokens_per_microbatch
-        self.length_multiple = math.lcm(LENGTH_MULTIPLE, topology.tp if trainer.sequence_parallel else 1)
+        # Tensor cores like multiples of 8; sequence parallelism cuts the sequence into tp parts.
+        self.length_multiple = math.lcm(8 if torch.cuda.is_available() else 1, topology.tp if trainer.sequence_parallel else 1)
 
         _initialize_parallel_state(topology, timeout_s)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -217,7 +218,7 @@ class MegatronTrainer:
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(batches)
             # Rotary positions come from the shape, and causality from the attention itself: no ids, no mask.
-            return model(microbatch.tokens, None, None), partial(head, microbatch)
+            return model(microbatch.tokens[:, :-1], None, None), partial(head, microbatch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -225,7 +226,7 @@ class MegatronTrainer:
             model=[self.ddp],
             num_microbatches=len(plan),
             # Not used with variable_seq_lengths, but the schedule multiplies them.
-            seq_length=plan[0].length,
+            seq_length=plan[0].positions,
             micro_batch_size=max(1, len(plan[0].indices)),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

@@ -155,7 +155,8 @@ def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_
         for rank, log in enumerate(logs):
             command = [sys.executable, str(worker), str(rank), str(world_size), str(out / f"rendezvous.{world_size}"), str(plan), str(out)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True))
+            output = dict(stdout=log.open("w"), stderr=subprocess.STDOUT)
+            processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **output))
         for process in processes:
             process.wait(timeout=DEADLINE_S)
     finally:

@@ -135,10 +135,11 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
 
     from megarl.trainer.microbatch import MicrobatchPlan, build
 
-    plan = [MicrobatchPlan((0,), 4 * len(chosen[0].token_ids))]
+    plan = [MicrobatchPlan((0,), 4 * len(chosen[0].token_ids) + 1)]
     batch = build(plan[0], chosen, trainer.device)
     with torch.no_grad():
-        results = trainer._run(iter([batch]), plan, lambda _, z, non_loss_data: gather_from_tensor_model_parallel_region(z), forward_only=True)
+        head = lambda _, z, non_loss_data: gather_from_tensor_model_parallel_region(z)  # noqa: E731
+        results = trainer._run(iter([batch]), plan, head, forward_only=True)
     return results[0][:, : len(chosen[0].token_ids), : trainer.spec.vocab_size] if results else None
 
 

@@ -19,12 +19,12 @@ def test_plan(lengths: list[int], dp: int, max_tokens: int, multiple: int) -> No
     assert len({len(plan) for plan in ranks}) == 1 and len(ranks[0]) >= 1
     assert sorted(i for plan in ranks for m in plan for i in m.indices) == list(range(len(lengths)))
     for microbatch in (m for plan in ranks for m in plan):
-        assert microbatch.length % multiple == 0 and microbatch.length > 0
+        assert microbatch.positions % multiple == 0 and microbatch.positions > 0
         if microbatch.indices:
             longest = max(lengths[i] for i in microbatch.indices)
-            assert longest <= microbatch.length < longest + multiple
+            assert longest <= microbatch.length < max(longest, 2) + multiple
         else:
-            assert microbatch.length == multiple
+            assert microbatch.length == multiple + 1
         assert microbatch.padded_tokens <= max_tokens or len(microbatch.indices) <= 1
     tokens = [sum(lengths[i] for m in plan for i in m.indices) for plan in ranks]
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
@@ -32,12 +32,12 @@ def test_plan(lengths: list[int], dp: int, max_tokens: int, multiple: int) -> No
 
 
 def test_neighbours_are_of_similar_length() -> None:
-    (plan,) = plan_microbatches([10, 100, 10, 100, 10, 100], dp=1, max_tokens=300, length_multiple=4)
-    assert plan == [MicrobatchPlan((1, 3, 5), 100), MicrobatchPlan((0, 2, 4), 12)]
+    (plan,) = plan_microbatches([10, 100, 10, 100, 10, 100], dp=1, max_tokens=300, multiple=4)
+    assert plan == [MicrobatchPlan((1, 3, 5), 101), MicrobatchPlan((0, 2, 4), 13)]
 
 
 def test_no_sequences_is_one_empty_microbatch_for_all() -> None:
-    assert plan_microbatches([], dp=3, max_tokens=100, length_multiple=4) == [[MicrobatchPlan((), 4)]] * 3
+    assert plan_microbatches([], dp=3, max_tokens=100, multiple=4) == [[MicrobatchPlan((), 5)]] * 3
 
 
 def sequence(*token_ids: int) -> TrainSequence:
@@ -45,8 +45,14 @@ def sequence(*token_ids: int) -> TrainSequence:
     return TrainSequence(list(token_ids), [False] + [True] * (n - 1), [0.0] + [-0.5] * (n - 1), [0.0] + [2.0] * (n - 1))
 
 
+def test_the_last_token_is_only_predicted() -> None:
+    (plan,) = plan_microbatches([21, 21], dp=1, max_tokens=40, multiple=1)
+    assert plan == [MicrobatchPlan((0, 1), 21)] and plan[0].positions == 20 and plan[0].padded_tokens == 40
+
+
 def test_build_pads_with_masked_columns() -> None:
-    batch = build(MicrobatchPlan((2, 0), 4), [sequence(5, 6), sequence(9), sequence(7, 8, 9)], torch.device("cpu"), [[0.0, -1.0], [0.0], [0.0, -2.0, -3.0]])
+    sequences, reference = [sequence(5, 6), sequence(9), sequence(7, 8, 9)], [[0.0, -1.0], [0.0], [0.0, -2.0, -3.0]]
+    batch = build(MicrobatchPlan((2, 0), 4), sequences, torch.device("cpu"), reference)
     assert batch.tokens.tolist() == [[7, 8, 9, 0], [5, 6, 0, 0]] and batch.tokens.dtype == torch.int64
     assert batch.loss_mask.tolist() == [[False, True, True, False], [False, True, False, False]]
     assert batch.mu_logprobs.tolist() == [[0.0, -0.5, -0.5, 0.0], [0.0, -0.5, 0.0, 0.0]]
