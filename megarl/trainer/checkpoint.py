@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.trainer.folders import written_together
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 STATE = "state.json"
 
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any]) -> None:
+    # For the results of asynchronous saves Megatron starts a server process, which imports the main module again, takes seconds,
+    # and outlives a trainer that is killed. A synchronous save reads its results in the process that wrote them.
+    filesystem_async._results_queue = queue.SimpleQueue()
     text = json.dumps({"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "state": state})
     with written_together(path) as folder:
         dist_checkpointing.save(_sharded_state(trainer, is_loading=False, with_random=True), str(folder), content_metadata=_content())

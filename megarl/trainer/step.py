@@ -18,7 +18,7 @@ from typing import Any, Literal, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -27,7 +27,7 @@ from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.spec import ModelSpec
 from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import trainer_layout
-from megarl.trainer import checkpoint, cpu_support, hf_io
+from megarl.trainer import checkpoint, cpu_support, hf_io, parallel
 from megarl.trainer.logprobs import token_logprobs
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_model, check_supported, parameters_by_name, transformer_config
@@ -88,8 +88,7 @@ class MegatronTrainer:
         # Tensor cores like multiples of 8; sequence parallelism cuts the sequence into tp parts.
         self.length_multiple = math.lcm(8 if torch.cuda.is_available() else 1, topology.tp if trainer.sequence_parallel else 1)
 
-        _initialize_parallel_state(topology, timeout_s)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        parallel.initialize(topology, seed, timeout_s)
         config = transformer_config(spec, topology, self.dtype, trainer.sequence_parallel, trainer.recompute)
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
         self.model = build_model(spec, config)
@@ -131,7 +130,7 @@ class MegatronTrainer:
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
-        sums = self._global_sums(outputs)
+        sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
         return StepResult(loss=sums.pop("loss") / denominator, grad_norm=float(grad_norm), sums=sums, learning_rate=learning_rate)
 
     def _loss(
@@ -140,21 +139,6 @@ class MegatronTrainer:
         out = loss(self._logprobs(logits, microbatch, temperature), microbatch)
         # The token count is Megatron's to divide by; see the head of this file.
         return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), {"loss": out.loss.detach(), **out.sums}
-
-    def _global_sums(self, outputs: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Sums over all microbatches of all ranks. `outputs` is empty on all but the last pipeline stage."""
-        sums: dict[str, float] = {}
-        if outputs:
-            total = torch.stack([torch.stack([value.double() for value in output.values()]) for output in outputs]).sum(dim=0)
-            if self.topology.dp > 1:
-                dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-            sums = dict(zip(outputs[0], total.tolist(), strict=True))
-        if self.topology.pp > 1:
-            shared = [sums]
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(shared, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-            sums = shared[0]
-        return sums
 
     # -- scoring
 
@@ -259,15 +243,3 @@ class MegatronTrainer:
     def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Restores what save_checkpoint wrote, under any tp, pp and dp; returns the caller's state."""
         return checkpoint.load(self, path)
-
-
-def _initialize_parallel_state(topology: TrainerTopology, timeout_s: float) -> None:
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        context_parallel_size=topology.cp,
-        create_gloo_process_groups=True,
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
-    )

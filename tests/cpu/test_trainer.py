@@ -11,23 +11,17 @@ import os
 import signal
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer_worker import DENOMINATOR, TEMPERATURE, sequences
+from trainer_reference import LOGPROBS, hf_gradients, hf_loss, reference
+from trainer_worker import sequences
+from transformers import LlamaConfig, LlamaForCausalLM  # after trainer_reference, which makes it importable without CUDA
 
 from megarl.executors.checkpoints import checkpoint_path, complete_checkpoints
-from megarl.generator import cpu_support
-from megarl.models.registry import load_spec
 from megarl.plan.topology import TrainerTopology
-from megarl.reshard.layout import hf_layout, trainer_layout
-from megarl.types import TrainSequence
-
-cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 DEADLINE_S = 150
 VOCAB = 50  # padded to 128 per tensor rank: at tp=2 the second rank holds padding only
@@ -52,29 +46,6 @@ CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 ADAM: dict[str, Any] = dict(
     lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, clip_grad=0.5
 )
-
-
-def logprob_inputs() -> dict[str, tuple[torch.Tensor, torch.Tensor, int, float]]:
-    """name -> (logits [..., padded vocabulary], targets, vocabulary size, temperature)."""
-    generator = torch.Generator().manual_seed(5)
-
-    def case(vocab_size: int, padded: int, temperature: float = 1.0, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Any:
-        logits = torch.randn(3, 5, padded, generator=generator) * scale
-        logits[..., vocab_size:] = 1e4
-        return logits.to(dtype), torch.randint(0, vocab_size, (3, 5), generator=generator), vocab_size, temperature
-
-    return {
-        "whole": case(16, 16),
-        "hot": case(16, 16, temperature=2.5),
-        "cold": case(16, 16, temperature=0.3),
-        "padded": case(13, 16),
-        "last_rank_all_padding": case(5, 16),
-        "extreme": case(16, 16, scale=1e3),
-        "bf16": case(13, 16, dtype=torch.bfloat16),
-    }
-
-
-LOGPROBS = logprob_inputs()
 
 
 @pytest.fixture(scope="module")
@@ -172,56 +143,6 @@ def saved(runs: Path, name: str) -> list[dict[str, Any]]:
     """What every rank saved, in rank order."""
     count = len(list(runs.glob(f"{name}.[0-9].pt")))
     return [torch.load(runs / f"{name}.{rank}.pt", weights_only=False) for rank in range(count)]
-
-
-@cache
-def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Hugging Face's model in float64: log-probs at the temperature, loss, gradients by autograd of the written-out sum.
-
-    `weights`: the precision that the weights are rounded to first.
-    """
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager").double()
-    batch = sequences(model.config.vocab_size)
-    loss, logprobs = hf_loss(model, batch, TEMPERATURE)
-    loss.backward()
-    return {
-        "logprobs": logprobs,
-        "loss": loss.item(),
-        "grads": {name: parameter.grad for name, parameter in model.named_parameters()},
-        "logits": model(torch.tensor([batch[0].token_ids])).logits.detach(),
-        "weights": sum(sum(s.advantages) for s in batch),
-        "tokens": sum(sum(s.loss_mask) for s in batch),
-    }
-
-
-def hf_loss(model: LlamaForCausalLM, batch: list[TrainSequence], temperature: float) -> tuple[torch.Tensor, list[list[float]]]:
-    """(loss as the written-out formula, log-prob of every token), one sequence at a time: no padding, no microbatches."""
-    loss, logprobs = torch.zeros((), dtype=torch.float64), []
-    for sequence in batch:
-        tokens = torch.tensor([sequence.token_ids])
-        scores = (model(tokens).logits[0] / temperature).log_softmax(dim=-1)
-        chosen = scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
-        weights = torch.tensor(sequence.advantages, dtype=torch.float64) * torch.tensor(sequence.loss_mask)
-        loss = loss - (weights[1:] * chosen).sum() / DENOMINATOR
-        logprobs.append([0.0, *chosen.tolist()])
-    return loss, logprobs
-
-
-def hf_gradients(folder: Path, topology: TrainerTopology, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The ranks' gradients as tensors of the HF model. Padding must be exactly 0; copies must agree."""
-    spec = load_spec(folder)
-    whole = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in hf_layout(spec, "float32").tensors(0)}
-    for rank, grads in enumerate(ranks):
-        for tensor in trainer_layout(spec, topology, "float32").tensors(rank):
-            left = grads[tensor.name].clone()
-            for piece in tensor.pieces:
-                here, target = grads[tensor.name][piece.local.slices()].double(), whole[piece.logical_name][piece.logical.slices()]
-                both = ~here.isnan() & ~target.isnan()
-                torch.testing.assert_close(here[both], target[both], rtol=1e-5, atol=1e-6)
-                target[~here.isnan()] = here[~here.isnan()]
-                left[piece.local.slices()] = 0.0
-            assert (left.isnan() | (left == 0)).all(), f"{tensor.name}: gradient on padding"
-    return whole
 
 
 def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 5e-6) -> None:

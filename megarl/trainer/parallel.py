@@ -1,0 +1,43 @@
+"""The trainer's process groups, and what travels between them beside Megatron's own traffic."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megarl.plan.topology import TrainerTopology
+
+
+def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
+    """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and seeds its generators."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        context_parallel_size=topology.cp,
+        create_gloo_process_groups=True,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dict[str, float]:
+    """Sums over all microbatches of all ranks, the same on every rank.
+
+    outputs: scalars of each microbatch of this rank; empty on all but the last pipeline stage, which alone knows the names.
+    """
+    sums: dict[str, float] = {}
+    if outputs:
+        total = torch.stack([torch.stack([value.double() for value in output.values()]) for output in outputs]).sum(dim=0)
+        if dp > 1:
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        sums = dict(zip(outputs[0], total.tolist(), strict=True))
+    if pp > 1:
+        shared = [sums]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(shared, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        sums = shared[0]
+    return sums
