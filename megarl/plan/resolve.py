@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Iterable, Optional
 
@@ -35,6 +35,8 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
 
     `command` ("train", "sft", "eval", …) adds the checks that concern this command alone. Raises ConfigError with all problems.
     """
+    if command == "sft":
+        config = as_warm_start(config)
     checks = CONFIG_CHECKS + ((COMMAND_CHECKS[command],) if command in COMMAND_CHECKS else ())
     problems = [problem for check in checks for problem in check(config)]
     try:
@@ -78,6 +80,12 @@ def _missing_weights(config: RunConfig, command: Optional[str]) -> Iterable[str]
 
 def _holds_weights(path: str) -> bool:
     return any(Path(path).glob("*.safetensors"))
+
+
+def as_warm_start(config: RunConfig) -> RunConfig:
+    """The config with the parallel sizes of the warm start in the trainer's place: it exports to HF, so its sizes are its own."""
+    own = {axis: size for axis in ("tp", "pp", "dp") if (size := getattr(config.sft, axis)) is not None}
+    return replace(config, trainer=replace(config.trainer, **own))
 
 
 def find_spec(config: RunConfig) -> ModelSpec:
