@@ -1,4 +1,86 @@
-"""Triton kernels, each with its torch reference: the package megarl.kernels."""
+"""Triton kernels, each beside its torch reference: the package megarl.kernels.
+
+These functions choose: the kernel for CUDA tensors, the reference for others. Both give the same bits (`quantise_*`, `tile_amax`,
+`audit_hash`) or the same numbers to float32 accuracy (`token_logprobs`). Triton is imported by the first call that needs it.
+"""
+
+from __future__ import annotations
 
 if __name__ != "megarl.kernels":  # SGLang means a PyPI package by `kernels`, not this folder in the current directory
     raise ImportError("the folder kernels/ of MegaRL is the package megarl.kernels; start Python with -P to keep it off sys.path")
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from megarl.reshard.quantise_rules import Rule
+
+__all__ = ["audit_hash", "quantise_block", "quantise_block_with", "tile_amax", "token_logprobs"]
+
+
+def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
+    """Quantises a box of whole tiles and puts it in place, reading `values` once.
+
+    values: [..., R, C] bf16 (float32 is rounded to it first), any strides; starts and ends on edges of tiles or of the tensor
+    codes:  [..., R, C] float8_e4m3fn, any strides: written
+    scales: `rule.scale_shape(values.shape)` float32, any strides: written
+    Raises RuntimeError, with `name`, on NaN or infinity: the destination is then already written.
+    """
+    _quantise(values, rule).quantise_block(values, codes, scales, rule, name)
+
+
+def quantise_block_with(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule
+) -> None:
+    """Quantises a box by given scales and puts it in place: the second pass where tiles are cut across senders.
+
+    values, codes: as of `quantise_block`, but may start anywhere: their first element is (row_start, col_start) of the tensor
+    scales: of the tiles touched, shape as of `tile_amax`
+    """
+    _quantise(values, rule).quantise_block_with(values, codes, scales, row_start, col_start, rule)
+
+
+def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
+    """Largest |x| of each tile a box touches, float32: the first pass. As `megarl.reshard.quantise.tile_amax`."""
+    return _quantise(values, rule).tile_amax(values, row_start, col_start, rule, name)
+
+
+def audit_hash(values: torch.Tensor, row_start: int, col_start: int) -> int:
+    """Share of a box [R, C] in its tensor's audit hash. As `megarl.reshard.audit.hash_box`, bit for bit."""
+    if values.is_cuda:
+        from megarl.kernels import audit_triton
+
+        return audit_triton.hash_box(values, row_start, col_start)
+    from megarl.reshard import audit
+
+    return audit.hash_box(values, row_start, col_start)
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
+) -> torch.Tensor:
+    """[b, s] float32: entry i is log p(token i | tokens < i), and 0 at i = 0; differentiable in `logits`.
+
+    logits: [b, s - 1, padded_vocab / tp] of any float dtype, this rank's slice of the vocabulary; position i predicts token i + 1
+    tokens: [b, s] int64, the same on all ranks of `group`, all below `vocab_size`
+    """
+    from megarl.kernels import logprobs
+
+    return logprobs.token_logprobs(logits, tokens, group, vocab_size, temperature)
+
+
+def _quantise(values: torch.Tensor, rule: Rule):
+    """The module that quantises `values` by `rule`. Kernels exist for blocks; rows and whole tensors are left to torch."""
+    if values.is_cuda and rule.rows and rule.cols and _power_of_two(rule.rows) and _power_of_two(rule.cols) and not rule.reciprocal:
+        from megarl.kernels import quantise_triton
+
+        return quantise_triton
+    from megarl.kernels import quantise
+
+    return quantise
+
+
+def _power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0

@@ -20,17 +20,17 @@ import torch
 from megarl.reshard.box import Box, whole_box
 
 MASK = (1 << 64) - 1
-_ROW_SEED, _COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ROW_SEED, COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 22  # of the int64 temporary on devices other than the CPU
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
     """Share of a box in its tensor's hash. `values`: [R, C], any strides; its first element lies at row_start, col_start."""
-    bits = values.detach().view(_BITS[values.element_size()])
+    bits = values.detach().view(BITS[values.element_size()])
     rows, cols = bits.shape
-    a = _weights(_ROW_SEED, row_start, rows)
-    b = _weights(_COL_SEED, col_start, cols)
+    a = weights(ROW_SEED, row_start, rows)
+    b = weights(COL_SEED, col_start, cols)
     return (_hash_numpy if bits.device.type == "cpu" else _hash_torch)(bits, a, b)
 
 
@@ -67,7 +67,7 @@ def _hash_torch(bits: torch.Tensor, a: np.ndarray, b: np.ndarray) -> int:
     return int((sums * row_weights).sum().item()) & MASK
 
 
-def _weights(seed: int, start: int, count: int) -> np.ndarray:
+def weights(seed: int, start: int, count: int) -> np.ndarray:
     """Odd weights of positions start .. start + count, as int64 (the products wrap modulo 2^64)."""
     table = _table(seed, max(1024, 1 << (start + count - 1).bit_length()))
     return table[start : start + count]

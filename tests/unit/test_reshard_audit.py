@@ -36,8 +36,8 @@ def written_out(tensor: torch.Tensor) -> int:
     total = 0
     for r, row in enumerate(tensor.view(bits).tolist()):
         for c, x in enumerate(row):
-            a = splitmix64((r + 1) * 0x9E3779B97F4A7C15 + audit._ROW_SEED) | 1
-            b = splitmix64((c + 1) * 0x9E3779B97F4A7C15 + audit._COL_SEED) | 1
+            a = splitmix64((r + 1) * 0x9E3779B97F4A7C15 + audit.ROW_SEED) | 1
+            b = splitmix64((c + 1) * 0x9E3779B97F4A7C15 + audit.COL_SEED) | 1
             total += x * a * b
     return total & MASK
 

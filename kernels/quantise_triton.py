@@ -1,0 +1,119 @@
+"""Block quantisation in Triton, equal to megarl/reshard/quantise.py bit for bit, on the GPU and under Triton's interpreter.
+
+One program takes one tile: it reads the tile once, finds its amax, and writes codes and scale to where they belong. Everything that
+rounds is spelled out: the division is the correctly rounded one (Triton's `/` is not), and the cast to e4m3 is done in integers (the
+interpreter's own cast goes wrong where rounding carries into the next power of two). The amax is a maximum over integers, because
+the bit patterns of non-negative numbers are ordered as the numbers are, with infinity and then NaN on top: no NaN gets lost.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+
+from megarl.reshard.box import Box
+from megarl.reshard.quantise import require_finite
+from megarl.reshard.quantise_rules import Rule
+
+AMAX, WHOLE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _e4m3(scaled):
+    """Code of float32 numbers, clamped to +-448, rounded to nearest even."""
+    bits = scaled.to(tl.uint32, bitcast=True)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # of 448
+    # Keep 3 of 23 mantissa bits, move the exponent's bias from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9: the unit in the last place of 2^14, so this sum is rounded where it should be.
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _tile_kernel(
+    values, codes, scales,  # bf16 as int16 | uint8 | float32, amax in mode AMAX
+    rows, cols, top, left,  # extent of the box; where it starts in its first tile
+    value_lead, value_row, value_col, code_lead, code_row, code_col, scale_lead, scale_row, scale_col,  # strides
+    floor_bits, tiles_across,
+    MODE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    tile_row = tl.program_id(0) // tiles_across
+    tile_col = tl.program_id(0) % tiles_across
+    lead = tl.program_id(1).to(tl.int64)
+    r = (tile_row * TILE_ROWS - top + tl.arange(0, TILE_ROWS)).to(tl.int64)[:, None]
+    c = (tile_col * TILE_COLS - left + tl.arange(0, TILE_COLS)).to(tl.int64)[None, :]
+    inside = (r >= 0) & (r < rows) & (c >= 0) & (c < cols)
+    bits = tl.load(values + lead * value_lead + r * value_row + c * value_col, mask=inside, other=0).to(tl.int32) << 16
+    at = scales + lead * scale_lead + tile_row.to(tl.int64) * scale_row + tile_col.to(tl.int64) * scale_col
+
+    if MODE == GIVEN:
+        scale = tl.load(at)
+    else:
+        amax_bits = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1), axis=0)
+        if MODE == AMAX:
+            tl.store(at, amax_bits.to(tl.float32, bitcast=True))
+        else:
+            amax = tl.maximum(amax_bits, floor_bits).to(tl.float32, bitcast=True)
+            scale = tl.div_rn(amax, tl.full((), 448.0, tl.float32))
+            tl.store(at, scale)
+    if MODE != AMAX:
+        scaled = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.zeros_like(bits).to(tl.float32) + scale)
+        tl.store(codes + lead * code_lead + r * code_row + c * code_col, _e4m3(scaled), mask=inside)
+
+
+def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
+    """See megarl.kernels.quantise_block."""
+    _launch(WHOLE, values, codes, scales, 0, 0, rule)
+    require_finite(scales, name, rule.tiles(_box(values, 0, 0)))
+
+
+def quantise_block_with(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule
+) -> None:
+    """See megarl.kernels.quantise_block_with."""
+    _launch(GIVEN, values, codes, scales, row_start, col_start, rule)
+
+
+def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
+    """See megarl.kernels.tile_amax."""
+    tiles = rule.tiles(_box(values, row_start, col_start))
+    amax = torch.empty(tiles.shape, device=values.device)
+    _launch(AMAX, values, None, amax, row_start, col_start, rule)
+    require_finite(amax, name, tiles)
+    return amax
+
+
+def _launch(
+    mode: tl.constexpr, values: torch.Tensor, codes: torch.Tensor | None, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule
+) -> None:
+    tiles = rule.tiles(_box(values, row_start, col_start))
+    if tuple(scales.shape) != tiles.shape or (codes is not None and codes.shape != values.shape):
+        raise ValueError(f"values {tuple(values.shape)} at ({row_start}, {col_start}) need codes of that shape and scales {tiles.shape}; "
+                         f"got {codes if codes is None else tuple(codes.shape)} and {tuple(scales.shape)}")  # fmt: skip
+    source = _three_dims(values.detach().to(torch.bfloat16).view(torch.int16))
+    target = source if codes is None else _three_dims(codes.view(torch.uint8))
+    scales = _three_dims(scales)
+    lead, down, across = scales.shape
+    _tile_kernel[(down * across, lead)](
+        source, target, scales, *source.shape[1:], row_start % rule.rows, col_start % rule.cols,
+        *source.stride(), *target.stride(), *scales.stride(), _float32_bits(rule.floor), across,
+        MODE=mode, TILE_ROWS=rule.rows, TILE_COLS=rule.cols, num_warps=8,
+    )  # fmt: skip
+
+
+def _box(values: torch.Tensor, row_start: int, col_start: int) -> Box:
+    return Box((*(0,) * (values.dim() - 2), row_start, col_start), tuple(values.shape))
+
+
+def _three_dims(tensor: torch.Tensor) -> torch.Tensor:
+    """[lead, rows, cols], the same memory. Raises RuntimeError where leading dims cannot be joined without a copy."""
+    return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.view(-1, *tensor.shape[-2:]) if tensor.dim() > 3 else tensor
+
+
+def _float32_bits(x: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", x))[0]

@@ -1,0 +1,143 @@
+"""The Triton kernels against their references, run by test_kernels.py under TRITON_INTERPRET=1. Small: the interpreter is slow."""
+
+from __future__ import annotations
+
+import os
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernels.py"
+
+import pytest
+import quantise_reference as reference
+import torch
+
+from megarl.kernels import audit_triton, logprobs, logprobs_triton, quantise_triton
+from megarl.reshard import audit, quantise
+from megarl.reshard.box import Box
+from megarl.reshard.quantise_rules import BLOCK, Rule, block_rule
+
+torch.set_num_threads(1)
+RULE = block_rule(8, 16)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def check_whole(x: torch.Tensor, rule: Rule) -> None:
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rule.scale_shape(tuple(x.shape)))
+    quantise_triton.quantise_block(x, codes, scales, rule, "x")
+    wanted = quantise.quantise(x, rule, "x")
+    assert equal(codes, wanted[0]) and equal(scales, wanted[1])
+
+
+def test_every_bf16_number_in_tiles_of_its_own_size():
+    """All 2^16 patterns but NaN and infinity, sorted by size, so that each tile has its own scale."""
+    every = torch.arange(0x7F80, dtype=torch.int16)
+    x = torch.stack([every, every | -0x8000]).T.reshape(-1, 32)
+    check_whole(x.contiguous().view(torch.bfloat16)[::8], block_rule(1, 32))
+
+
+def test_every_tie_between_two_codes():
+    middles = (reference.E4M3[:-1] + reference.E4M3[1:]) / 2
+    x = torch.tensor([*reference.E4M3, *middles, 1e-3, 448.0, 0.0]).view(2, 128)
+    check_whole(x.bfloat16(), BLOCK)
+    codes, scale = torch.empty(2, 128, dtype=torch.float8_e4m3fn), torch.ones(1, 1)
+    quantise_triton.quantise_block_with(-x, codes, scale, 0, 0, BLOCK)
+    assert codes.view(torch.uint8).numpy().tolist() == reference.e4m3_codes(-x.double().numpy()).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0, 40.0])
+def test_random_tiles_with_zeros_subnormals_and_huge_numbers(spread):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 70, generator=generator) * torch.exp2(spread * torch.randn(40, 1, generator=generator)).clamp(2.0**-126, 2.0**100)
+    x[:8, :16], x[9, 20], x[17, 33] = 0, 1e-39, torch.finfo(torch.bfloat16).max
+    check_whole(x.bfloat16(), RULE)
+    check_whole(x, RULE)
+    check_whole(x.t(), RULE)
+
+
+def test_places_experts_into_strided_destinations():
+    x = torch.randn(2, 20, 33, generator=torch.Generator().manual_seed(2)).bfloat16()
+    engine = torch.zeros(2, 50, 40, dtype=torch.float8_e4m3fn)
+    engine_scales = torch.full((2, 3 + 1, 3 + 2), -1.0)
+    codes, scales = engine[:, 10:30, 4:37], engine_scales[:, 1:, 2:]
+    quantise_triton.quantise_block(x, codes, scales, RULE, "x")
+    wanted = quantise.quantise(x, RULE, "x")
+    assert equal(codes, wanted[0]) and equal(scales, wanted[1])
+    codes.view(torch.uint8).zero_()
+    assert not engine.view(torch.uint8).any() and int((engine_scales != -1).sum()) == scales.numel()
+
+
+@pytest.mark.parametrize("box", [Box((0, 0), (40, 70)), Box((3, 5), (30, 60)), Box((11, 17), (2, 3)), Box((8, 16), (9, 54))])
+def test_cut_tiles_in_two_passes(box):
+    x = torch.randn(40, 70, generator=torch.Generator().manual_seed(3)).bfloat16()
+    whole = quantise.quantise(x, RULE, "x")
+    part = x[box.slices()]
+    amax = quantise_triton.tile_amax(part, *box.start, RULE, "x")
+    assert equal(amax, quantise.tile_amax(part, *box.start, RULE, "x"))
+    codes = torch.empty(box.shape, dtype=torch.float8_e4m3fn)
+    quantise_triton.quantise_block_with(part, codes, whole[1][RULE.tiles(box).slices()], *box.start, RULE)
+    assert equal(codes, whole[0][box.slices()])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_nan_and_infinity_are_refused(bad):
+    x = torch.ones(20, 40).bfloat16()
+    x[18, 39] = bad
+    with pytest.raises(RuntimeError, match=r"w2: .*first in tile \(2, 2\)"):
+        quantise_triton.quantise_block(x, torch.empty(20, 40, dtype=torch.float8_e4m3fn), torch.empty(3, 3), RULE, "w2")
+    with pytest.raises(RuntimeError, match=r"w2: .*first in tile \(5, 2\)"):
+        quantise_triton.tile_amax(x, 24, 0, RULE, "w2")
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="need codes of that shape"):
+        quantise_triton.quantise_block_with(torch.ones(4, 4), torch.empty(4, 4, dtype=torch.float8_e4m3fn), torch.ones(1, 1), 6, 0, RULE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_hash_of_strided_boxes(dtype, monkeypatch):
+    monkeypatch.setattr(audit_triton, "STEPS", 2)
+    monkeypatch.setattr(audit_triton, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(audit_triton, "BLOCK_COLS", 16)
+    x = torch.randint(0, 256, (50, 60 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)).view(dtype)
+    for box in (Box((0, 0), (50, 60)), Box((7, 9), (21, 37)), Box((49, 0), (1, 60)), Box((3, 3), (5, 1))):
+        for values in (x[box.slices()], x[box.slices()].clone(), x.clone()[box.slices()].t().contiguous().t()):
+            assert audit_triton.hash_box(values, *box.start) == audit.hash_box(values, *box.start)
+    assert audit_triton.hash_box(x[:0], 5, 5) == 0
+    assert audit_triton.hash_box(x[:9], 2**20, 7) == audit.hash_box(x[:9], 2**20, 7)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs(size, dtype, monkeypatch):
+    """Several blocks a row, a slice whose logits are all -inf, ranks that hold only padding."""
+    monkeypatch.setattr(logprobs_triton, "FORWARD_BLOCK", 8)
+    monkeypatch.setattr(logprobs_triton, "BACKWARD_BLOCK", 4)
+    generator = torch.Generator().manual_seed(5)
+    full = (8 * torch.randn(2, 3, 64, generator=generator)).to(dtype)
+    full[0, 0, :20] = -torch.inf  # a slice and a block without any weight
+    tokens = torch.randint(20, 37, (2, 4), generator=generator)
+    weights = torch.randn(2, 4, generator=generator)
+    exact = full.double().requires_grad_()
+    wanted = torch.log_softmax(exact[..., :37] / 1.3, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+    (wanted * weights[:, 1:]).sum().backward()
+
+    width = 64 // size  # local parts one after the other: the interpreter is not made for threads
+    parts = []
+    for rank in range(size):
+        real = min(max(37 - rank * width, 0), width)
+        target = tokens[:, 1:].reshape(-1) - rank * width
+        parts.append((full.chunk(size, -1)[rank].reshape(-1, width), torch.where((target >= 0) & (target < real), target, -1), real))
+    partial = [logprobs_triton.local_forward(*part, 1.3)[0] for part in parts]
+    log_z = torch.logsumexp(torch.stack([p[0] for p in partial]), 0)
+    found = sum(p[1] for p in partial) - log_z
+    torch.testing.assert_close(found.view(2, 3).double(), wanted.detach(), rtol=1e-6, atol=2e-6)
+    for (z, target, real), p in zip(parts, partial):
+        torch.testing.assert_close(p, logprobs.local_forward(z, target, real, 1.3)[0], rtol=1e-6, atol=1e-6)
+
+    grad = weights[:, 1:].reshape(-1)
+    gradient = torch.cat([logprobs_triton.local_backward(None, z, t, log_z, grad, real, 1.3) for z, t, real in parts], -1)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient.view(2, 3, 64).double(), exact.grad, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-6)

@@ -1,0 +1,104 @@
+"""megarl.kernels on a CPU: the torch references, and the kernels themselves under Triton's interpreter (kernels_interpreted.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from thread_groups import on_ranks
+
+from megarl import kernels
+from megarl.reshard import audit, quantise
+from megarl.reshard.box import Box
+from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, block_rule
+from megarl.trainer.logprobs import token_logprobs as trainer_logprobs
+
+torch.set_num_threads(1)
+HERE = Path(__file__).parent
+DEADLINE_S = 240
+
+
+def test_kernels_under_the_interpreter():
+    """In a process of its own: TRITON_INTERPRET counts at the first import of Triton."""
+    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "kernels_interpreted.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, cwd=HERE.parents[1])
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+def test_no_triton_without_a_cuda_tensor():
+    program = """if True:
+        import sys, torch, megarl.kernels as k
+        from megarl.reshard.quantise_rules import BLOCK
+        assert "triton" not in sys.modules
+        k.quantise_block(torch.ones(2, 2), torch.empty(2, 2, dtype=torch.float8_e4m3fn), torch.empty(1, 1), BLOCK, "x")
+        k.audit_hash(torch.ones(2, 2), 0, 0)
+        assert not [m for m in sys.modules if m.startswith("triton") or m.endswith("_triton")]
+    """
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("rule", [BLOCK, block_rule(32, 64), CHANNEL, TENSOR], ids=lambda rule: rule.name)
+def test_places_into_strided_destinations(rule):
+    x = torch.randn(3, 200, 300, generator=torch.Generator().manual_seed(1))
+    rows, cols = rule.scale_shape((200, 300))
+    engine = torch.zeros(3, 400, 500, dtype=torch.float8_e4m3fn)
+    engine_scales = torch.full((3, cols + 2, rows + 3), -1.0)
+    codes, scales = engine[:, 150:350, 7:307], engine_scales.transpose(1, 2)[:, 2 : 2 + rows, 1 : 1 + cols]
+    kernels.quantise_block(x, codes, scales, rule, "x")
+    wanted = quantise.quantise(x, rule, "x")
+    assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(scales, wanted[1])
+    assert int((engine.view(torch.uint8) != 0).sum()) == int((codes.view(torch.uint8) != 0).sum())
+    assert int((engine_scales != -1).sum()) == scales.numel()
+
+    codes.view(torch.uint8).zero_()
+    box = Box((0, 50, 90), (3, 150, 210))
+    tiles = rule.tiles(box)
+    assert kernels.tile_amax(x[box.slices()], 50, 90, rule, "x").shape == tiles.shape
+    kernels.quantise_block_with(x[box.slices()], codes[box.slices()], scales[tiles.slices()], 50, 90, rule)
+    assert torch.equal(codes[box.slices()].view(torch.uint8), wanted[0][box.slices()].view(torch.uint8))
+
+
+def test_refuses_a_destination_of_another_shape():
+    with pytest.raises(ValueError, match="need codes of that shape"):
+        kernels.quantise_block(torch.ones(4, 4), torch.empty(4, 5, dtype=torch.float8_e4m3fn), torch.empty(1, 1), BLOCK, "x")
+
+
+def test_hash_is_the_audits():
+    x = torch.randn(30, 40).bfloat16()
+    assert kernels.audit_hash(x[3:, 5:], 3, 5) == audit.hash_slice(x[3:, 5:], Box((3, 5), (27, 35)), (30, 40))
+
+
+VOCAB, PADDED = 19, 24
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])  # at 4, the last rank holds one real token and five of padding
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_equal_float64_and_the_trainers(size, dtype):
+    generator = torch.Generator().manual_seed(2)
+    full = (8 * torch.randn(2, 5, PADDED, generator=generator)).to(dtype)
+    tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
+    weights = torch.randn(2, 6, generator=generator)
+    exact = full.double().requires_grad_()
+    wanted = torch.log_softmax(exact[..., :VOCAB] / 0.7, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+    (wanted * weights[:, 1:]).sum().backward()
+
+    def on_rank(group):
+        mine = full.chunk(size, -1)[group.rank()].clone().requires_grad_()
+        found = kernels.token_logprobs(mine, tokens, group, VOCAB, 0.7)
+        (found * weights).sum().backward()
+        assert torch.equal(found, trainer_logprobs(mine.detach(), tokens, group, VOCAB, 0.7))
+        return found.detach(), mine.grad
+
+    results = on_ranks(size, on_rank)
+    for found, _ in results:
+        assert found.dtype == torch.float32 and (found[:, 0] == 0).all()
+        torch.testing.assert_close(found[:, 1:].double(), wanted.detach(), rtol=1e-6, atol=2e-6)
+    gradient = torch.cat([gradient for _, gradient in results], -1)
+    assert gradient.dtype == dtype and (gradient[..., VOCAB:] == 0).all()
+    rounding = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=rounding, atol=1e-6)
