@@ -163,7 +163,9 @@ def _layouts(plan: RunPlan) -> tuple[Any, Any]:
     from megarl.reshard.layout import generator_layout, trainer_layout
 
     dtype = plan.config.model.dtype
-    return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(plan.spec, plan.generator_topology, dtype)
+    return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(
+        plan.spec, plan.generator_topology, dtype, quantization=plan.config.generator.quantization
+    )
 
 
 def _weight_bytes(layout: Any) -> dict[str, int]:

@@ -64,6 +64,13 @@ class TrainerConfig:
     etp: int = setting(1, "tensor parallel size inside an expert", at_least(1))
     dp: int = setting(1, "data parallel size", at_least(1))
     zero: int = setting(1, "0: plain data parallel; 1: distributed optimizer", one_of(0, 1))
+    first_stage_layers: Optional[int] = setting(None, "layers of the first pipeline stage; null: as many as the others", at_least(1))
+    last_stage_layers: Optional[int] = setting(None, "layers of the last pipeline stage; null: as many as the others", at_least(1))
+    fsdp: Optional[str] = setting(
+        None,
+        "parameters sharded over dp and cp; rows: by dim 0, as torch FSDP2; flat: equal runs of elements; null: replicated",
+        one_of("rows", "flat"),
+    )
     sequence_parallel: bool = setting(False, "split norms and residuals along the sequence over the tp ranks")
     recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
     max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch", at_least(1))
@@ -75,7 +82,11 @@ class GeneratorConfig:
     engines: int = setting(1, "SGLang servers", at_least(1))
     tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
     ep: int = setting(1, "expert parallel size of an engine", at_least(1))
-    quantization: Optional[str] = setting(None, "weight format of the engines; null: model.dtype")
+    quantization: Optional[str] = setting(
+        None,
+        "weight format of the engines: e4m3 with a scale per 128x128 block, per output channel, or per tensor; null: model.dtype",
+        one_of("fp8_block", "fp8_channel", "fp8_tensor"),
+    )
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
     kv_cache_tokens: Optional[int] = setting(None, "size of an engine's KV cache; null: SGLang decides from free memory", at_least(1))
     mem_fraction: float = setting(0.85, "of GPU memory, weights and KV cache together", between(0, 1, open_low=True))

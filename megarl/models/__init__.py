@@ -1,4 +1,19 @@
-"""Model families: one file each, stating its logical tensors and where Megatron and SGLang keep them."""
+"""Model families: one file each, stating its logical tensors and where Megatron-core 0.16 and SGLang 0.5.21 keep them.
+
+Adding a family is one file, `megarl/models/<name>.py`. It declares
+
+    ARCHITECTURES = ("<Name>ForCausalLM",)                                        names as in config.json
+    read_spec(reader) -> ModelSpec                                                keys of config.json; refuses variants it does not state
+    logical_tensors(spec) -> tuple[LogicalTensor, ...]                            tensors of the HF checkpoint, in forward order
+    megatron_parameters(spec, topology, norm_names) -> tuple[Parameter, ...]      parameters of the trainer
+    sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]            parameters of one engine
+    quantised_parameters(spec) -> tuple[str, ...]                                 which of the engine's are kept in fp8
+
+and is found by that: nothing has to be registered. Most of a family is put together from blocks that state one part of a layer on
+all three sides: `vocabulary`, `attention`, `latent_attention`, `mlp`, `experts`; `dense` and `sparse` join them to whole layers.
+What is new in a family is stated in `parameters`' vocabulary; read that module first, then `qwen2` (shortest), `deepseek_v3` (longest).
+To test it, add its name to FAMILIES in tests/unit/reshard_reference.py, with its tensors by plain slicing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vocabulary in which a family file states where an engine keeps the model's tensors.
+"""The vocabulary in which a family states where an engine keeps the model's tensors.
 
 A *logical tensor* is a tensor of the HF checkpoint, full and unsharded. An engine's *parameter* is one or several logical
 tensors fused along one dim and cut over the shards of tensor parallelism. All fused layouts in use are one pattern:
@@ -8,6 +8,10 @@ tensors fused along one dim and cut over the shards of tensor parallelism. All f
     SGLang qkv_proj        groups = tp         [Q_r; K_r; V_r] per rank
     gate_up, linear_fc1    groups = tp         [gate_r; up_r] per rank
     plain row/column cut   groups = tp         one part
+
+Experts: a logical name with `{expert}` stands for one tensor per expert. Its parameter is stated as for a single expert; over
+expert-parallel shards the experts are cut into contiguous runs. A parameter that itself has `{expert}` in its name is one
+tensor per expert in the engine too; otherwise the engine stacks its experts along a leading dim.
 """
 
 from __future__ import annotations
@@ -17,15 +21,20 @@ from typing import Optional
 
 FIRST, LAYER, LAST = "first", "layer", "last"
 LAYER_FIELD = "{layer}"  # stands for the global layer number in names of place LAYER
+EXPERT_FIELD = "{expert}"  # stands for the global expert number
+
+Layers = tuple[int, int]  # first, end
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor of the HF checkpoint. A name with `{layer}` stands for one tensor per layer."""
+    """A tensor of the HF checkpoint. A name with `{layer}` stands for one tensor per layer, with `{expert}` for one per expert."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of one layer's, one expert's tensor
     place: str  # FIRST | LAYER | LAST: the pipeline stage that needs it
+    layers: Optional[Layers] = None  # which layers have it; None: all
+    experts: int = 0  # how many experts have one each; 0: not of an expert
 
 
 @dataclass(frozen=True)
@@ -43,18 +52,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of an engine, on all shards. `dim` None: every shard holds the (single) part whole."""
+    """One parameter of an engine, on all shards. `dim` None: every shard holds the parts whole, one below the other."""
 
     name: str
     place: str  # FIRST | LAYER | LAST
     parts: tuple[Part, ...]
     dim: Optional[int] = None
     groups: int = 1
+    layers: Optional[Layers] = None  # which layers have it; None: all
+    dtype: Optional[str] = None  # where it is not the layout's
+
+    @property
+    def of_expert(self) -> bool:
+        return EXPERT_FIELD in self.parts[0].logical_name
 
 
-def whole(name: str, place: str, logical_name: str) -> Parameter:
+def whole(name: str, place: str, *logical_names: str, layers: Optional[Layers] = None, dtype: Optional[str] = None) -> Parameter:
     """A parameter that every shard holds in full."""
-    return Parameter(name, place, (Part(logical_name),))
+    return Parameter(name, place, tuple(Part(logical_name) for logical_name in logical_names), layers=layers, dtype=dtype)
 
 
 def padded_vocab_size(vocab_size: int, tp: int, divisible_by: int = 128) -> int:
@@ -67,3 +82,8 @@ def padded_vocab_size(vocab_size: int, tp: int, divisible_by: int = 128) -> int:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def indivisible(key: str, size: int, **sizes: int) -> list[str]:
+    """Problems, one for each of `sizes` that `size` does not divide."""
+    return [f"{key} = {size} does not divide {name} = {value}" for name, value in sizes.items() if value % size]

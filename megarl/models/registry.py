@@ -1,13 +1,7 @@
 """From an HF config.json to a `ModelSpec`, and from a spec to the family module that knows its tensors.
 
-A family is one module of this package. It declares `ARCHITECTURES` (names as in config.json) and the functions
-
-    read_spec(reader: ConfigReader) -> ModelSpec
-    logical_tensors(spec) -> tuple[LogicalTensor, ...]
-    megatron_parameters(spec, tp, pp, norm_names) -> tuple[Parameter, ...]
-    sglang_parameters(spec, tp, device) -> tuple[Parameter, ...]
-
-Nothing has to be registered: every module of the package that has `ARCHITECTURES` is a family.
+What a family module declares stands in the docstring of the package. Nothing has to be registered: every module of the package
+that has `ARCHITECTURES` is a family.
 """
 
 from __future__ import annotations

@@ -8,10 +8,12 @@ from typing import Any, Mapping, Optional
 
 @dataclass(frozen=True)
 class ModelSpec:
+    """Fields from `qkv_bias` on are zero, false or None where a family has no such thing."""
+
     family: str  # "llama": names the module in megarl.models that knows its tensors
     num_layers: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of dense layers; 0 where every layer is a mixture of experts
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
@@ -21,3 +23,25 @@ class ModelSpec:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Optional[Mapping[str, Any]] = None
+
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of every query and key head
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    shared_intermediate_size: int = 0  # of all shared experts together
+    first_dense_layers: int = 0  # layers before the first with experts
+    score_function: str = "softmax"  # of the router: "softmax" | "sigmoid"
+    norm_topk_prob: bool = True  # weights of the chosen experts are scaled to sum 1
+    router_bias: bool = False  # added to the scores for the choice of experts only
+    num_expert_groups: int = 0  # experts are chosen from `topk_groups` of so many groups
+    topk_groups: int = 0
+    routed_scaling_factor: float = 1.0
+
+    # multi-head latent attention (DeepSeek-V2, section 2.1); head_dim is then qk_nope_head_dim + qk_rope_head_dim
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0

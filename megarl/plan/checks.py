@@ -34,18 +34,38 @@ SERVER_ARGS_KEPT = frozenset(
 )
 
 
-def check_unsupported(config: RunConfig) -> Iterable[str]:
-    for key, value in (("trainer.vpp", config.trainer.vpp), ("trainer.cp", config.trainer.cp)):
-        if value > 1:
-            yield f"{key}={value}: only 1 is supported"
+def check_trainer_features(config: RunConfig) -> Iterable[str]:
+    """What can be planned and resharded, but not trained yet."""
+    trainer = config.trainer
+    for key in ("vpp", "cp"):
+        if getattr(trainer, key) > 1:
+            yield f"trainer.{key}={getattr(trainer, key)}: only 1 can be trained"
+    for key in ("first_stage_layers", "last_stage_layers", "fsdp"):
+        if getattr(trainer, key) is not None:
+            yield f"trainer.{key}={getattr(trainer, key)}: only null can be trained"
+
+
+def check_generator_features(config: RunConfig) -> Iterable[str]:
+    """What can be planned and resharded, but not generated with yet."""
     if config.generator.quantization is not None:
-        yield f"generator.quantization={config.generator.quantization}: only null is supported: engines run in model.dtype"
+        yield f"generator.quantization={config.generator.quantization}: only null can run: engines run in model.dtype"
 
 
 def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    for key, value in (("trainer.ep", config.trainer.ep), ("trainer.etp", config.trainer.etp), ("generator.ep", config.generator.ep)):
-        if value > 1:
-            yield f"{key}={value}: must be 1: a {spec.family} model has no experts"
+    trainer, generator = config.trainer, config.generator
+    sizes = (("trainer.ep", trainer.ep), ("trainer.etp", trainer.etp), ("generator.ep", generator.ep))
+    if not spec.num_experts:
+        yield from (f"{key}={value}: must be 1: a {spec.family} model has no experts" for key, value in sizes if value > 1)
+        return
+    ranks = trainer.tp * trainer.cp * trainer.dp
+    if ranks % (trainer.ep * trainer.etp):
+        product = f"trainer.ep={trainer.ep} * trainer.etp={trainer.etp}"
+        yield f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}"
+    yield from _indivisible("trainer.ep", trainer.ep, {"experts": spec.num_experts})
+    yield from _indivisible("trainer.etp", trainer.etp, {"ffn rows of an expert": spec.expert_intermediate_size})
+    yield from _indivisible("generator.ep", generator.ep, {"experts": spec.num_experts})
+    if generator.tp % generator.ep:
+        yield f"generator.ep={generator.ep}: must divide generator.tp={generator.tp}"
 
 
 def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
@@ -76,15 +96,21 @@ def check_schedule(config: RunConfig) -> Iterable[str]:
 
 
 def check_tensor_parallel(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Both sides cut heads and ffn rows evenly. Engines also cut the vocabulary, and replicate kv heads for a tp that is a multiple."""
-    sizes = {"attention heads": spec.num_attention_heads, "ffn rows": spec.intermediate_size}
+    """Both sides cut heads and ffn rows evenly. Engines also cut the vocabulary, and replicate kv heads for a tp that is a multiple.
+    Latent attention has no kv heads to cut."""
+    ffn = {"ffn rows": spec.intermediate_size} if spec.intermediate_size else {}
+    sizes = {"attention heads": spec.num_attention_heads} | ffn
     padded_vocab = {"vocabulary rows, padded": round_up(spec.vocab_size, SGLANG_VOCAB_PADDING)}
-    kv_heads = {"key-value heads": spec.num_kv_heads}
+    kv_heads = {} if spec.kv_lora_rank else {"key-value heads": spec.num_kv_heads}
     yield from _indivisible("trainer.tp", config.trainer.tp, sizes | kv_heads)
     tp = config.generator.tp
     yield from _indivisible("generator.tp", tp, sizes | padded_vocab)
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+    if kv_heads and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         yield f"generator.tp={tp}: must be a divisor or a multiple of the model's {spec.num_kv_heads} key-value heads"
+    per_expert = config.generator.tp // max(1, config.generator.ep)
+    if spec.num_experts and per_expert and spec.expert_intermediate_size % per_expert:
+        product = f"generator.tp={tp} / generator.ep={config.generator.ep}"
+        yield f"{product}: must divide the {spec.expert_intermediate_size} ffn rows of an expert"
 
 
 def _indivisible(key: str, tp: int, sizes: dict[str, int]) -> Iterable[str]:
@@ -94,8 +120,28 @@ def _indivisible(key: str, tp: int, sizes: dict[str, int]) -> Iterable[str]:
 
 
 def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    if spec.num_layers % config.trainer.pp:
-        yield f"trainer.pp={config.trainer.pp}: must divide the model's {spec.num_layers} layers"
+    """As megarl.reshard.layout.stage_of_layer. Every stage holds trainer.vpp chunks of equal size."""
+    trainer = config.trainer
+    sizes = f"trainer.pp={trainer.pp}" + (f" * trainer.vpp={trainer.vpp}" if trainer.vpp > 1 else "")
+    told = [n for n in (trainer.first_stage_layers, trainer.last_stage_layers) if n is not None]
+    if not told:
+        if spec.num_layers % (trainer.pp * trainer.vpp):
+            yield f"{sizes}: must divide the model's {spec.num_layers} layers"
+        return
+    keys = ("first_stage_layers", "last_stage_layers")
+    said = ", ".join(f"trainer.{key}={getattr(trainer, key)}" for key in keys if getattr(trainer, key) is not None)
+    if trainer.pp == 1:
+        yield f"{said}: needs trainer.pp of at least 2; it is 1"
+        return
+    others, rest = trainer.pp - len(told), spec.num_layers - sum(told)
+    shared = rest // others if others else 0
+    if rest < others or rest != shared * others or any(n % trainer.vpp for n in (*told, shared)):
+        yield f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {rest} of {spec.num_layers} are left"
+
+
+def check_virtual_stages(config: RunConfig) -> Iterable[str]:
+    if config.trainer.vpp > 1 and config.trainer.pp == 1:
+        yield f"trainer.vpp={config.trainer.vpp}: needs trainer.pp of at least 2; it is 1"
 
 
 def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
@@ -160,7 +206,7 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
 
 
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
-    check_unsupported,
+    check_virtual_stages,
     check_truncated_sampling,
     check_server_args,
     check_schedule,
@@ -170,4 +216,9 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_rope, check_lengths)
-COMMAND_CHECKS: dict[str, ConfigCheck] = {"sft": check_sft_command, "eval": check_eval_command, "train": check_resume}
+COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
+    "sft": (check_trainer_features, check_sft_command),
+    "train": (check_trainer_features, check_generator_features, check_resume),
+    "eval": (check_generator_features, check_eval_command),
+    "export": (check_trainer_features,),
+}

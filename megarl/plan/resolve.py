@@ -37,7 +37,7 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
     """
     if command == "sft":
         config = as_warm_start(config)
-    checks = CONFIG_CHECKS + ((COMMAND_CHECKS[command],) if command in COMMAND_CHECKS else ())
+    checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
     problems = [problem for check in checks for problem in check(config)]
     try:
         spec = find_spec(config)
@@ -52,7 +52,7 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
         config=config,
         spec=spec,
         trainer_topology=TrainerTopology(
-            tp=trainer.tp, pp=trainer.pp, vpp=trainer.vpp, cp=trainer.cp, ep=trainer.ep, etp=trainer.etp, dp=trainer.dp, zero=trainer.zero
+            **{name: getattr(trainer, name) for name in TrainerTopology.__dataclass_fields__}  # the section has the same keys
         ),
         generator_topology=GeneratorTopology(engines=generator.engines, tp=generator.tp, ep=generator.ep),
         steps=config.max_steps,

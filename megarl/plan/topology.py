@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Optional
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,22 @@ class TrainerCoordinate:
 
 
 @dataclass(frozen=True)
+class ExpertCoordinate:
+    """Place of one trainer rank on the mesh of the experts, which has the same pipeline stages."""
+
+    etp: int
+    ep: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
 class TrainerTopology:
-    """Sizes of the trainer's mesh axes. Ranks run in Megatron's default order: tp fastest, then cp, dp, pp."""
+    """Sizes of the trainer's mesh axes. Ranks run in Megatron's default order: tp fastest, then cp, dp, pp.
+
+    Experts live on a mesh of their own over the same ranks (megatron/core/parallel_state.py): etp fastest, then ep, then the
+    replicas of an expert, then pp. Within a stage etp * ep * expert_dp = tp * cp * dp.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -27,10 +42,18 @@ class TrainerTopology:
     etp: int = 1
     dp: int = 1
     zero: int = 1
+    first_stage_layers: Optional[int] = None  # None: stages that are not told share the rest evenly
+    last_stage_layers: Optional[int] = None
+    fsdp: Optional[str] = None  # "rows": torch FSDP2's chunks of dim 0; "flat": equal runs of the flattened parameter; None: whole
 
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of an expert. Not a whole number of them means that ep * etp does not divide the ranks of a stage."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     def coordinate(self, rank: int) -> TrainerCoordinate:
         rest, tp = divmod(rank, self.tp)
@@ -42,10 +65,23 @@ class TrainerTopology:
         c = coordinate
         return c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))
 
+    def expert_coordinate(self, rank: int) -> ExpertCoordinate:
+        rest, etp = divmod(rank, self.etp)
+        rest, ep = divmod(rest, self.ep)
+        pp, dp = divmod(rest, self.expert_dp)
+        return ExpertCoordinate(etp=etp, ep=ep, dp=dp, pp=pp)
+
+    def expert_rank(self, coordinate: ExpertCoordinate) -> int:
+        c = coordinate
+        return c.etp + self.etp * (c.ep + self.ep * (c.dp + self.expert_dp * c.pp))
+
 
 @dataclass(frozen=True)
 class GeneratorTopology:
-    """`engines` SGLang servers of `tp` ranks each. Generator rank g is TP rank g % tp of engine g // tp."""
+    """`engines` SGLang servers of `tp` ranks each. Generator rank g is TP rank g % tp of engine g // tp.
+
+    Of an engine's ranks, each run of tp / ep holds the same experts, cut over that run.
+    """
 
     engines: int = 1
     tp: int = 1

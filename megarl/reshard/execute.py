@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from collections import defaultdict
+from typing import TYPE_CHECKING, Iterable, Mapping, Optional
 
+from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.reshard.rows import ZEROS
+from megarl.reshard.rows import QUANTISE, SCALE, ZEROS
 
 if TYPE_CHECKING:
     import torch
 
+    from megarl.reshard.amax import AmaxPart
 
-def apply_copy(copy: Copy, source_tensor: Optional[torch.Tensor], destination_tensor: torch.Tensor) -> None:
+Entry = tuple[str, Box, "torch.Tensor"]  # tiles of which tensor, which tiles, their amax
+
+
+class AmaxTable:
+    """Amax of the tiles that copies cut; see `amax` for when to use it. `entries` are this rank's own, to be sent to its peers."""
+
+    def __init__(self, entries: Iterable[Entry] = ()):
+        self.entries = list(entries)
+        self._known: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+        self.merge(self.entries)
+
+    @classmethod
+    def measure(cls, parts: Iterable[AmaxPart], tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
+        """From this rank's tensors, whole as the layout states them. Raises RuntimeError on NaN or infinity."""
+        from megarl.reshard.quantise import tile_amax
+
+        entries = []
+        for part in parts:
+            values = tensors[part.source_tensor][part.source_box.slices()]
+            amax = tile_amax(values.reshape(values.shape[-2:]), *part.origin, part.rule, part.tiles_of)
+            entries.append((part.tiles_of, part.tiles, amax))
+        return cls(entries)
+
+    def merge(self, entries: Iterable[Entry]) -> None:
+        for tiles_of, tiles, amax in entries:
+            self._known[tiles_of].append((tiles, amax))
+
+    def amax(self, tiles_of: str, tiles: Box) -> torch.Tensor:
+        """Raises ValueError when a share of these tiles is not known."""
+        from megarl.reshard.quantise import merge_amax
+
+        if tiles_of not in self._known:
+            raise ValueError(f"no amax of {tiles_of} was measured")
+        return merge_amax(self._known[tiles_of], tiles)
+
+
+def apply_copy(
+    copy: Copy, source_tensor: Optional[torch.Tensor], destination_tensor: torch.Tensor, amax: Optional[AmaxTable] = None
+) -> None:
     """Writes the copy's box of `destination_tensor`, both tensors whole as the layouts state them.
 
     A cast rounds to nearest even, as `Tensor.to` does. `source_tensor` is not looked at for zeros.
@@ -19,14 +60,15 @@ def apply_copy(copy: Copy, source_tensor: Optional[torch.Tensor], destination_te
     target = destination_tensor[copy.destination_box.slices()]
     if copy.transform == ZEROS:
         target.zero_()
-        return
-    if source_tensor is None or copy.source_box is None:
-        raise ValueError(f"{copy.destination_tensor}: a copy of transform {copy.transform!r} needs its source tensor")
-    target.copy_(source_tensor[copy.source_box.slices()])
+    else:
+        target.copy_(payload(copy, source_tensor, amax))
 
 
-def payload(copy: Copy, source_tensor: Optional[torch.Tensor]) -> torch.Tensor:
-    """What the copy puts into its destination box: a view of the source where possible, in the destination's dtype."""
+def payload(copy: Copy, source_tensor: Optional[torch.Tensor], amax: Optional[AmaxTable] = None) -> torch.Tensor:
+    """What the copy puts into its destination box, in its shape and dtype: a view of the source where possible.
+
+    `amax` is needed where `copy.quantisation.cut`. Raises ValueError when it, or the source tensor, is missing.
+    """
     import torch
 
     dtype = getattr(torch, copy.dtype)
@@ -34,4 +76,22 @@ def payload(copy: Copy, source_tensor: Optional[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(copy.destination_box.shape, dtype=dtype)
     if source_tensor is None or copy.source_box is None:
         raise ValueError(f"{copy.destination_tensor}: a copy of transform {copy.transform!r} needs its source tensor")
-    return source_tensor[copy.source_box.slices()].to(dtype)
+    values = source_tensor[copy.source_box.slices()]
+    if copy.transform in (QUANTISE, SCALE):
+        return _quantised(copy, values.reshape(values.shape[-2:]), amax).reshape(copy.destination_box.shape)
+    return values.to(dtype).reshape(copy.destination_box.shape)
+
+
+def _quantised(copy: Copy, values: torch.Tensor, amax: Optional[AmaxTable]) -> torch.Tensor:
+    from megarl.reshard.quantise import quantise_with, scales_of, tile_amax
+
+    how = copy.quantisation
+    if how is None or (how.cut and amax is None):
+        raise ValueError(f"{copy.destination_tensor}: a copy of transform {copy.transform!r} that cuts tiles needs their amax")
+    row, col = how.origin
+    if how.cut and amax is not None:
+        found = amax.amax(how.tiles_of, how.rule.tiles(Box((row, col), tuple(values.shape))))
+    else:
+        found = tile_amax(values, row, col, how.rule, how.tiles_of)
+    scales = scales_of(found, how.rule)
+    return scales if copy.transform == SCALE else quantise_with(values, row, col, scales, how.rule)

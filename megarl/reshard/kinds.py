@@ -1,25 +1,31 @@
 """Layouts: which rank holds which elements of which logical tensor, under which local name.
 
 A layout is kept factorised. A `Kind` is one parameter: what each of its shards holds, stated once, and a table of the
-ranks that hold each shard on each pipeline stage. Layers and replicas are expanded only when a rank's tensors are asked for.
+ranks that hold each shard on each pipeline stage. Layers, experts and replicas are expanded only when a rank's tensors are
+asked for. In the statement of a shard, experts are a leading dim of both boxes, whether the engine stacks them or not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Iterator, Optional
 
 import numpy as np
 
-from megarl.models.parameters import LAST, LAYER, LAYER_FIELD
+from megarl.models.parameters import EXPERT_FIELD, FIRST, LAYER, LAYER_FIELD, Layers
 from megarl.reshard.box import Box
+from megarl.reshard.quantise_rules import Rule
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`local`, a box of the local tensor, holds `logical`, a box of the logical tensor. Both have the same shape."""
+    """`local`, a box of the local tensor, holds `logical`, a box of the logical tensor. Both have the same shape.
+
+    Where an engine stacks experts, `local` is of one expert and `logical` has a leading dim of 1 for it.
+    """
 
     local: Box
     logical_name: str
@@ -28,25 +34,52 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor in a rank's memory. What no piece covers is padding and holds zeros."""
+    """A tensor in a rank's memory. What no piece covers is padding and holds zeros.
+
+    `flat`: of an FSDP shard, the elements first .. end of the flattened tensor are in this rank's memory, as one 1-D tensor;
+    shape and boxes go on speaking of the whole. Of experts, it is the range of each of them.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
+    engine_shape: Optional[tuple[int, ...]] = None  # where the engine shows the same memory in another shape: transposed, a scalar
+    flat: Optional[tuple[int, int]] = None
 
-    def at_layer(self, layer: int) -> LocalTensor:
-        """The tensor with `{layer}` in its names replaced by the global layer number."""
+    def expand(self, layer: Optional[int]) -> tuple[LocalTensor, ...]:
+        """The tensors that this statement stands for at one layer: names resolved, experts one by one."""
+        if layer is None:
+            return (self,)
         number = str(layer)
-        pieces = tuple(Piece(p.local, p.logical_name.replace(LAYER_FIELD, number), p.logical) for p in self.pieces)
-        return LocalTensor(self.name.replace(LAYER_FIELD, number), self.shape, self.dtype, pieces)
+        pieces = tuple([Piece(p.local, p.logical_name.replace(LAYER_FIELD, number), p.logical) for p in self.pieces])
+        tensor = replace(self, name=self.name.replace(LAYER_FIELD, number), pieces=pieces)
+        if not pieces or EXPERT_FIELD not in pieces[0].logical_name:
+            return (tensor,)
+        apart = [(e, expert, piece) for piece in pieces for e, expert, piece in _of_each_expert(piece)]
+        if EXPERT_FIELD not in self.name:  # stacked
+            return (replace(tensor, pieces=tuple(piece for _, _, piece in apart)),)
+        names = {e: tensor.name.replace(EXPERT_FIELD, str(expert)) for e, expert, _ in apart}
+        own: dict[int, list[Piece]] = {e: [] for e in sorted(names)}
+        for e, _, piece in apart:
+            own[e].append(Piece(piece.local.drop(), piece.logical_name, piece.logical.drop()))
+        return tuple(replace(tensor, name=names[e], shape=self.shape[1:], pieces=tuple(own[e])) for e in own)
+
+
+def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
+    """(local expert, global expert, its piece)"""
+    for i in range(piece.local.shape[0]):
+        e, expert = piece.local.start[0] + i, piece.logical.start[0] + i
+        local = Box((e,) + piece.local.start[1:], (1,) + piece.local.shape[1:])
+        logical = Box((0,) + piece.logical.start[1:], (1,) + piece.logical.shape[1:])
+        yield e, expert, Piece(local, piece.logical_name.replace(EXPERT_FIELD, str(expert)), logical)
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
     """One parameter of a layout.
 
-    Instance i is the tensor of layer `i` for place LAYER, and the only one (i = 0) otherwise. It lives on stage
+    Instance i is the tensor of layer `first_layer + i` for place LAYER, and the only one (i = 0) otherwise. It lives on stage
     `stages[i]`; there, replica e of its shard s lies on rank `ranks[stages[i], s, e]`.
     """
 
@@ -55,20 +88,43 @@ class Kind:
     shards: tuple[LocalTensor, ...]  # [S]
     stages: np.ndarray  # [instances]
     ranks: np.ndarray  # [stages, S, replicas]
+    first_layer: int = 0
+    rule: Optional[Rule] = None  # of quantisation; the shards are then e4m3, and kind number `scales` holds their scales
+    scales: Optional[int] = None
+    scales_of: Optional[int] = None  # number of the kind that these are the scales of
 
     @property
     def instances(self) -> int:
         return len(self.stages)
 
+    @property
+    def layers(self) -> Optional[Layers]:
+        return (self.first_layer, self.first_layer + self.instances) if self.place == LAYER else None
+
+    def layer(self, instance: int) -> Optional[int]:
+        return self.first_layer + instance if self.place == LAYER else None
+
     def name_of(self, instance: int) -> str:
-        return self.name.replace(LAYER_FIELD, str(instance))
+        """May still hold `{expert}`."""
+        return self.name.replace(LAYER_FIELD, str(self.first_layer + instance))
+
+    def tensors(self, shard: int, instance: int) -> tuple[LocalTensor, ...]:
+        """One tensor, or one per expert where the engine keeps experts apart."""
+        return self.shards[shard].expand(self.layer(instance))
 
     def tensor(self, shard: int, instance: int) -> LocalTensor:
-        return self.shards[shard].at_layer(instance) if self.place == LAYER else self.shards[shard]
+        """Of a kind that is one tensor per layer."""
+        (only,) = self.tensors(shard, instance)
+        return only
 
     def seats(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(stage, shard, replica) of everything of this kind that `rank` holds."""
-        return tuple((int(p), int(s), int(e)) for p, s, e in np.argwhere(self.ranks == rank))
+        found = np.flatnonzero(self.ranks.ravel() == rank)
+        if len(found) == 0:
+            return ()
+        per_shard = self.ranks.shape[2]
+        per_stage = self.ranks.shape[1] * per_shard
+        return tuple((i // per_stage, i % per_stage // per_shard, i % per_shard) for i in found.tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +142,42 @@ class Layout:
         found = []
         for order, kind in enumerate(self.kinds):
             for stage, shard, _ in kind.seats(rank):
-                found += [(self.depth(kind, i), order, kind.tensor(shard, i)) for i in range(kind.instances) if kind.stages[i] == stage]
+                instances = np.flatnonzero(kind.stages == stage).tolist()
+                found += [(self.depth(kind, i), order, tensor) for i in instances for tensor in kind.tensors(shard, i)]
         return tuple(tensor for _, _, tensor in sorted(found, key=lambda entry: entry[:2]))
+
+    def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
+        """The pieces that `rank` answers for: over all ranks, every element of every logical tensor exactly once.
+
+        Among holders of the same elements that is the first replica; of a tensor under two names (a tied embedding on the first
+        and the last stage) the first name; of one that several shards hold, the first shard.
+        """
+        owner: dict[tuple[str, Optional[Layers]], str] = {}
+        for kind in self.kinds:
+            for shard in kind.shards:
+                for piece in shard.pieces:
+                    owner.setdefault((piece.logical_name, kind.layers), kind.name)
+        for kind in self.kinds:
+            for stage, shard, replica in kind.seats(rank):
+                if replica:
+                    continue
+                before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
+                wanted = [
+                    p
+                    for p in kind.shards[shard].pieces
+                    if owner[p.logical_name, kind.layers] == kind.name and (p.logical_name, p.logical) not in before
+                ]
+                own = replace(kind.shards[shard], pieces=tuple(wanted))
+                for instance in np.flatnonzero(kind.stages == stage).tolist():
+                    for tensor in own.expand(kind.layer(instance)):
+                        yield from ((tensor, piece) for piece in tensor.pieces)
 
     @cached_property
     def num_layers(self) -> int:
-        return max((kind.instances for kind in self.kinds if kind.place == LAYER), default=0)
+        return max((kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER), default=0)
 
     def depth(self, kind: Kind, instance: int) -> int:
         """Position in the forward pass: 0 for the first stage's tensors, 1 + layer, then the last stage's."""
-        return 1 + instance if kind.place == LAYER else (1 + self.num_layers if kind.place == LAST else 0)
+        if kind.place == LAYER:
+            return 1 + kind.first_layer + instance
+        return 0 if kind.place == FIRST else 1 + self.num_layers

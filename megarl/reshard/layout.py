@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from dataclasses import replace
+from typing import Optional, Sequence, Union
 
 import numpy as np
 
@@ -10,132 +11,131 @@ from megarl.config.errors import ConfigError
 from megarl.models.parameters import FIRST, LAST, LAYER, LogicalTensor, Parameter, whole
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerCoordinate, TrainerTopology
-from megarl.reshard.box import Box, whole_box
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor, Piece
+from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
+from megarl.reshard.scales import with_scales
+from megarl.reshard.shards import flat_shards, local_tensor
 
 __all__ = ["Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "stage_of_layer", "trainer_layout"]
+
+NORM_NAMES = ("local", "te")
+DEVICES = ("cpu", "cuda")
+QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
+_DENSE, _EXPERT = False, True  # the two meshes
 
 
 def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
     """One rank that holds the HF checkpoint: every logical tensor under its own name. For import and export."""
     logical = family(spec).logical_tensors(spec)
-    parameters = [whole(tensor.name, tensor.place, tensor.name) for tensor in logical]
+    parameters = [whole(tensor.name, tensor.place, tensor.name, layers=tensor.layers) for tensor in logical]
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers, dtype=np.int64)
-    return _layout("hf", spec, parameters, dtype, 1, {FIRST: (0, ranks), LAST: (0, ranks)}, stages, ranks)
+    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {_DENSE: ranks, _EXPERT: ranks}, (1, 1))))
 
 
-def trainer_layout(
-    spec: ModelSpec,
-    topology: TrainerTopology,
-    dtype: str,
-    norm_names: str = "local",
-    stage_layers: Optional[Sequence[int]] = None,
-) -> Layout:
-    """Megatron's names, with global layer numbers, on every trainer rank. DP and CP ranks are replicas.
+def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, norm_names: str = "local") -> Layout:
+    """Megatron's names, with global layer and expert numbers, on every trainer rank. DP and CP ranks are replicas.
 
-    norm_names: "local" | "te", the layer spec in use. stage_layers: layers per pipeline stage when they are uneven, [pp].
-    Raises ConfigError when the topology does not divide the model.
+    norm_names: "local" | "te", the layer spec in use. Raises ConfigError when the topology does not divide the model.
     """
-    parameters = family(spec).megatron_parameters(spec, topology.tp, topology.pp, norm_names)
-    stages = np.array(stage_of_layer(spec.num_layers, topology.pp, topology.vpp, stage_layers))
-    ranks = np.array(
-        [
-            [
-                [topology.rank(TrainerCoordinate(tp=tp, cp=cp, dp=dp, pp=pp)) for dp in range(topology.dp) for cp in range(topology.cp)]
-                for tp in range(topology.tp)
-            ]
-            for pp in range(topology.pp)
-        ]
-    )
-    ends = {FIRST: (0, ranks), LAST: (topology.pp - 1, ranks)}
-    return _layout("trainer", spec, parameters, dtype, topology.world_size, ends, stages, ranks)
+    if norm_names not in NORM_NAMES:
+        raise ConfigError(f"norm_names = {norm_names!r} is not one of {', '.join(NORM_NAMES)}")
+    t = topology
+    dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)  # [pp, tp, replicas]
+    expert = dense
+    if spec.num_experts:
+        if t.tp * t.cp * t.dp % (t.ep * t.etp):
+            stage = f"trainer.tp * trainer.cp * trainer.dp = {t.tp * t.cp * t.dp}"
+            raise ConfigError(f"trainer.ep * trainer.etp = {t.ep} * {t.etp} does not divide the ranks of a stage, {stage}")
+        expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
+    parameters = family(spec).megatron_parameters(spec, t, norm_names)
+    stages = np.array(stage_of_layer(spec.num_layers, t))
+    kinds = _kinds("trainer", spec, parameters, dtype, stages, {_DENSE: dense, _EXPERT: expert}, (t.ep, t.etp))
+    if t.fsdp:
+        kinds = [flat_shards(kind, by_rows=t.fsdp == "rows") for kind in kinds]
+    return Layout("trainer", t.world_size, tuple(kinds))
 
 
-def generator_layout(spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str = "cuda") -> Layout:
+def generator_layout(
+    spec: ModelSpec,
+    topology: GeneratorTopology,
+    dtype: str,
+    device: str = "cuda",
+    quantization: Optional[Union[str, Rule]] = None,
+) -> Layout:
     """SGLang's names on every generator rank; each engine is one replica.
 
     device: "cuda" | "cpu". The two differ only where tp does not divide heads, ffn or vocabulary: the CPU engine pads, GPU
-    engines replicate kv heads. Raises ConfigError where SGLang could not start.
+    engines replicate kv heads. quantization: None, "fp8_block", "fp8_channel", "fp8_tensor", or a rule with other blocks; the
+    family's `quantised_parameters` are then e4m3, each with a tensor of scales. Raises ConfigError where SGLang could not start.
     """
-    parameters = family(spec).sglang_parameters(spec, topology.tp, device)
+    if device not in DEVICES:
+        raise ConfigError(f"device = {device!r} is not one of {', '.join(DEVICES)}")
+    if isinstance(quantization, str) and quantization not in QUANTISATIONS:
+        raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
+    rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
+    parameters = family(spec).sglang_parameters(spec, topology, device)
     ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
     stages = np.zeros(spec.num_layers, dtype=np.int64)
-    return _layout("generator", spec, parameters, dtype, topology.world_size, {FIRST: (0, ranks), LAST: (0, ranks)}, stages, ranks)
+    meshes = {_DENSE: ranks, _EXPERT: ranks}
+    kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
+    if rule is not None:
+        kinds = with_scales(kinds, family(spec).quantised_parameters(spec), rule, _logical(spec))
+    return Layout("generator", topology.world_size, tuple(kinds))
 
 
-def stage_of_layer(num_layers: int, pp: int, vpp: int = 1, stage_layers: Optional[Sequence[int]] = None) -> tuple[int, ...]:
-    """Pipeline stage of each layer, [num_layers].
+def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...]:
+    """Pipeline stage of each layer, [num_layers], as Megatron's get_transformer_layer_offset.
 
-    Even split over pp * vpp chunks, chunk c on stage c % pp (Megatron's interleaving), or contiguous runs of `stage_layers`.
+    Every stage has vpp chunks of equal size, and the chunks go round the stages: all stages' first, then all stages' second, …
+    Layers that first and last stage do not claim are shared evenly. Raises ConfigError when the numbers do not fit.
     """
-    if stage_layers is not None:
-        if vpp != 1 or len(stage_layers) != pp or sum(stage_layers) != num_layers:
-            raise ConfigError(f"stage_layers = {list(stage_layers)} must name {pp} stages (vpp 1) that sum to {num_layers} layers")
-        return tuple(stage for stage, count in enumerate(stage_layers) for _ in range(count))
-    chunks = pp * vpp
-    if num_layers % chunks:
-        keys = f"trainer.pp = {pp}" if vpp == 1 else f"trainer.pp * trainer.vpp = {pp} * {vpp}"
-        raise ConfigError(f"{keys} does not divide num_hidden_layers = {num_layers}")
-    return tuple(layer // (num_layers // chunks) % pp for layer in range(num_layers))
+    t = topology
+    told = {stage: n for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers)) if n is not None}
+    keys = {"trainer.first_stage_layers": t.first_stage_layers, "trainer.last_stage_layers": t.last_stage_layers}
+    said = ", ".join(f"{key} = {n}" for key, n in keys.items() if n is not None)
+    if told and t.pp == 1:
+        raise ConfigError(f"{said}: needs trainer.pp of at least 2; it is 1")
+    others, rest = t.pp - len(told), num_layers - sum(told.values())
+    sizes = f"trainer.pp = {t.pp}" if t.vpp == 1 else f"trainer.pp * trainer.vpp = {t.pp} * {t.vpp}"
+    if not told and num_layers % (t.pp * t.vpp):
+        raise ConfigError(f"{sizes} does not divide num_hidden_layers = {num_layers}")
+    if rest < others or (rest % others if others else rest) or any(n % t.vpp for n in (*told.values(), rest // max(1, others))):
+        raise ConfigError(f"{said}: num_hidden_layers = {num_layers} cannot be shared out with {sizes}")
+    chunk = [told.get(stage, rest // max(1, others)) // t.vpp for stage in range(t.pp)]
+    return tuple(stage for _ in range(t.vpp) for stage in range(t.pp) for _ in range(chunk[stage]))
 
 
-def _layout(
+def _kinds(
     name: str,
     spec: ModelSpec,
     parameters: Sequence[Parameter],
     dtype: str,
-    world_size: int,
-    ends: dict[str, tuple[int, np.ndarray]],  # FIRST and LAST: (stage, ranks)
-    layer_stages: np.ndarray,  # [num_layers]
-    layer_ranks: np.ndarray,  # [stages, shards, replicas]
-) -> Layout:
+    stages: np.ndarray,  # of layers, [num_layers]
+    meshes: dict[bool, np.ndarray],  # [stages, shards, replicas], of dense parameters and of experts
+    expert_shards: tuple[int, int],  # ep, etp
+) -> list[Kind]:
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}")
-    logical = {tensor.name: tensor for tensor in family(spec).logical_tensors(spec)}
+    logical = _logical(spec)
+    ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[_DENSE].shape[0] - 1)}
     kinds = []
     for parameter in parameters:
-        if parameter.place == LAYER:
-            stages, ranks = layer_stages, layer_ranks
-        else:
-            stage, ranks = ends[parameter.place]
-            stages = np.array([stage])
-        shards = tuple(local_tensor(parameter, logical, shard, ranks.shape[1], dtype) for shard in range(ranks.shape[1]))
-        kinds.append(Kind(parameter.name, parameter.place, shards, stages, ranks))
-    return Layout(name, world_size, tuple(kinds))
+        first, end = parameter.layers or (0, spec.num_layers)
+        if first == end:
+            continue
+        ranks = meshes[parameter.of_expert]
+        cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
+        shards: list[LocalTensor] = []
+        for shard in range(ranks.shape[1]):
+            same = parameter.dim is None and shard and not parameter.of_expert  # built once: all hold the same
+            shards.append(shards[0] if same else local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype))
+        of_place = stages[first:end] if parameter.place == LAYER else ends[parameter.place]
+        kinds.append(Kind(parameter.name, parameter.place, tuple(shards), of_place, ranks, first if parameter.place == LAYER else 0))
+    return kinds
 
 
-def local_tensor(parameter: Parameter, logical: dict[str, LogicalTensor], shard: int, shards: int, dtype: str) -> LocalTensor:
-    """What shard `shard` of `shards` holds of a parameter: the shard-th contiguous chunk of its groups (see models.parameters)."""
-    first = logical[parameter.parts[0].logical_name]
-    if parameter.dim is None:
-        box = whole_box(first.shape)
-        return LocalTensor(parameter.name, first.shape, dtype, (Piece(box, first.name, box),))
-    dim, groups = parameter.dim, parameter.groups
-    slice_sizes = []  # per part: extent of one group's slice
-    for part in parameter.parts:
-        padded = part.padded or logical[part.logical_name].shape[dim]
-        slice_sizes.append(padded * part.replicas // groups)
-    extent, rest = divmod(sum(slice_sizes) * groups, shards)
-    if rest:
-        raise ConfigError(f"{parameter.name}: {sum(slice_sizes) * groups} rows or columns cannot be cut into {shards} equal shards")
-    window = (shard * extent, (shard + 1) * extent)
-    pieces = []
-    for group in range(window[0] // sum(slice_sizes), -(-window[1] // sum(slice_sizes))):
-        offset = group * sum(slice_sizes)
-        for part, size in zip(parameter.parts, slice_sizes):
-            tensor = logical[part.logical_name]
-            skipped = max(0, window[0] - offset)  # a group may begin before the window and end after it
-            start = group // part.replicas * size + skipped
-            count = min(size, window[1] - offset, tensor.shape[dim] - group // part.replicas * size) - skipped
-            if count > 0:
-                local = offset + skipped - window[0]
-                pieces.append(Piece(_cut(tensor.shape, dim, local, count), tensor.name, _cut(tensor.shape, dim, start, count)))
-            offset += size
-    shape = first.shape[:dim] + (extent,) + first.shape[dim + 1 :]
-    return LocalTensor(parameter.name, shape, dtype, tuple(pieces))
-
-
-def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
-    return Box(tuple(start if d == dim else 0 for d in range(len(shape))), tuple(count if d == dim else n for d, n in enumerate(shape)))
+def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
+    """By name. Where a name stands twice, for different layers, the tensors are alike."""
+    return {tensor.name: replace(tensor, layers=None) for tensor in family(spec).logical_tensors(spec)}

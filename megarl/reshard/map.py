@@ -10,17 +10,31 @@ from typing import Iterator, Optional
 
 import numpy as np
 
-from megarl.models.parameters import LAYER
+from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout
-from megarl.reshard.rows import ZEROS, Row, coalesce, join
+from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor
+from megarl.reshard.quantise_rules import Rule
+from megarl.reshard.rows import QUANTISE, SCALE, ZEROS, Row, coalesce, join
+from megarl.reshard.scales import of_whole_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How a copy's weights are quantised: the tiles of which tensor, and where in it the copy's source box begins."""
+
+    rule: Rule
+    tiles_of: str  # logical tensor; of one scale for a whole parameter, that parameter
+    origin: tuple[int, int]  # row and column of the first element in the logical tensor
+    cut: bool  # a tile reaches beyond this copy: its amax comes from `amax.amax_parts`
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
 
-    transform: "identity", "cast" (the sender converts to `dtype` first), or "zeros" (padding: no source tensor, but a sender).
+    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding: no source tensor, but a sender);
+    "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales, of the tiles of the source box: not of its shape).
+    A stacked tensor has a leading dim for experts, of 1 in the box, which the other side may lack.
     """
 
     source_rank: int
@@ -32,6 +46,7 @@ class Copy:
     transform: str
     dtype: str  # of the destination, and on the wire
     depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
+    quantisation: Optional[Quantisation] = None
 
     @property
     def bytes(self) -> int:
@@ -97,13 +112,14 @@ class ReshardMap:
     @cached_property
     def plan_hash(self) -> str:
         """Equal on every rank of a run, and only for equal maps: covers copies, senders, names, shapes and dtypes."""
-        digest = hashlib.blake2b(b"megarl reshard map 1", digest_size=16)
+        digest = hashlib.blake2b(b"megarl reshard map 2", digest_size=16)
         digest.update(repr(self.rows).encode())
         for layout in (self.source, self.destination):
             digest.update(f"{layout.name} {layout.world_size}".encode())
             for kind in layout.kinds:
                 shards = [(tensor.shape, tensor.dtype) for tensor in kind.shards]
-                digest.update(repr((kind.name, kind.place, shards, kind.stages.tolist(), kind.ranks.tolist())).encode())
+                digest.update(repr((kind.name, kind.place, kind.first_layer, kind.rule, shards, kind.stages.tolist())).encode())
+                digest.update(kind.ranks.astype(np.int64).tobytes())
         return digest.hexdigest()
 
     def senders(self, row: Row, instances: Optional[np.ndarray] = None) -> tuple[np.ndarray, np.ndarray]:
@@ -139,9 +155,9 @@ class ReshardMap:
         return Summary(
             trainer_ranks=self.source.world_size,
             generator_ranks=self.destination.world_size,
-            tensors=sum(kind.instances * len(kind.shards) * kind.ranks.shape[2] for kind in kinds),
-            copies=sum(self._times(row) for row in self.rows),
-            writes=sum(self._times(row) for row in self.write_rows),
+            tensors=sum(kind.instances * kind.ranks.shape[2] * sum(map(_count, kind.shards)) for kind in kinds),
+            copies=sum(self.times(row) for row in self.rows),
+            writes=sum(self.times(row) for row in self.write_rows),
             bytes=int(sent.sum()),
             bytes_minimum=sum(_kind_bytes(kind) for kind in kinds),
             sender_max_over_mean=float(sent.max() / sent.mean()),
@@ -152,9 +168,16 @@ class ReshardMap:
         """Bytes of one instance of a row."""
         return row.box.numel * ITEM_BYTES[self.destination.kinds[row.kind].shards[row.shard].dtype]
 
-    def _times(self, row: Row) -> int:
+    def times(self, row: Row) -> int:
+        """Copies that a row stands for."""
         target = self.destination.kinds[row.kind]
-        return target.instances * target.ranks.shape[2]
+        apart = row.transform != ZEROS and self._of_experts(row)
+        return target.instances * target.ranks.shape[2] * (row.box.shape[0] if apart else 1)
+
+    def _of_experts(self, row: Row) -> bool:
+        """Rows of experts are written out expert by expert."""
+        pieces = self.destination.kinds[row.kind].shards[row.shard].pieces
+        return bool(pieces) and EXPERT_FIELD in pieces[0].logical_name
 
     @cached_property
     def _ordinals(self) -> list[np.ndarray]:
@@ -163,7 +186,7 @@ class ReshardMap:
         The others go on counting where the layers ended, so the largest falls to a replica that has sent fewest layers.
         """
         kinds = self.source.kinds
-        layers = next((kind.stages for kind in kinds if kind.place == LAYER), np.zeros(0, int))
+        layers = max((kind.stages for kind in kinds if kind.place == LAYER), key=len, default=np.zeros(0, int))
         used = np.bincount(layers, minlength=kinds[0].ranks.shape[0])
         ordinals = [_rank_within(kind.stages) if kind.place == LAYER else np.zeros(1, int) for kind in kinds]
         others = [k for k, kind in enumerate(kinds) if kind.place != LAYER]
@@ -197,7 +220,7 @@ class ReshardMap:
                 found = np.nonzero(ranks == rank)
                 mine[row.route] = list(zip(found[0].tolist(), self.receivers(row)[found].tolist(), holders[found].tolist()))
             for instance, receiver, holder in mine[row.route]:
-                yield self._copy(number, row, instance, holder, rank, receiver)
+                yield from self._copies(number, row, instance, holder, rank, receiver)
 
     def _received(self, rank: int, rows: tuple[Row, ...]) -> Iterator[tuple[tuple, Copy]]:
         seats = {(k, s): (stage, e) for k, kind in enumerate(self.destination.kinds) for stage, s, e in kind.seats(rank)}
@@ -208,16 +231,51 @@ class ReshardMap:
             instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
             holders, ranks = self.senders(row, instances)
             for i, holder, sender in zip(instances.tolist(), holders[:, replica].tolist(), ranks[:, replica].tolist()):
-                yield self._copy(number, row, i, holder, sender, rank)
+                yield from self._copies(number, row, i, holder, sender, rank)
 
-    def _copy(self, number: int, row: Row, instance: int, holder: int, sender: int, receiver: int) -> tuple[tuple, Copy]:
+    def _copies(self, number: int, row: Row, instance: int, holder: int, sender: int, receiver: int) -> Iterator[tuple[tuple, Copy]]:
         held, target = row.holders[holder], self.destination.kinds[row.kind]
-        zeros = row.transform == ZEROS
-        name = None if zeros else self.source.kinds[held.kind].name_of(instance)
-        box = None if zeros else held.box
         dtype, depth = target.shards[row.shard].dtype, self.destination.depth(target, instance)
-        copy = Copy(sender, name, box, receiver, target.name_of(instance), row.box, row.transform, dtype, depth)
-        return (depth, number, receiver), copy
+        name, order = target.name_of(instance), (depth, number, receiver)
+        if row.transform == ZEROS:
+            yield order, Copy(sender, None, None, receiver, name, row.box, row.transform, dtype, depth)
+            return
+        origin = self.source.kinds[held.kind]
+        source_name = origin.name_of(target.first_layer - origin.first_layer + instance)
+        if not self._of_experts(row):
+            how = self._quantisation(row, row.logical_name, name, instance) if row.transform in (QUANTISE, SCALE) else None
+            yield order, Copy(sender, source_name, held.box, receiver, name, row.box, row.transform, dtype, depth, how)
+            return
+        here, there = origin.shards[held.shard], target.shards[row.shard]
+        for e in range(row.box.shape[0]):
+            source_expert, source_box = _one_expert(here, held.box, e)
+            expert, box = _one_expert(there, row.box, e)
+            assert source_expert == expert
+            field = str(expert)
+            how = None
+            if row.transform in (QUANTISE, SCALE):
+                how = self._quantisation(row, row.logical_name.replace(EXPERT_FIELD, field), f"{name} {field}", instance)
+            names = source_name.replace(EXPERT_FIELD, field), name.replace(EXPERT_FIELD, field)
+            yield order, Copy(sender, names[0], source_box, receiver, names[1], box, row.transform, dtype, depth, how)
+
+    def _quantisation(self, row: Row, logical_name: str, parameter: str, instance: int) -> Quantisation:
+        target = self.destination.kinds[row.kind]
+        weights = target if target.scales_of is None else self.destination.kinds[target.scales_of]
+        if of_whole_tensor(weights.rule):
+            tiles_of = parameter if target is weights else parameter.replace("_scale", "")
+        else:
+            tiles_of = logical_name.replace(LAYER_FIELD, str(target.first_layer + instance))
+        return Quantisation(weights.rule, tiles_of, row.logical.start[-2:], row.cut)
+
+
+def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
+    """(global expert, box in the tensor that the rank really has) of the e-th expert of a template box."""
+    first = tensor.pieces[0]
+    local = box.start[0] + e
+    expert = local - first.local.start[0] + first.logical.start[0]
+    if EXPERT_FIELD in tensor.name:
+        return expert, box.drop()
+    return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
 
 
 def _ordered(entries: Iterator[tuple[tuple, Copy]]) -> list[Copy]:
@@ -227,6 +285,11 @@ def _ordered(entries: Iterator[tuple[tuple, Copy]]) -> list[Copy]:
 def _kind_bytes(kind: Kind) -> int:
     sizes = [np.prod(tensor.shape, dtype=np.int64) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards]
     return int(sum(sizes)) * kind.instances * kind.ranks.shape[2]
+
+
+def _count(tensor: LocalTensor) -> int:
+    """Tensors that a template stands for at one layer."""
+    return tensor.shape[0] if EXPERT_FIELD in tensor.name else 1
 
 
 def _rank_within(stages: np.ndarray) -> np.ndarray:

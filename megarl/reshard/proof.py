@@ -2,24 +2,43 @@
 
 It takes nothing from how the map was built. From the two layouts it knows which elements every tensor must hold, and checks
 extents, disjointness and total volume of the boxes written, that each box's source speaks of the same logical elements, and
-that every sender really holds the tensor it is to send.
+that every sender really holds the tensor it is to send. Of quantised tensors, that each scale is made from the weights of its
+own tile, and that whoever quantises part of a tile is told so.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import Iterable, Optional, Sequence
 
 import numpy as np
 
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import Layout, LocalTensor
+from megarl.reshard.kinds import Layout, LocalTensor, Piece
 from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.rows import CAST, IDENTITY, ZEROS, Row
+from megarl.reshard.quantise_rules import Rule
+from megarl.reshard.rows import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Row
+from megarl.reshard.scales import of_whole_tensor, scale_name
 
 
 class ProofError(RuntimeError):
     """The map would leave an element unwritten, write it twice, or write something else there."""
+
+
+@dataclass(frozen=True)
+class _Write:
+    """What is checked of a row or a copy. Boxes and tensors have equally many dims."""
+
+    where: str
+    transform: str
+    tensor: LocalTensor  # destination
+    box: Box
+    held: Optional[LocalTensor]  # source
+    origin: Optional[Box]
+    rule: Optional[Rule]
+    cut: bool
+    extents: dict[str, tuple[int, ...]]  # shapes of the logical tensors
 
 
 def prove_exactly_once(map: ReshardMap) -> None:
@@ -44,6 +63,7 @@ def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) ->
     for copy in copies:
         by_rank[copy.destination_rank][copy.destination_tensor].append(copy)
     sources = [{tensor.name: tensor for tensor in source.tensors(rank)} for rank in range(source.world_size)]
+    extents = _extents(tensor for tensors in sources for tensor in tensors.values())
     for rank in range(destination.world_size):
         pending = by_rank.pop(rank, {})
         for tensor in destination.tensors(rank):
@@ -56,7 +76,12 @@ def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) ->
                     held = sources[copy.source_rank].get(copy.source_tensor or "")
                     if held is None:
                         raise ProofError(f"{where}: {source.name} rank {copy.source_rank} has no {copy.source_tensor}")
-                _check_content(where, tensor, copy.destination_box, copy.transform, held, copy.source_box)
+                how = copy.quantisation
+                rule, cut = (None, False) if how is None else (how.rule, how.cut)
+                checked = _Write(where, copy.transform, tensor, copy.destination_box, held, copy.source_box, rule, cut, extents)
+                logical = _check_content(_lifted(checked))
+                if how is not None and (logical is None or how.origin != logical.logical.start[-2:]):
+                    raise ProofError(f"{where}: tiles are counted from {how.origin}, but the weights are {logical}")
         for name in pending:
             raise ProofError(f"{name} on {destination.name} rank {rank}: written, but not in the layout")
     for rank in by_rank:
@@ -67,6 +92,7 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
     of_shard: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for row in rows:
         of_shard[row.kind, row.shard].append(row)
+    extents = _extents(tensor for kind in map.source.kinds for tensor in kind.shards) if _quantises(map) else {}
     for k, kind in enumerate(map.destination.kinds):
         for t, tensor in enumerate(kind.shards):
             where = f"{kind.name_of(0)} on {map.destination.name} rank {kind.ranks[kind.stages[0], t, 0]}"
@@ -76,11 +102,13 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
                 for holder in row.holders:
                     origin = map.source.kinds[holder.kind]
                     held = None if row.transform == ZEROS else origin.shards[holder.shard]
-                    _check_content(where, tensor, row.box, row.transform, held, holder.box)
-                    if held is not None and (origin.instances != kind.instances):
-                        raise ProofError(f"{where}: {kind.instances} instances from {origin.instances} of {origin.name}")
-                    if held is not None and ("{layer}" in origin.name) != ("{layer}" in kind.name):
-                        raise ProofError(f"{where}: comes from {origin.name}, which does not repeat over the same layers")
+                    weights = kind if kind.scales_of is None else map.destination.kinds[kind.scales_of]
+                    checked = _Write(where, row.transform, tensor, row.box, held, holder.box, weights.rule, row.cut, extents)
+                    found = _check_content(checked)
+                    if row.logical is not None and (found is None or (found.logical_name, found.logical) != (row.logical_name, row.logical)):
+                        raise ProofError(f"{where}: quantises {found}, but counts tiles of {row.logical_name} {row.logical}")
+                    if held is not None and origin.layers != kind.layers:
+                        raise ProofError(f"{where}: layers {kind.layers} come from {origin.name}, which is there for {origin.layers}")
     for k, t in of_shard:
         raise ProofError(f"destination kind {k}, shard {t}: written, but not in the layout")
 
@@ -113,23 +141,63 @@ def _overlap(boxes: Sequence[Box]) -> Optional[tuple[Box, Box]]:
     return None
 
 
-def _check_content(where: str, tensor: LocalTensor, box: Box, transform: str, held: Optional[LocalTensor], origin: Optional[Box]) -> None:
-    """`box` of the destination tensor receives its own logical elements: from `origin` of the tensor `held`, or zeros."""
+def _check_content(write: _Write) -> Optional[Piece]:
+    """The box of the destination tensor receives its own logical elements: from `origin` of the tensor `held`, or zeros.
+
+    Of quantised weights and of scales, returns the weights they are made from.
+    """
+    where, tensor, box, held, origin = write.where, write.tensor, write.box, write.held, write.origin
     wanted = [(piece, common) for piece in tensor.pieces if (common := piece.local.intersect(box)) is not None]
-    if transform == ZEROS:
+    if write.transform == ZEROS:
         if wanted:
             raise ProofError(f"{where}: zeros in {box} overwrite {wanted[0][0].logical_name}")
-        return
-    if held is None or origin is None or origin.shape != box.shape:
+        return None
+    if held is None or origin is None or (origin.shape != box.shape and write.transform != SCALE):
         raise ProofError(f"{where}: {box} comes from {origin}")
     if any(a < 0 or a + n > m for a, n, m in zip(origin.start, origin.shape, held.shape)):
         raise ProofError(f"{where}: source {origin} is not inside {held.name} of shape {held.shape}")
-    if transform != (IDENTITY if held.dtype == tensor.dtype else CAST):
-        raise ProofError(f"{where}: {transform} from {held.dtype} to {tensor.dtype}")
+    if write.transform == SCALE:
+        return _check_scales(write, wanted)
+    needed = QUANTISE if write.rule is not None else IDENTITY if held.dtype == tensor.dtype else CAST
+    if write.transform != needed:
+        raise ProofError(f"{where}: {write.transform} from {held.dtype} to {tensor.dtype}")
     if sum(common.numel for _, common in wanted) != box.numel:
         raise ProofError(f"{where}: {box} from {held.name} also covers padding, which must hold zeros")
     for piece, common in wanted:
         _check_same_elements(where, held, common.move(box, origin), piece.logical_name, common.move(piece.local, piece.logical))
+    if write.transform != QUANTISE:
+        return None
+    if len(wanted) != 1:
+        raise ProofError(f"{where}: {box} is quantised across {len(wanted)} pieces")
+    piece, common = wanted[0]
+    quantised = Piece(common, piece.logical_name, common.move(piece.local, piece.logical))
+    _check_told(write, quantised, len({piece.logical_name for piece in tensor.pieces}) > 1)
+    return quantised
+
+
+def _check_scales(write: _Write, wanted: list[tuple[Piece, Box]]) -> Piece:
+    """The tiles of the weights in `origin` are those whose scales go to the box, and each is written from its beginning."""
+    where, held, origin, rule = write.where, write.held, write.origin, write.rule
+    assert held is not None and origin is not None and rule is not None
+    sources = [(piece, common) for piece in held.pieces if (common := piece.local.intersect(origin)) is not None]
+    if len(sources) != 1 or sources[0][1] != origin or len(wanted) != 1:
+        raise ProofError(f"{where}: scales in {write.box} are made from {len(sources)} pieces of {held.name}")
+    (source, _), (piece, common) = sources[0], wanted[0]
+    made = Piece(origin, source.logical_name, origin.move(source.local, source.logical))
+    tiles, needed = rule.tiles(made.logical), common.move(piece.local, piece.logical)
+    if common != write.box or scale_name(made.logical_name, rule) != piece.logical_name or tiles != needed:
+        raise ProofError(f"{where}: needs {piece.logical_name} {needed}, but is made from {made.logical_name} {made.logical}")
+    _check_told(write, made, False)
+    return made
+
+
+def _check_told(write: _Write, made: Piece, fused: bool) -> None:
+    """A box that holds only part of a tile is marked as such."""
+    rule, extents = write.rule, write.extents[made.logical_name]
+    assert rule is not None
+    whole = rule.whole_tiles(made.logical, extents) and not (fused and of_whole_tensor(rule))
+    if not whole and not write.cut:
+        raise ProofError(f"{write.where}: {made.logical_name} {made.logical} cuts tiles, but is not marked as cut")
 
 
 def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name: str, logical: Box) -> None:
@@ -150,7 +218,7 @@ def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name
 
 def _check_seats(layout: Layout) -> None:
     """Ranks exist, no rank holds two shards or replicas of one instance, and no pieces of one tensor overlap."""
-    names = [kind.name for kind in layout.kinds]
+    names = [(kind.name, layer) for kind in layout.kinds for layer in (range(*kind.layers) if kind.layers else (None,))]
     if len(set(names)) != len(names):
         raise ProofError(f"{layout.name}: two kinds have one name")
     for kind in layout.kinds:
@@ -182,3 +250,33 @@ def _check_senders(map: ReshardMap, row: Row) -> None:
                 f"{target.name_of(i)} on {map.destination.name} rank {receiver}: "
                 f"{map.source.name} rank {ranks[i, e]} does not hold {origin.name_of(i)}"
             )
+
+
+def _quantises(map: ReshardMap) -> bool:
+    return any(kind.rule is not None for kind in map.destination.kinds)
+
+
+def _extents(tensors: Iterable[LocalTensor]) -> dict[str, tuple[int, ...]]:
+    """Shape of every logical tensor: as far as some piece reaches."""
+    extents: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            known = extents.get(piece.logical_name, piece.logical.end)
+            extents[piece.logical_name] = tuple(map(max, known, piece.logical.end))
+    return extents
+
+
+def _lifted(write: _Write) -> _Write:
+    """With leading dims of 1 on the side that has fewer."""
+    dims = max(len(write.tensor.shape), len(write.held.shape) if write.held else 0)
+    if len(write.tensor.shape) == dims and (write.held is None or len(write.held.shape) == dims):
+        return write
+    held = None if write.held is None else _lift(write.held, dims)
+    origin = None if write.origin is None else write.origin.lift(dims)
+    extents = {name: (1,) * (dims - len(shape)) + shape for name, shape in write.extents.items()}
+    return replace(write, tensor=_lift(write.tensor, dims), box=write.box.lift(dims), held=held, origin=origin, extents=extents)
+
+
+def _lift(tensor: LocalTensor, dims: int) -> LocalTensor:
+    pieces = tuple(Piece(p.local.lift(dims), p.logical_name, p.logical.lift(dims)) for p in tensor.pieces)
+    return replace(tensor, shape=(1,) * (dims - len(tensor.shape)) + tensor.shape, pieces=pieces)

@@ -1,8 +1,9 @@
 """The template of a reshard map: the join of two layouts, per parameter and pair of shards.
 
 A row says: this box of shard t of a destination kind comes from that box of shard s of a source kind. It holds for every
-layer and for every replica on both sides, so the number of rows depends on tensor parallelism alone. Which replica sends to
-which is a closed form (`Row.candidate`), evaluated only when a rank's own list, or a total, is written out.
+layer and for every replica on both sides, so the number of rows depends on tensor and expert parallelism alone, not on layers,
+experts or replicas. Which replica sends to which is a closed form (`Row.candidate`), evaluated only when a rank's own list, or a
+total, is written out.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from typing import Iterable, Optional
 
 import numpy as np
 
+from megarl.models.parameters import Layers
 from megarl.reshard.box import Box, whole_box
-from megarl.reshard.kinds import Kind, Layout
+from megarl.reshard.kinds import Kind, Layout, Piece
+from megarl.reshard.scales import of_whole_tensor
 
-IDENTITY, CAST, ZEROS = "identity", "cast", "zeros"
+IDENTITY, CAST, ZEROS, QUANTISE, SCALE = "identity", "cast", "zeros", "quantise", "scale"
+
+LogicalKey = tuple[str, Optional[Layers]]
+Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +39,25 @@ class Row:
     """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
 
     `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them.
+    Of a quantised kind, `logical` is the box in the logical tensor, which knows the tiles; `cut` says that some tile reaches
+    beyond it, so that its amax must be known from elsewhere. A row of scales has the box of the weights it makes them from.
     """
 
     kind: int  # index into destination.kinds
     shard: int
     box: Box
     holders: tuple[Holder, ...]
-    transform: str  # IDENTITY | CAST | ZEROS
+    transform: str  # IDENTITY | CAST | ZEROS | QUANTISE | SCALE
     fan: int = 1
     index: int = 0
+    logical_name: str = ""
+    logical: Optional[Box] = None
+    cut: bool = False
 
     @property
     def route(self) -> tuple:
         """Rows of equal route have the same senders and receivers."""
-        return self.kind, self.shard, tuple((h.kind, h.shard) for h in self.holders), self.fan, self.index
+        return self.kind, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
 
     def candidate(self, turn: np.ndarray, candidates: int) -> np.ndarray:
         """Which of the candidates sends at each turn (any shape).
@@ -59,26 +70,34 @@ class Row:
 
 def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
     """All rows between two layouts. Raises ValueError when the source lacks a logical tensor or the layouts disagree on layers."""
-    stripes = _stripes(source)
+    stripes = stripes_of(source)
     rows: list[Row] = []
     for k, kind in enumerate(destination.kinds):
+        if kind.scales_of is not None:
+            continue  # made together with the weights they belong to
         found: list[Row] = []
         for t, tensor in enumerate(kind.shards):
             for piece in tensor.pieces:
-                if piece.logical_name not in stripes:
-                    raise ValueError(f"{destination.name} tensor {kind.name} holds {piece.logical_name}, which {source.name} does not")
-                for logical, holders in stripes[piece.logical_name].items():
+                key = piece.logical_name, kind.layers
+                if key not in stripes:
+                    raise ValueError(_lacking(source, destination, kind, piece))
+                for logical, holders in stripes[key].items():
                     common = logical.intersect(piece.logical)
                     if common is None:
                         continue
-                    chosen = _nearest(source, holders, t, len(kind.shards))
-                    _same_instances(source.kinds[chosen[0].kind], kind)
-                    dtype = source.kinds[chosen[0].kind].shards[chosen[0].shard].dtype
-                    moved = tuple(Holder(h.kind, h.shard, common.move(logical, h.box)) for h in chosen)
+                    chosen = _nearest(holders, t, len(kind.shards))
+                    moved = tuple([Holder(h.kind, h.shard, common.move(logical, h.box)) for h in chosen])
                     box = common.move(piece.logical, piece.local)
-                    found.append(Row(k, t, box, moved, IDENTITY if dtype == tensor.dtype else CAST))
+                    if kind.rule is None:
+                        dtype = source.kinds[chosen[0].kind].shards[chosen[0].shard].dtype
+                        found.append(Row(k, t, box, moved, IDENTITY if dtype == tensor.dtype else CAST))
+                    else:
+                        found.append(Row(k, t, box, moved, QUANTISE, logical_name=piece.logical_name, logical=common))
+        if kind.rule is not None:
+            found = _with_cuts(source, kind, found)
+            rows += _scale_rows(destination, kind, found)
         rows += found + _padding(source, kind, k, found)
-    return _with_fan(rows)
+    return _with_fan(destination, rows)
 
 
 def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -87,7 +106,10 @@ def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
     for row in rows:
         groups[(row.route, row.transform)].append(row)
     merged: list[Row] = []
-    for group in groups.values():
+    for (_, transform), group in groups.items():
+        if transform == SCALE:
+            merged += group
+            continue
         group.sort(key=lambda row: row.box.start)
         current = group[0]
         for row in group[1:]:
@@ -99,18 +121,20 @@ def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(sorted(merged, key=lambda row: (row.kind, row.shard, row.box.start)))
 
 
-def _stripes(source: Layout) -> dict[str, dict[Box, list[Holder]]]:
-    """Logical name → logical box → everyone who holds exactly that box."""
-    stripes: dict[str, dict[Box, list[Holder]]] = defaultdict(lambda: defaultdict(list))
+def stripes_of(source: Layout) -> Stripes:
+    """Logical tensor → logical box → everyone who holds exactly that box."""
+    stripes: Stripes = defaultdict(lambda: defaultdict(list))
     for k, kind in enumerate(source.kinds):
         for s, tensor in enumerate(kind.shards):
             for piece in tensor.pieces:
-                stripes[piece.logical_name][piece.logical].append(Holder(k, s, piece.local))
+                stripes[piece.logical_name, kind.layers][piece.logical].append(Holder(k, s, piece.local))
     return stripes
 
 
-def _nearest(source: Layout, holders: list[Holder], shard: int, shards: int) -> list[Holder]:
+def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
     """Of shards that hold the same elements, those that face destination shard `shard` of `shards`; per kind."""
+    if len(holders) == 1:
+        return holders
     by_kind: dict[int, list[Holder]] = defaultdict(list)
     for holder in holders:
         by_kind[holder.kind].append(holder)
@@ -119,6 +143,76 @@ def _nearest(source: Layout, holders: list[Holder], shard: int, shards: int) -> 
         begin, end = shard * len(group) // shards, (shard + 1) * len(group) // shards
         chosen += group[begin : max(end, begin + 1)]
     return chosen
+
+
+def _lacking(source: Layout, destination: Layout, kind: Kind, piece: Piece) -> str:
+    others = [other for other in source.kinds if any(p.logical_name == piece.logical_name for p in other.shards[0].pieces)]
+    if not others:
+        return f"{destination.name} tensor {kind.name} holds {piece.logical_name}, which {source.name} does not"
+    ranges = ", ".join(_span(other) for other in others)
+    return f"{piece.logical_name}: {source.name} has {ranges}, {destination.name} {_span(kind)}"
+
+
+def _span(kind: Kind) -> str:
+    return "one" if kind.layers is None else "layers {} to {}".format(kind.layers[0], kind.layers[1] - 1)
+
+
+def _with_cuts(source: Layout, kind: Kind, found: list[Row]) -> list[Row]:
+    """Marks rows of which a tile reaches beyond the row."""
+    extents: dict[str, Box] = {}
+    for row in found:
+        known = extents.get(row.logical_name)
+        extents[row.logical_name] = row.logical if known is None else _hull(known, row.logical)
+    fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
+    whole = kind.rule.whole_tiles
+    return [
+        replace(row, cut=True)
+        if (of_whole_tensor(kind.rule) and fused) or not whole(row.logical, extents[row.logical_name].end)
+        else row
+        for row in found
+    ]
+
+
+def _hull(a: Box, b: Box) -> Box:
+    start = tuple(map(min, a.start, b.start))
+    return Box(start, tuple(max(x, y) - s for x, y, s in zip(a.end, b.end, start)))
+
+
+def _scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
+    """Each tile's scale is written by whoever writes the tile's first element on that shard."""
+    scales = destination.kinds[kind.scales]
+    rows = []
+    for row in found:
+        tensor = kind.shards[row.shard]
+        number = next(i for i, piece in enumerate(tensor.pieces) if piece.local.contains(row.box))
+        owned = _owned(kind, tensor.pieces[number], number, row.logical)
+        if owned is None:
+            continue
+        made, tiles = owned
+        held = tuple([Holder(h.kind, h.shard, made.move(row.logical, h.box)) for h in row.holders])
+        piece = scales.shards[row.shard].pieces[0 if of_whole_tensor(kind.rule) else number]
+        box = tiles.move(piece.logical, piece.local)
+        cut = row.cut
+        rows.append(replace(row, kind=kind.scales, box=box, holders=held, transform=SCALE, logical=made, cut=cut))
+    return rows
+
+
+def _owned(kind: Kind, piece: Piece, number: int, logical: Box) -> Optional[tuple[Box, Box]]:
+    """(what of `logical` lies in tiles whose scale this row writes, those tiles); None where it writes no scale."""
+    rule, start, shape = kind.rule, list(logical.start), list(logical.shape)
+    if of_whole_tensor(rule) and number:
+        return None
+    for dim, size in ((-2, rule.rows), (-1, rule.cols)):
+        first = logical.start[dim]
+        if first != piece.logical.start[dim]:  # the first tile may have begun in another row
+            if size is None:
+                return None
+            first = -(-first // size) * size
+        if first >= logical.start[dim] + logical.shape[dim]:
+            return None
+        start[dim], shape[dim] = first, logical.start[dim] + logical.shape[dim] - first
+    made = Box(tuple(start), tuple(shape))
+    return made, rule.tiles(made)
 
 
 def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
@@ -140,33 +234,32 @@ def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
     return rows
 
 
-def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
+def _with_fan(destination: Layout, rows: list[Row]) -> tuple[Row, ...]:
+    """Scales go with their weights: from the same sender."""
+    kinds = destination.kinds
+    weights = [k if kind.scales_of is None else kind.scales_of for k, kind in enumerate(kinds)]
     fed: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     for row in rows:
-        fed[(row.kind, row.holders[0].kind, row.holders[0].shard)].add(row.shard)
-    order = {key: sorted(shards) for key, shards in fed.items()}
+        fed[weights[row.kind], row.holders[0].kind, row.holders[0].shard].add(row.shard)
+    order = {key: {shard: i for i, shard in enumerate(sorted(shards))} for key, shards in fed.items()}
     result = []
     for row in rows:
-        peers = order[(row.kind, row.holders[0].kind, row.holders[0].shard)]
-        result.append(replace(row, fan=len(peers), index=peers.index(row.shard)) if len(peers) > 1 else row)
+        peers = order[weights[row.kind], row.holders[0].kind, row.holders[0].shard]
+        result.append(replace(row, fan=len(peers), index=peers[row.shard]) if len(peers) > 1 else row)
     return tuple(result)
-
-
-def _same_instances(source: Kind, destination: Kind) -> None:
-    if source.place != destination.place and source.instances == destination.instances == 1:
-        return  # a tied output layer: the same logical tensor at another place
-    if source.place != destination.place or source.instances != destination.instances:
-        raise ValueError(
-            f"{source.name} has {source.instances} instances at place {source.place!r}, "
-            f"{destination.name} {destination.instances} at {destination.place!r}"
-        )
 
 
 def _joined(a: Row, b: Row) -> Optional[Row]:
     target = a.box.join(b.box)
-    if target is None:
+    if target is None or a.logical_name != b.logical_name:
         return None
     dim, box = target
+    logical = a.logical
+    if logical is not None and b.logical is not None:
+        whole = logical.join(b.logical)
+        if whole is None or whole[0] != dim:
+            return None
+        logical = whole[1]
     holders = []
     for x, y in zip(a.holders, b.holders):
         if x.box is None or y.box is None:
@@ -176,4 +269,4 @@ def _joined(a: Row, b: Row) -> Optional[Row]:
         if joined is None or joined[0] != dim:
             return None
         holders.append(Holder(x.kind, x.shard, joined[1]))
-    return replace(a, box=box, holders=tuple(holders))
+    return replace(a, box=box, holders=tuple(holders), logical=logical, cut=a.cut or b.cut)

@@ -78,7 +78,7 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "supported: LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "supported: DeepseekV3ForCausalLM, LlamaForCausalLM, "),
         ({"hidden_size": "128"}, "hidden_size = '128'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),

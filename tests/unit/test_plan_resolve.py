@@ -61,12 +61,17 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ("trainer.cp=2", "trainer.cp=2: only 1 is supported"),
-        ("trainer.vpp=2", "trainer.vpp=2: only 1 is supported"),
+        ("trainer.vpp=2", "trainer.vpp=2: needs trainer.pp of at least 2; it is 1"),
+        ("trainer.pp=4 trainer.vpp=3", "trainer.pp=4 * trainer.vpp=3: must divide the model's 32 layers"),
+        (
+            "trainer.pp=4 trainer.first_stage_layers=7",
+            "trainer.first_stage_layers=7: must leave layers that the other 3 of trainer.pp=4 stages can share evenly; 25 of 32 are left",
+        ),
+        ("trainer.last_stage_layers=7", "trainer.last_stage_layers=7: needs trainer.pp of at least 2; it is 1"),
         ("trainer.ep=2", "trainer.ep=2: must be 1: a llama model has no experts"),
         ("generator.ep=4", "generator.ep=4: must be 1: a llama model has no experts"),
         ("trainer.etp=2", "trainer.etp=2: must be 1: a llama model has no experts"),
-        ("generator.quantization=fp8", "generator.quantization=fp8: only null is supported: engines run in model.dtype"),
+        ("generator.quantization=fp8", "generator.quantization=fp8: must be one of fp8_block, fp8_channel, fp8_tensor"),
         ("trainer.tp=3", "trainer.tp=3: must divide the model's 32 attention heads and 14336 ffn rows and 8 key-value heads"),
         ("trainer.tp=16", "trainer.tp=16: must divide the model's 8 key-value heads"),
         ("generator.tp=64", "generator.tp=64: must divide the model's 32 attention heads"),
@@ -152,9 +157,9 @@ def test_the_checks_accept_what_the_layouts_can_cut(
 
 
 def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
-    problems = problems_of(tmp_path, "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.cp=2", "async.max_staleness=0")
+    problems = problems_of(tmp_path, "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.max_staleness=0")
     assert {problem.split(":")[0] for problem in problems} == {
-        "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.cp=2", "async.max_staleness=0"
+        "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.max_staleness=0"
     }  # fmt: skip
 
 

@@ -82,9 +82,14 @@ def test_transformer_engine_keeps_the_norms_inside_the_linear_layers():
 
 
 def test_layers_are_split_over_stages_as_megatron_does():
-    assert stage_of_layer(8, 2) == (0, 0, 0, 0, 1, 1, 1, 1)
-    assert stage_of_layer(8, 2, vpp=2) == (0, 0, 1, 1, 0, 0, 1, 1)  # the example in megatron's get_num_layers_to_build
-    assert stage_of_layer(5, 3, stage_layers=(1, 3, 1)) == (0, 1, 1, 1, 2)
+    assert stage_of_layer(8, TrainerTopology(pp=2)) == (0, 0, 0, 0, 1, 1, 1, 1)
+    # the example in megatron's get_num_layers_to_build
+    assert stage_of_layer(8, TrainerTopology(pp=2, vpp=2)) == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert stage_of_layer(5, TrainerTopology(pp=3, first_stage_layers=1, last_stage_layers=1)) == (0, 1, 1, 1, 2)
+    assert stage_of_layer(7, TrainerTopology(pp=3, last_stage_layers=1)) == (0, 0, 0, 1, 1, 1, 2)
+    # chunks of 1, 2, 1 layers in turn: megatron's offsets of stage 1 are 0 * 4 + 1 and 1 * 4 + 1
+    uneven = TrainerTopology(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=2)
+    assert stage_of_layer(8, uneven) == (0, 1, 1, 2, 0, 1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,8 @@ def test_layers_are_split_over_stages_as_megatron_does():
         (lambda: trainer_layout(spec(ffn=255), TrainerTopology(tp=2), "float32"), "trainer.tp = 2 does not divide intermediate_size = 255"),
         (lambda: trainer_layout(spec(kv=4, heads=12), TrainerTopology(tp=6), "float32"), "trainer.tp = 6 .*num_key_value_heads = 4"),
         (lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"), "trainer.pp = 2 does not divide num_hidden_layers = 3"),
-        (lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32", stage_layers=(2, 2)), "stage_layers"),
+        (lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=4), "float32"), "first_stage_layers = 4: num_hidden"),
+        (lambda: trainer_layout(spec(layers=4), TrainerTopology(first_stage_layers=4), "float32"), "needs trainer.pp of at least 2"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "float32", norm_names="apex"), "norm_names = 'apex'"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "int4"), "dtype = 'int4'"),
         (lambda: generator_layout(spec(), GeneratorTopology(tp=3), "float32"), "generator.tp = 3 does not divide num_attention_heads = 8"),

@@ -1,0 +1,82 @@
+"""Attention of grouped queries (Llama, Qwen, Mixtral) with the norm before it; optional qkv biases and query/key norms.
+
+Each block file of this package has the functions `logical`, `megatron`, `sglang` and the tuple `QUANTISED`: the SGLang
+parameters that are kept in fp8 when the engine is quantised.
+"""
+
+from __future__ import annotations
+
+from megarl.config.errors import ConfigError
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, indivisible, round_up, whole
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+_L = "model.layers.{layer}."
+_QKV, O = tuple(_L + f"self_attn.{x}_proj." for x in "qkv"), _L + "self_attn.o_proj.weight"
+INPUT_NORM = _L + "input_layernorm.weight"
+QK_NORMS = (_L + "self_attn.q_norm.weight", _L + "self_attn.k_norm.weight")
+SGLANG_QKV = _L + "self_attn.qkv_proj."
+QUANTISED = (SGLANG_QKV + "weight", O)
+
+# Where Megatron keeps the norm: an own module in the local layer spec, fused into the linear layer by Transformer Engine.
+INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.linear_qkv.layer_norm_weight"}
+
+
+def logical(spec: ModelSpec) -> list[LogicalTensor]:
+    hidden, q_rows, kv_rows = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    tensors = [LogicalTensor(INPUT_NORM, (hidden,), LAYER)]
+    for name, rows in zip(_QKV, (q_rows, kv_rows, kv_rows)):
+        tensors.append(LogicalTensor(name + "weight", (rows, hidden), LAYER))
+        if spec.qkv_bias:
+            tensors.append(LogicalTensor(name + "bias", (rows,), LAYER))
+    if spec.qk_norm:
+        tensors += [LogicalTensor(name, (spec.head_dim,), LAYER) for name in QK_NORMS]
+    return tensors + [LogicalTensor(O, (hidden, q_rows), LAYER)]
+
+
+def megatron(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> list[Parameter]:
+    """Raises ConfigError when `tp` does not divide the heads."""
+    tp, kv = topology.tp, spec.num_kv_heads
+    problems = indivisible("trainer.tp", tp, num_attention_heads=spec.num_attention_heads)
+    if kv % tp and tp % kv:
+        problems.append(f"trainer.tp = {tp} is neither a divisor nor a multiple of num_key_value_heads = {kv}")
+    if problems:
+        raise ConfigError(problems)
+    layer = "decoder.layers.{layer}."
+    own = layer + "self_attention."
+    parameters = [whole(layer + INPUT_NORM_NAMES[norm_names], LAYER, INPUT_NORM)]
+    for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        parts = tuple(Part(name + suffix) for name in _QKV)
+        parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv))
+    if spec.qk_norm:
+        parameters += [whole(f"{own}{x}_layernorm.weight", LAYER, name) for x, name in zip("qk", QK_NORMS)]
+    return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
+
+
+def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
+    """What does not divide by tp the CPU engine pads with heads of zeros; GPU engines replicate kv heads and refuse the rest."""
+    tp, heads, kv, replicas = topology.tp, spec.num_attention_heads, spec.num_kv_heads, 1
+    if device == "cpu":
+        if heads % tp or kv % tp:
+            heads, kv = round_up(kv, tp) * (heads // kv), round_up(kv, tp)
+    else:
+        problems = indivisible("generator.tp", tp, num_attention_heads=heads)
+        if kv % tp and tp % kv:
+            problems.append(f"generator.tp = {tp} is neither a divisor nor a multiple of num_key_value_heads = {kv}")
+        if problems:
+            raise ConfigError(problems)
+        replicas = max(1, tp // kv)
+    q_rows, kv_rows = heads * spec.head_dim, kv * spec.head_dim
+    parameters = []
+    for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        q, k, v = (name + suffix for name in _QKV)
+        parts = (Part(q, q_rows), Part(k, kv_rows, replicas), Part(v, kv_rows, replicas))
+        parameters.append(Parameter(SGLANG_QKV + suffix, LAYER, parts, dim=0, groups=tp))
+    parameters.append(Parameter(O, LAYER, (Part(O, q_rows),), dim=1, groups=tp))
+    if spec.qk_norm:
+        parameters += [whole(name, LAYER, name) for name in QK_NORMS]
+    return parameters
+
+
+def sglang_norm() -> Parameter:
+    return whole(INPUT_NORM, LAYER, INPUT_NORM)

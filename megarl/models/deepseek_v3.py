@@ -1,0 +1,81 @@
+"""DeepSeek-V3 and R1: latent attention, a few dense layers, then mixtures with shared experts and a bias on the router's choice.
+
+Left out: the multi-token-prediction layer (index num_hidden_layers in the checkpoint), which neither side runs. SGLang must be
+started with disable_shared_experts_fusion: by itself it may keep the shared expert as one more routed expert.
+"""
+
+from __future__ import annotations
+
+from megarl.models import experts, latent_attention, mlp, vocabulary
+from megarl.models.attention import sglang_norm
+from megarl.models.dense import read_common
+from megarl.models.parameters import Layers, LogicalTensor, Parameter
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    for key, allowed in (("attention_bias", False), ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)):
+        reader.expect(key, allowed, allowed)
+    nope, rope = reader.integer("qk_nope_head_dim"), reader.integer("qk_rope_head_dim")
+    expert_rows = reader.integer("moe_intermediate_size")
+    return read_common(
+        reader,
+        "deepseek_v3",
+        head_dim=nope + rope,
+        num_experts=reader.integer("n_routed_experts"),
+        experts_per_token=reader.integer("num_experts_per_tok"),
+        expert_intermediate_size=expert_rows,
+        shared_intermediate_size=reader.integer("n_shared_experts") * expert_rows,
+        first_dense_layers=reader.integer("first_k_dense_replace"),
+        score_function="sigmoid",
+        norm_topk_prob=reader.flag("norm_topk_prob", True),
+        router_bias=True,
+        num_expert_groups=reader.integer("n_group"),
+        topk_groups=reader.integer("topk_group"),
+        routed_scaling_factor=reader.number("routed_scaling_factor", 1.0),
+        q_lora_rank=reader.integer("q_lora_rank"),
+        kv_lora_rank=reader.integer("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=reader.integer("v_head_dim"),
+    )
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    dense, sparse = _layers(spec)
+    layers = latent_attention.logical(spec) + [mlp.norm(spec, dense), mlp.norm(spec, sparse)]
+    layers += mlp.logical(spec, spec.intermediate_size, layers=dense) + experts.logical(spec, layers=sparse)
+    return vocabulary.logical(spec, layers + mlp.logical(spec, spec.shared_intermediate_size, mlp.SHARED, sparse))
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> tuple[Parameter, ...]:
+    dense, sparse = _layers(spec)
+    layers = latent_attention.megatron(spec, topology, norm_names)
+    layers += [mlp.megatron_norm(norm_names, dense), mlp.megatron_norm("local", sparse)]
+    layers += mlp.megatron(topology, spec.intermediate_size, layers=dense)
+    layers += experts.megatron(spec, topology, norm_names, layers=sparse)
+    layers += mlp.megatron(topology, spec.shared_intermediate_size, mlp.SHARED, sparse)
+    return vocabulary.megatron(spec, topology, layers)
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    dense, sparse = _layers(spec)
+    layers = latent_attention.sglang(spec, topology, device)
+    layers += mlp.sglang(topology, device, spec.intermediate_size, layers=dense)
+    layers += experts.sglang(spec, topology, device, layers=sparse)
+    layers += mlp.sglang(topology, device, spec.shared_intermediate_size, mlp.SHARED, sparse)
+    return vocabulary.sglang(spec, topology, device, layers + [sglang_norm(), mlp.sglang_norm(dense), mlp.sglang_norm(sparse)])
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    """As in DeepSeek's own fp8 checkpoints: all linear layers but the router and the output layer."""
+    return latent_attention.QUANTISED + mlp.QUANTISED + mlp.QUANTISED_SHARED + experts.quantised("mlp")
+
+
+def _layers(spec: ModelSpec) -> tuple[Layers, Layers]:
+    """Dense layers and layers with experts. The norm before each belongs to the one or the other: Megatron names them apart."""
+    return (0, spec.first_dense_layers), (spec.first_dense_layers, spec.num_layers)

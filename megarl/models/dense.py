@@ -1,0 +1,64 @@
+"""Families whose layers are all alike: attention of grouped queries, then a dense MLP. Llama, Qwen2.5 and Qwen3 are such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.models import attention, mlp, vocabulary
+from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+
+def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
+    """The keys that all families have in common; `own` are further fields of the spec, and win.
+
+    Raises ConfigError for missing keys and sizes that do not fit.
+    """
+    reader.expect("hidden_act", "silu", "silu")
+    heads = reader.integer("num_attention_heads")
+    hidden = reader.integer("hidden_size")
+    kv_heads = reader.integer("num_key_value_heads", heads)
+    problems = []
+    if heads % kv_heads:
+        problems.append(f"{reader.source}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+    if reader.values.get("head_dim") is None and "head_dim" not in own and hidden % heads:
+        problems.append(f"{reader.source}: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
+    if problems:
+        raise ConfigError(problems)
+    theta, scaling = reader.rope()
+    fields = dict(
+        num_layers=reader.integer("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=reader.integer("intermediate_size"),
+        num_attention_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=reader.integer("head_dim", hidden // heads),
+        vocab_size=reader.integer("vocab_size"),
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+    return ModelSpec(family=family, **(fields | own))
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    return vocabulary.logical(spec, attention.logical(spec) + [mlp.norm(spec)] + mlp.logical(spec, spec.intermediate_size))
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> tuple[Parameter, ...]:
+    layers = attention.megatron(spec, topology, norm_names) + [mlp.megatron_norm(norm_names)]
+    return vocabulary.megatron(spec, topology, layers + mlp.megatron(topology, spec.intermediate_size))
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    layers = attention.sglang(spec, topology, device) + mlp.sglang(topology, device, spec.intermediate_size)
+    return vocabulary.sglang(spec, topology, device, layers + [attention.sglang_norm(), mlp.sglang_norm()])
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    return attention.QUANTISED + mlp.QUANTISED

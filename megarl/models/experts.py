@@ -1,0 +1,91 @@
+"""A mixture of experts: router and routed experts. The norm before it and shared experts are in `mlp`.
+
+Checkpoints differ in names alone: `module` is "mlp" (gate_proj, up_proj, down_proj) or "block_sparse_moe" (Mixtral: w1, w3, w2).
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from megarl.config.errors import ConfigError
+from megarl.models.mlp import SGLANG_CPU_PADDING
+from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+_L = "model.layers.{layer}."
+_PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
+# Megatron's names of expert K: an own module each (SequentialMLP), or one of Transformer Engine's grouped linear layers.
+_MEGATRON_NAMES = {"local": "local_experts.{expert}.linear_fc%d.weight", "te": "linear_fc%d.weight{expert}"}
+
+
+def quantised(module: str) -> tuple[str, ...]:
+    return f"{_L}{module}.experts.w13_weight", f"{_L}{module}.experts.w2_weight"
+
+
+def logical(spec: ModelSpec, module: str = "mlp", layers: Optional[Layers] = None) -> list[LogicalTensor]:
+    gate, up, down = _names(module)
+    count, rows, hidden = spec.num_experts, spec.expert_intermediate_size, spec.hidden_size
+    tensors = [LogicalTensor(_router(module), (count, hidden), LAYER, layers)]
+    if spec.router_bias:
+        tensors.append(LogicalTensor(_router_bias(module), (count,), LAYER, layers))
+    for name, shape in ((gate, (rows, hidden)), (up, (rows, hidden)), (down, (hidden, rows))):
+        tensors.append(LogicalTensor(name, shape, LAYER, layers, count))
+    return tensors
+
+
+def megatron(
+    spec: ModelSpec, topology: TrainerTopology, norm_names: str, module: str = "mlp", layers: Optional[Layers] = None
+) -> list[Parameter]:
+    """Raises ConfigError when `ep` does not divide the experts, or `etp` their rows."""
+    problems = indivisible("trainer.ep", topology.ep, num_experts=spec.num_experts)
+    problems += indivisible("trainer.etp", topology.etp, moe_intermediate_size=spec.expert_intermediate_size)
+    if problems:
+        raise ConfigError(problems)
+    gate, up, down = _names(module)
+    own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + _MEGATRON_NAMES[norm_names]
+    parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
+    if spec.router_bias:  # a buffer, always float32; moe/router.py
+        parameters.append(whole(own + "router.expert_bias", LAYER, _router_bias(module), layers=layers, dtype="float32"))
+    fc1, fc2 = (names.replace("%d", n) for n in "12")
+    return parameters + [
+        Parameter(fc1, LAYER, (Part(gate), Part(up)), dim=0, groups=topology.etp, layers=layers),
+        Parameter(fc2, LAYER, (Part(down),), dim=1, groups=topology.etp, layers=layers),
+    ]
+
+
+def sglang(
+    spec: ModelSpec, topology: GeneratorTopology, device: str, module: str = "mlp", layers: Optional[Layers] = None
+) -> list[Parameter]:
+    """Contiguous runs of experts over `ep`, each cut over the tp / ep ranks that share it (moe tp)."""
+    problems = indivisible("generator.ep", topology.ep, **{"generator.tp": topology.tp, "num_experts": spec.num_experts})
+    if problems:
+        raise ConfigError(problems)
+    moe_tp, rows = topology.tp // topology.ep, spec.expert_intermediate_size
+    if device == "cpu":
+        rows = round_up(rows, topology.tp * SGLANG_CPU_PADDING)
+    elif problems := indivisible("generator.tp / generator.ep", moe_tp, moe_intermediate_size=rows):
+        raise ConfigError(problems)
+    gate, up, down = _names(module)
+    w13, w2 = quantised(module)
+    parameters = [
+        Parameter(w13, LAYER, (Part(gate, rows), Part(up, rows)), dim=0, groups=moe_tp, layers=layers),
+        Parameter(w2, LAYER, (Part(down, rows),), dim=1, groups=moe_tp, layers=layers),
+        whole(_router(module), LAYER, _router(module), layers=layers),
+    ]
+    if spec.router_bias:
+        parameters.append(whole(_router_bias(module), LAYER, _router_bias(module), layers=layers, dtype="float32"))
+    return parameters
+
+
+def _names(module: str) -> tuple[str, str, str]:
+    gate, up, down = (f"{_L}{module}.experts.{{expert}}.{projection}.weight" for projection in _PROJECTIONS[module])
+    return gate, up, down
+
+
+def _router(module: str) -> str:
+    return f"{_L}{module}.gate.weight"
+
+
+def _router_bias(module: str) -> str:
+    return f"{_L}{module}.gate.e_score_correction_bias"

@@ -1,0 +1,70 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1) with the norm before it.
+
+SGLang derives w_kc and w_vc from kv_b_proj after loading; they are no parameters, and not stated here.
+"""
+
+from __future__ import annotations
+
+from megarl.config.errors import ConfigError
+from megarl.models.attention import INPUT_NORM
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, indivisible, whole
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+_A = "model.layers.{layer}.self_attn."
+Q_DOWN, Q_UP, KV_UP, O = (_A + f"{x}_proj.weight" for x in ("q_a", "q_b", "kv_b", "o"))
+KV_DOWN = _A + "kv_a_proj_with_mqa.weight"
+Q_NORM, KV_NORM = _A + "q_a_layernorm.weight", _A + "kv_a_layernorm.weight"
+SGLANG_DOWN = _A + "fused_qkv_a_proj_with_mqa.weight"
+QUANTISED = (SGLANG_DOWN, Q_UP, KV_UP, O)
+
+
+def logical(spec: ModelSpec) -> list[LogicalTensor]:
+    hidden, heads = spec.hidden_size, spec.num_attention_heads
+    shapes = {
+        INPUT_NORM: (hidden,),
+        Q_DOWN: (spec.q_lora_rank, hidden),
+        Q_NORM: (spec.q_lora_rank,),
+        Q_UP: (heads * spec.head_dim, spec.q_lora_rank),
+        KV_DOWN: (spec.kv_lora_rank + spec.qk_rope_head_dim, hidden),
+        KV_NORM: (spec.kv_lora_rank,),
+        KV_UP: (heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),
+        O: (hidden, heads * spec.v_head_dim),
+    }
+    return [LogicalTensor(name, shape, LAYER) for name, shape in shapes.items()]
+
+
+def megatron(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> list[Parameter]:
+    """The local layer spec cuts the down projections by rows; Transformer Engine keeps them whole on every tp rank, and the two
+    inner norms inside the up projections. Raises ConfigError when `tp` does not divide heads or ranks."""
+    tp, te = topology.tp, norm_names == "te"
+    sizes = {"num_attention_heads": spec.num_attention_heads}
+    if not te:
+        sizes |= {"q_lora_rank": spec.q_lora_rank, "kv_lora_rank + qk_rope_head_dim": spec.kv_lora_rank + spec.qk_rope_head_dim}
+    if problems := indivisible("trainer.tp", tp, **sizes):
+        raise ConfigError(problems)
+    layer = "decoder.layers.{layer}."
+    own = layer + "self_attention."
+    parameters = [whole(layer + "input_layernorm.weight", LAYER, INPUT_NORM)]
+    for x, down, norm, up in (("q", Q_DOWN, Q_NORM, Q_UP), ("kv", KV_DOWN, KV_NORM, KV_UP)):
+        name = f"{own}linear_{x}_down_proj.weight"
+        parameters.append(whole(name, LAYER, down) if te else Parameter(name, LAYER, (Part(down),), dim=0, groups=tp))
+        norm_name = f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
+        parameters.append(whole(own + norm_name, LAYER, norm))
+        parameters.append(Parameter(f"{own}linear_{x}_up_proj.weight", LAYER, (Part(up),), dim=0, groups=tp))
+    return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
+
+
+def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
+    """Every rank holds both down projections whole, fused. Raises ConfigError when `tp` does not divide the heads."""
+    tp = topology.tp
+    if problems := indivisible("generator.tp", tp, num_attention_heads=spec.num_attention_heads):
+        raise ConfigError(problems)
+    return [
+        whole(SGLANG_DOWN, LAYER, Q_DOWN, KV_DOWN),
+        whole(Q_NORM, LAYER, Q_NORM),
+        Parameter(Q_UP, LAYER, (Part(Q_UP),), dim=0, groups=tp),
+        Parameter(KV_UP, LAYER, (Part(KV_UP),), dim=0, groups=tp),
+        Parameter(O, LAYER, (Part(O),), dim=1, groups=tp),
+        whole(KV_NORM, LAYER, KV_NORM),
+    ]

@@ -1,0 +1,41 @@
+"""Mixtral: Llama's attention; every layer a mixture of experts."""
+
+from __future__ import annotations
+
+from megarl.models import attention, experts, sparse
+from megarl.models.dense import read_common
+from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+ARCHITECTURES = ("MixtralForCausalLM",)
+MODULE = "block_sparse_moe"
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.expect("sliding_window", None, None)
+    return read_common(
+        reader,
+        "mixtral",
+        intermediate_size=0,
+        num_experts=reader.integer("num_local_experts"),
+        experts_per_token=reader.integer("num_experts_per_tok"),
+        expert_intermediate_size=reader.integer("intermediate_size"),
+    )
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    return sparse.logical_tensors(spec, MODULE)
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> tuple[Parameter, ...]:
+    return sparse.megatron_parameters(spec, topology, norm_names, MODULE)
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    return sparse.sglang_parameters(spec, topology, device, MODULE)
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    return attention.QUANTISED + experts.quantised(MODULE)

@@ -1,0 +1,73 @@
+"""The dense gated MLP with the norm before it; also as the shared experts of a mixture."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from megarl.config.errors import ConfigError
+from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+_L = "model.layers.{layer}."
+POST_NORM = _L + "post_attention_layernorm.weight"
+SGLANG_CPU_PADDING = 32  # of ffn rows, times tp; sglang/srt/configs/update_config.py
+MLP, SHARED = "mlp", "mlp.shared_experts"  # module names in HF checkpoints and SGLang
+QUANTISED = (_L + MLP + ".gate_up_proj.weight", _L + MLP + ".down_proj.weight")
+QUANTISED_SHARED = tuple(name.replace(MLP, SHARED) for name in QUANTISED)
+MLP_NORM_NAMES = {"local": "pre_mlp_layernorm.weight", "te": "mlp.linear_fc1.layer_norm_weight"}
+
+
+def logical(spec: ModelSpec, rows: int, module: str = MLP, layers: Optional[Layers] = None) -> list[LogicalTensor]:
+    """`rows`: intermediate size."""
+    gate, up, down = _names(module)
+    wide, narrow = (rows, spec.hidden_size), (spec.hidden_size, rows)
+    return [LogicalTensor(name, shape, LAYER, layers) for name, shape in ((gate, wide), (up, wide), (down, narrow))]
+
+
+def norm(spec: ModelSpec, layers: Optional[Layers] = None) -> LogicalTensor:
+    return LogicalTensor(POST_NORM, (spec.hidden_size,), LAYER, layers)
+
+
+def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Optional[Layers] = None) -> list[Parameter]:
+    """Megatron uses the same module names. Raises ConfigError when `tp` does not divide the rows."""
+    tp = topology.tp
+    if problems := indivisible("trainer.tp", tp, intermediate_size=rows):
+        raise ConfigError(problems)
+    gate, up, down = _names(module)
+    own = f"decoder.layers.{{layer}}.{module}."
+    return [
+        Parameter(own + "linear_fc1.weight", LAYER, (Part(gate), Part(up)), dim=0, groups=tp, layers=layers),
+        Parameter(own + "linear_fc2.weight", LAYER, (Part(down),), dim=1, groups=tp, layers=layers),
+    ]
+
+
+def megatron_norm(norm_names: str, layers: Optional[Layers] = None) -> Parameter:
+    """Before a dense MLP; before experts it is an own module in both layer specs: norm_names "local"."""
+    return whole("decoder.layers.{layer}." + MLP_NORM_NAMES[norm_names], LAYER, POST_NORM, layers=layers)
+
+
+def sglang(
+    topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Optional[Layers] = None
+) -> list[Parameter]:
+    """Raises ConfigError where GPU engines refuse `tp`; CPU engines pad the rows."""
+    tp = topology.tp
+    if device == "cpu":
+        rows = round_up(rows, tp * SGLANG_CPU_PADDING)
+    elif problems := indivisible("generator.tp", tp, intermediate_size=rows):
+        raise ConfigError(problems)
+    gate, up, down = _names(module)
+    own = f"{_L}{module}."
+    return [
+        Parameter(own + "gate_up_proj.weight", LAYER, (Part(gate, rows), Part(up, rows)), dim=0, groups=tp, layers=layers),
+        Parameter(own + "down_proj.weight", LAYER, (Part(down, rows),), dim=1, groups=tp, layers=layers),
+    ]
+
+
+def sglang_norm(layers: Optional[Layers] = None) -> Parameter:
+    return whole(POST_NORM, LAYER, POST_NORM, layers=layers)
+
+
+def _names(module: str) -> tuple[str, str, str]:
+    gate, up, down = (f"{_L}{module}.{x}_proj.weight" for x in ("gate", "up", "down"))
+    return gate, up, down

@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v; small models tie the output layer to the embedding."""
+
+from __future__ import annotations
+
+from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+
+__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+
+ARCHITECTURES = ("Qwen2ForCausalLM",)
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.expect("use_sliding_window", False, False)
+    return read_common(reader, "qwen2", qkv_bias=True)

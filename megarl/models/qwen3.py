@@ -1,0 +1,17 @@
+"""Qwen3, dense: RMSNorm of every query and key head, no biases."""
+
+from __future__ import annotations
+
+from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+
+__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.expect("attention_bias", False, False)
+    reader.expect("use_sliding_window", False, False)
+    return read_common(reader, "qwen3", qk_norm=True, head_dim=reader.integer("head_dim", 128))

@@ -1,0 +1,44 @@
+"""Embedding, final norm and output layer: alike in all families. Both engines cut the vocabulary by rows, and pad it."""
+
+from __future__ import annotations
+
+from megarl.config.errors import ConfigError
+from megarl.models.parameters import FIRST, LAST, LogicalTensor, Parameter, Part, indivisible, padded_vocab_size, round_up, whole
+from megarl.models.spec import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+SGLANG_PADDING = 64  # rows; sglang/srt/layers/vocab_parallel_embedding.py
+
+
+def logical(spec: ModelSpec, layers: list[LogicalTensor]) -> tuple[LogicalTensor, ...]:
+    """With the tensors of the layers in between. A tied model has no `lm_head.weight`."""
+    embed = LogicalTensor(EMBED, (spec.vocab_size, spec.hidden_size), FIRST)
+    tensors = [embed, *layers, LogicalTensor(NORM, (spec.hidden_size,), LAST)]
+    if not spec.tie_word_embeddings:
+        tensors.append(LogicalTensor(HEAD, embed.shape, LAST))
+    return tuple(tensors)
+
+
+def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]) -> tuple[Parameter, ...]:
+    """With tied embeddings and pp > 1 the last stage keeps its own copy of the embedding as `output_layer.weight`."""
+    tp, padded = topology.tp, padded_vocab_size(spec.vocab_size, topology.tp)
+    parameters = [Parameter("embedding.word_embeddings.weight", FIRST, (Part(EMBED, padded),), dim=0, groups=tp)]
+    parameters += [*layers, whole("decoder.final_layernorm.weight", LAST, NORM)]
+    if not spec.tie_word_embeddings or topology.pp > 1:
+        output = EMBED if spec.tie_word_embeddings else HEAD
+        parameters.append(Parameter("output_layer.weight", LAST, (Part(output, padded),), dim=0, groups=tp))
+    return tuple(parameters)
+
+
+def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, layers: list[Parameter]) -> tuple[Parameter, ...]:
+    """Raises ConfigError where GPU engines refuse `tp`; CPU engines pad the vocabulary further."""
+    tp, padded = topology.tp, round_up(spec.vocab_size, SGLANG_PADDING)
+    if device == "cpu":
+        padded = padded if padded % tp == 0 else round_up(spec.vocab_size, SGLANG_PADDING * tp)
+    elif problems := indivisible("generator.tp", tp, padded_vocab_size=padded):
+        raise ConfigError(problems)
+    parameters = [Parameter(EMBED, FIRST, (Part(EMBED, padded),), dim=0, groups=tp), *layers, whole(NORM, LAST, NORM)]
+    if not spec.tie_word_embeddings:  # tied: lm_head is embed_tokens, one parameter under its first name
+        parameters.append(Parameter(HEAD, LAST, (Part(HEAD, padded),), dim=0, groups=tp))
+    return tuple(parameters)

@@ -1,0 +1,128 @@
+"""Where a tile of a quantised tensor is cut: which sender holds which share of it, and who must hear of its amax.
+
+Shares are of source tensors, whatever copies are made of them. Every data-parallel replica works out its amax for itself, among
+the ranks that together hold one whole model; so it does not matter which replica sends what.
+
+    parts = amax_parts(map, rank)                                 once
+    table = AmaxTable.measure(parts, own tensors)                 each update, before the first copy
+    … exchange `table.entries` with `peers(parts)` …              by the transport's own means
+    table.merge(entries)                                          what each peer sent
+    payload(copy, source, table)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Iterator
+
+import numpy as np
+
+from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import Kind
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.quantise_rules import Rule
+from megarl.reshard.rows import QUANTISE, Holder, stripes_of
+from megarl.reshard.scales import of_whole_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AmaxPart:
+    """A box of one of this rank's tensors in which tiles lie that are cut somewhere."""
+
+    tiles_of: str  # as Quantisation.tiles_of
+    rule: Rule
+    source_tensor: str
+    source_box: Box
+    origin: tuple[int, int]  # of the box's first element in the logical tensor
+    tiles: Box  # that it touches, [tile rows, tile columns]
+    peers: tuple[int, ...]  # source ranks that hold other shares of these tiles
+
+
+def amax_parts(map: ReshardMap, rank: int) -> list[AmaxPart]:
+    """What source rank `rank` must measure, in forward order. Empty where no copy of any rank cuts a tile."""
+    return [part for _, part in sorted(_parts(map, rank), key=lambda entry: entry[0])]
+
+
+def peers(parts: list[AmaxPart]) -> tuple[int, ...]:
+    """The ranks to exchange with: mutual, so every rank of a group names the others."""
+    return tuple(sorted({peer for part in parts for peer in part.peers}))
+
+
+def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
+    stripes = stripes_of(map.source)
+    seats = {(k, s): (stage, e) for k, kind in enumerate(map.source.kinds) for stage, s, e in kind.seats(rank)}
+    for number, kind in enumerate(map.destination.kinds):
+        if kind.rule is None:
+            continue
+        cut = _cut_regions(map, number)
+        groups: dict[str, list[tuple[str, Box, Holder]]] = defaultdict(list)  # namespace of tiles → (logical, box, holder)
+        for name, regions in cut.items():
+            space = kind.name if of_whole_tensor(kind.rule) else name
+            for logical, holders in stripes[name, kind.layers].items():
+                if any(logical.intersect(region) is not None for region in regions):
+                    groups[space] += [(name, logical, holder) for holder in holders]
+        for space, shares in groups.items():
+            for _, logical, holder in shares:
+                if (holder.kind, holder.shard) in seats:
+                    stage, replica = seats[holder.kind, holder.shard]
+                    others = [o for _, other, o in shares if _share_a_tile(kind.rule, logical, other)]
+                    yield from _of_layers(map, kind, number, space, logical, holder, others, stage, replica)
+
+
+def _cut_regions(map: ReshardMap, number: int) -> dict[str, list[Box]]:
+    """Per logical tensor the boxes of cut rows. Of one scale for a whole parameter, all boxes."""
+    kind = map.destination.kinds[number]
+    rows = [row for row in map.rows if row.kind == number and row.transform == QUANTISE]
+    everything = of_whole_tensor(kind.rule) and any(row.cut for row in rows)
+    regions: dict[str, list[Box]] = defaultdict(list)
+    for row in rows:
+        if row.cut or everything:
+            regions[row.logical_name].append(_grown(kind.rule, row.logical))
+    return regions
+
+
+def _grown(rule: Rule, logical: Box) -> Box:
+    """To whole tiles; may reach beyond the tensor."""
+    start, shape = list(logical.start), list(logical.shape)
+    for dim, size in ((-2, rule.rows), (-1, rule.cols)):
+        if size is None:
+            start[dim], shape[dim] = 0, 1 << 40
+        else:
+            start[dim] = logical.start[dim] // size * size
+            shape[dim] = -(-logical.end[dim] // size) * size - start[dim]
+    return Box(tuple(start), tuple(shape))
+
+
+def _share_a_tile(rule: Rule, a: Box, b: Box) -> bool:
+    return rule.tiles(a).intersect(rule.tiles(b)) is not None
+
+
+def _of_layers(
+    map: ReshardMap, kind: Kind, number: int, space: str, logical: Box, holder: Holder, others: list[Holder], stage: int, replica: int
+) -> Iterator[tuple[tuple, AmaxPart]]:
+    origin = map.source.kinds[holder.kind]
+    tensor = origin.shards[holder.shard]
+    tiles = kind.rule.tiles(logical)
+    for instance in np.flatnonzero(origin.stages == stage).tolist():
+        layer = str(origin.first_layer + instance)
+        ranks = {_rank(map, other, instance, replica) for other in others} - {_rank(map, holder, instance, replica)}
+        names = space.replace(LAYER_FIELD, layer), origin.name_of(instance)
+        where = map.destination.depth(kind, instance), number, names[0], logical.start
+        if len(logical.start) == 2:
+            yield where, AmaxPart(names[0], kind.rule, names[1], holder.box, logical.start, tiles, tuple(sorted(ranks)))
+            continue
+        for e in range(logical.shape[0]):
+            expert = str(logical.start[0] + e)
+            stacked = EXPERT_FIELD not in tensor.name
+            box = Box((holder.box.start[0] + e,) + holder.box.start[1:], (1,) + holder.box.shape[1:]) if stacked else holder.box.drop()
+            of = f"{names[0]} {expert}" if of_whole_tensor(kind.rule) else names[0].replace(EXPERT_FIELD, expert)
+            source_name = names[1].replace(EXPERT_FIELD, expert)
+            yield where, AmaxPart(of, kind.rule, source_name, box, logical.start[1:], tiles.drop(), tuple(sorted(ranks)))
+
+
+def _rank(map: ReshardMap, holder: Holder, instance: int, replica: int) -> int:
+    kind = map.source.kinds[holder.kind]
+    of_shard = kind.ranks[kind.stages[instance], holder.shard]
+    return int(of_shard[replica % len(of_shard)])

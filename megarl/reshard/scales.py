@@ -1,0 +1,98 @@
+"""Quantised parameters of an engine and the tensors of their scales.
+
+The tiles that share a scale are those of the logical tensor, as a quantised checkpoint has them, whatever the cuts on either side:
+
+    fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
+    fp8_channel  <weight>_scale      a scale for each row of a logical tensor, also where an engine's rank holds part of the row
+    fp8_tensor   <weight>_scale      one scale for all that an engine fuses into one parameter (of an expert: into that expert's)
+
+After loading, SGLang keeps the weights of the latter two transposed (dense layers only): same memory, other strides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Mapping, Sequence
+
+from megarl.config.errors import ConfigError
+from megarl.models.parameters import LogicalTensor
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import Kind, LocalTensor, Piece
+from megarl.reshard.quantise_rules import Rule
+
+SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
+
+
+def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
+    """`kinds` with those called `names` quantised by `rule`, and after each the kind of its scales.
+
+    Raises ConfigError where a cut of the engine goes through a block, as SGLang itself refuses, or a padded tensor would be quantised.
+    """
+    known = {kind.name for kind in kinds}
+    if missing := [name for name in names if name not in known]:
+        raise ConfigError(f"quantised parameters that the layout does not have: {', '.join(missing)}")
+    result: list[Kind] = []
+    for kind in kinds:
+        if kind.name not in names:
+            result.append(kind)
+            continue
+        scales = tuple(_scales(kind, tensor, rule, logical) for tensor in kind.shards)
+        own = replace(kind, shards=tuple(_quantised(tensor, rule) for tensor in kind.shards), rule=rule, scales=len(result) + 1)
+        result += [own, replace(kind, name=scales[0].name, shards=scales, scales_of=len(result))]
+    return result
+
+
+def scale_name(name: str, rule: Rule) -> str:
+    return name + ("_scale_inv" if is_block(rule) else "_scale")
+
+
+def is_block(rule: Rule) -> bool:
+    return rule.cols is not None
+
+
+def of_whole_tensor(rule: Rule) -> bool:
+    return rule.rows is None
+
+
+def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
+    transposed = not is_block(rule) and len(tensor.shape) == 2
+    return replace(tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None)
+
+
+def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
+    name = scale_name(tensor.name, rule)
+    if sum(piece.local.numel for piece in tensor.pieces) != Box((0,) * len(tensor.shape), tensor.shape).numel:
+        raise ConfigError(f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded tensors are not quantised")
+    shape = _scale_shape(tensor, rule)
+    if of_whole_tensor(rule):
+        engine_shape = tensor.shape[:1] if len(tensor.shape) == 3 else ()
+        first = tensor.pieces[0]
+        local = Box((0,) * len(shape), shape)
+        logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
+        return LocalTensor(name, shape, SCALE_DTYPE, (Piece(local, scale_name(first.logical_name, rule), logical_box),), engine_shape)
+    pieces, tile_row = [], 0
+    by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
+    for piece in tensor.pieces:
+        _check_aligned(tensor, piece, rule, logical[piece.logical_name])
+        tiles = rule.tiles(piece.logical)
+        assert by_rows  # no engine fuses parts side by side
+        local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
+        pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
+        tile_row += tiles.shape[-2]
+    return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces))
+
+
+def _scale_shape(tensor: LocalTensor, rule: Rule) -> tuple[int, ...]:
+    return rule.scale_shape(tensor.shape)
+
+
+def _check_aligned(tensor: LocalTensor, piece: Piece, rule: Rule, logical: LogicalTensor) -> None:
+    if not is_block(rule):
+        return
+    for dim, block in ((-2, rule.rows), (-1, rule.cols)):
+        start, end = piece.logical.start[dim], piece.logical.start[dim] + piece.logical.shape[dim]
+        if start % block or (end % block and end != logical.shape[dim]):
+            raise ConfigError(
+                f"generator.quantization=fp8_block: {tensor.name} holds {piece.logical_name} {start} to {end} of "
+                f"{logical.shape[dim]}, which cuts blocks of {block}; choose another generator.tp or generator.ep"
+            )

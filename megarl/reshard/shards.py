@@ -1,0 +1,110 @@
+"""What one shard holds of a parameter: cut by tensor and expert parallelism, and again over data-parallel ranks (FSDP)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Iterator, Mapping
+
+from megarl.config.errors import ConfigError
+from megarl.models.parameters import EXPERT_FIELD, LogicalTensor, Parameter
+from megarl.reshard.box import Box, whole_box
+from megarl.reshard.kinds import Kind, LocalTensor, Piece
+
+
+def local_tensor(
+    parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str
+) -> LocalTensor:
+    """Shard number `shard` of (expert shards, shards of each tensor) = `cut`: contiguous chunks, the latter running faster."""
+    expert_shard, tensor_shard = divmod(shard, cut[1])
+    tensor = _whole(parameter, logical, dtype) if parameter.dim is None else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
+    if not parameter.of_expert:
+        return tensor
+    count = logical[parameter.parts[0].logical_name].experts // cut[0]
+    pieces = tuple(Piece(_stack(p.local, 0, count), p.logical_name, _stack(p.logical, expert_shard * count, count)) for p in tensor.pieces)
+    return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces)
+
+
+def flat_shards(kind: Kind, by_rows: bool) -> Kind:
+    """The kind with each shard cut once more over its replicas: a run of rows (torch's chunks), or of elements, for each."""
+    stages, shards, replicas = kind.ranks.shape
+    cut = [_flat(tensor, number, replicas, by_rows) for tensor in kind.shards for number in range(replicas)]
+    return replace(kind, shards=tuple(cut), ranks=kind.ranks.reshape(stages, shards * replicas, 1))
+
+
+def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
+    """Elements first .. end of the flattened tensor as boxes: at most three for two dims (two cut rows and those between)."""
+    if first >= end:
+        return
+    if len(shape) <= 1:
+        yield Box((first,) * len(shape), (end - first,) * len(shape))
+        return
+    size = math.prod(shape[1:])
+    if first // size == (end - 1) // size:
+        row, begin = first // size, first // size * size
+        yield from (Box((row,) + box.start, (1,) + box.shape) for box in flat_boxes(shape[1:], first - begin, end - begin))
+        return
+    head, tail = -(-first // size), end // size
+    yield from flat_boxes(shape, first, min(head * size, end))
+    if head < tail:
+        yield Box((head,) + (0,) * (len(shape) - 1), (tail - head,) + shape[1:])
+    yield from flat_boxes(shape, tail * size, end)
+
+
+def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: str) -> LocalTensor:
+    """All parts, one below the other."""
+    shapes = [logical[part.logical_name].shape for part in parameter.parts]
+    pieces, row = [], 0
+    for part, shape in zip(parameter.parts, shapes):
+        local = Box((row,) + (0,) * (len(shape) - 1), shape)
+        pieces.append(Piece(local, part.logical_name, whole_box(shape)))
+        row += shape[0]
+    return LocalTensor(parameter.name, (row,) + shapes[0][1:], dtype, tuple(pieces))
+
+
+def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str) -> LocalTensor:
+    """The shard-th of `shards` contiguous chunks of the parameter's groups (see models.parameters)."""
+    dim, groups = parameter.dim, parameter.groups
+    tensors = [logical[part.logical_name] for part in parameter.parts]
+    # per part: extent of one group's slice
+    slices = [(part.padded or tensor.shape[dim]) * part.replicas // groups for part, tensor in zip(parameter.parts, tensors)]
+    period = sum(slices)
+    extent, rest = divmod(period * groups, shards)
+    if rest:
+        raise ConfigError(f"{parameter.name}: {period * groups} rows or columns cannot be cut into {shards} equal shards")
+    begin, end = shard * extent, (shard + 1) * extent
+    pieces = []
+    for group in range(begin // period, -(-end // period)):
+        offset = group * period
+        for part, tensor, size in zip(parameter.parts, tensors, slices):
+            skipped = max(0, begin - offset)  # a group may begin before the chunk and end after it
+            start = group // part.replicas * size
+            count = min(size, end - offset, tensor.shape[dim] - start) - skipped
+            if count > 0:
+                local = _cut(tensor.shape, dim, offset + skipped - begin, count)
+                pieces.append(Piece(local, tensor.name, _cut(tensor.shape, dim, start + skipped, count)))
+            offset += size
+    shape = tensors[0].shape
+    return LocalTensor(parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces))
+
+
+def _flat(tensor: LocalTensor, number: int, count: int, by_rows: bool) -> LocalTensor:
+    of_expert = any(EXPERT_FIELD in piece.logical_name for piece in tensor.pieces)
+    shape = tensor.shape[1:] if of_expert else tensor.shape
+    row = math.prod(shape[1:]) if by_rows else 1
+    run = -(-math.prod(shape) // row // count) * row
+    first, end = min(number * run, math.prod(shape)), min((number + 1) * run, math.prod(shape))
+    held = list(flat_boxes(shape, first, end))
+    if of_expert:
+        held = [_stack(box, 0, tensor.shape[0]) for box in held]
+    common = [(piece, both) for piece in tensor.pieces for box in held if (both := piece.local.intersect(box)) is not None]
+    pieces = tuple(Piece(both, piece.logical_name, both.move(piece.local, piece.logical)) for piece, both in common)
+    return replace(tensor, pieces=pieces, flat=(first, end))
+
+
+def _stack(box: Box, start: int, count: int) -> Box:
+    return Box((start,) + box.start, (count,) + box.shape)
+
+
+def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
+    return Box(tuple(start if d == dim else 0 for d in range(len(shape))), tuple(count if d == dim else n for d, n in enumerate(shape)))
