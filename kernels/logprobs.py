@@ -35,13 +35,13 @@ def local_forward(logits: torch.Tensor, local_targets: torch.Tensor, real: int, 
 
 
 def local_backward(
-    kept: torch.Tensor, logits: torch.Tensor, local_targets: torch.Tensor, log_z: torch.Tensor, grad: torch.Tensor, real: int, temperature: float
+    kept: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, log_z: torch.Tensor, grad: torch.Tensor, real: int, temperature: float
 ) -> torch.Tensor:
-    """Gradient of the logits, in their dtype. kept: what the forward returned; grad, log_z: [N] float32."""
+    """Gradient of the logits, in their dtype. kept: what the forward returned; grad, log_z: [N] float32; targets: local."""
     grad = grad / temperature
     dz = torch.exp(kept - log_z.unsqueeze(-1)).mul_(-grad.unsqueeze(-1))
     if real:
-        dz.scatter_add_(-1, local_targets.clamp(min=0).unsqueeze(-1), torch.where(local_targets >= 0, grad, 0.0).unsqueeze(-1))
+        dz.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), torch.where(targets >= 0, grad, 0.0).unsqueeze(-1))
     return F.pad(dz, (0, logits.shape[-1] - real)).to(logits.dtype)
 
 

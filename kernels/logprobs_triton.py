@@ -19,7 +19,8 @@ def _forward_kernel(logits, targets, partial, tokens, real, row_stride, col_stri
     total = tl.zeros((), tl.float32)  # of e^(z - peak)
     for start in range(0, real, BLOCK):
         c = start + tl.arange(0, BLOCK)
-        z = tl.load(logits + row * row_stride + c.to(tl.int64) * col_stride, mask=c < real, other=float("-inf")).to(tl.float32) / temperature
+        z = tl.load(logits + row * row_stride + c.to(tl.int64) * col_stride, mask=c < real, other=float("-inf")).to(tl.float32)
+        z = z / temperature
         higher = tl.maximum(peak, tl.max(z, axis=0))
         # While all is -inf (masked logits) there is nothing to scale: e^(-inf - -inf) would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -63,7 +64,7 @@ def local_forward(logits: torch.Tensor, local_targets: torch.Tensor, real: int, 
 
 
 def local_backward(
-    kept: None, logits: torch.Tensor, local_targets: torch.Tensor, log_z: torch.Tensor, grad: torch.Tensor, real: int, temperature: float
+    kept: None, logits: torch.Tensor, targets: torch.Tensor, log_z: torch.Tensor, grad: torch.Tensor, real: int, temperature: float
 ) -> torch.Tensor:
     """See logprobs.local_backward."""
     rows, width = logits.shape
@@ -72,7 +73,7 @@ def local_backward(
         block = min(BACKWARD_BLOCK, triton.next_power_of_2(width))
         bf16 = gradient.dtype == torch.bfloat16
         _backward_kernel[(rows, triton.cdiv(width, block))](
-            logits, local_targets, log_z, grad.contiguous(), gradient.view(torch.int16) if bf16 else gradient,
+            logits, targets, log_z, grad.contiguous(), gradient.view(torch.int16) if bf16 else gradient,
             real, width, *logits.stride(), float(temperature), BF16=bf16, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return gradient

@@ -1,10 +1,13 @@
-"""megarl.kernels on a CPU: the torch references, and the kernels themselves under Triton's interpreter (kernels_interpreted.py)."""
+"""megarl.kernels on a CPU: the torch references, and the kernels themselves, interpreted
+(kernels_interpreted.py) and compiled (kernels_compiled.py)."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -22,12 +25,36 @@ HERE = Path(__file__).parent
 DEADLINE_S = 240
 
 
-def test_kernels_under_the_interpreter():
+@pytest.mark.parametrize(("file", "interpret"), [("kernels_interpreted.py", "1"), ("kernels_compiled.py", "0")])
+def test_kernels(file, interpret, tmp_path):
     """In a process of its own: TRITON_INTERPRET counts at the first import of Triton."""
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "kernels_interpreted.py")]
+    environment = dict(os.environ, TRITON_INTERPRET=interpret, TRITON_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, cwd=HERE.parents[1])
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+def test_the_kernels_division_is_exact_for_every_bf16_number_and_scale():
+    """Its formula in exact fractions. A power of two changes no significand, so one binade of each stands for all."""
+    scales = [torch.tensor(1 + m / 128) / torch.tensor(448.0) for m in range(128)] + [torch.tensor(1e-4) / torch.tensor(448.0)]
+    for scale in {Fraction(math.frexp(scale.item())[0]) for scale in scales}:
+        reciprocal = float32(1 / scale)
+        for m in range(128):
+            x = 1 + Fraction(m, 128)
+            quotient = float32(x * reciprocal)
+            remainder = float32(x - quotient * scale)
+            assert float32(quotient + remainder * reciprocal) == float32(x / scale), (x, scale)
+
+
+def float32(x: Fraction) -> Fraction:
+    """Nearest multiple of the unit in the last place (24 bits), ties to even: what `round` of a fraction does."""
+    if not x:
+        return x
+    exponent = math.frexp(float(abs(x)))[1]  # of a float64, so it may be one too large just below a power of two
+    if abs(x) < Fraction(2) ** (exponent - 1):
+        exponent -= 1
+    unit = Fraction(2) ** (exponent - 24)
+    return round(x / unit) * unit
 
 
 def test_no_triton_without_a_cuda_tensor():

@@ -1,0 +1,60 @@
+"""The Triton kernels compiled for Hopper, which takes no GPU, run by test_kernels.py: what the interpreter cannot tell."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megarl.kernels import audit_triton, logprobs_triton, quantise_triton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = dict(
+    codes="*u8", scales="*fp32", row_weights="*i64", col_weights="*i64", partial="*i64", targets="*i64", log_z="*fp32", grad="*fp32",
+    temperature="fp32", BF16="constexpr", STEPS="constexpr", INTERPRETED="constexpr",
+)  # fmt: skip
+UNALIGNED = ("floor_bits", "tiles_across", "strips", "temperature", "tokens")
+
+
+def ptx(kernel, types: dict[str, str], **constants) -> str:
+    """Of a launch whose strides and extents are multiples of 16 and whose columns lie side by side, as Triton would specialise it."""
+    signature = {name: "constexpr" if name in constants else {**TYPES, **types}.get(name, "i32") for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name not in constants and name not in UNALIGNED]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=HOPPER, options={"num_warps": 8}).asm["ptx"]
+
+
+def accesses(text: str, kind: str) -> set[str]:
+    return set(re.findall(rf"{kind}\.global\.([\w.]+)", text))
+
+
+@pytest.mark.parametrize("mode", [quantise_triton.AMAX, quantise_triton.WHOLE, quantise_triton.GIVEN], ids=["amax", "whole", "given"])
+def test_quantise(mode):
+    text = ptx(
+        quantise_triton._tile_kernel, dict(values="*i16"), MODE=mode, TILE_ROWS=128, TILE_COLS=128, INTERPRETED=False,
+        value_col=1, code_col=1, scale_col=1,
+    )  # fmt: skip
+    assert accesses(text, "ld") <= {"v4.b32", "b32"} and "v4.b32" in accesses(text, "ld")  # 16 bytes at a time; b32: a given scale
+    if mode != quantise_triton.AMAX:
+        assert "v4.b32" in accesses(text, "st")
+        assert len(re.findall(r"fma\.rn\.f32", text)) == 2 * 64  # per element of a thread: 128 * 128 / 256
+    assert set(re.findall(r"(?:div|rcp|mul|add|fma)[\w.]*\.f32", text)) <= {"div.rn.f32", "mul.f32", "add.f32", "fma.rn.f32"}
+
+
+@pytest.mark.parametrize("bits", ["*i8", "*i16", "*i32"])
+def test_audit_hash(bits):
+    blocks = dict(STEPS=audit_triton.STEPS, BLOCK_ROWS=audit_triton.BLOCK_ROWS, BLOCK_COLS=audit_triton.BLOCK_COLS)
+    assert "v4.b32" in accesses(ptx(audit_triton._hash_kernel, dict(values=bits), col_stride=1, **blocks), "ld")
+
+
+@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
+def test_logprobs(logits):
+    forward = ptx(logprobs_triton._forward_kernel, dict(logits=logits, partial="*fp32"), col_stride=1, BLOCK=4096)
+    assert "v4.b32" in accesses(forward, "ld")
+    gradient = dict(logits=logits, gradient="*i16" if logits == "*bf16" else logits)
+    backward = ptx(logprobs_triton._backward_kernel, gradient, col_stride=1, BF16=logits == "*bf16", BLOCK=2048)
+    assert "v4.b32" in accesses(backward, "ld") and "v4.b32" in accesses(backward, "st")
