@@ -34,6 +34,7 @@ TIERS = {
     "executors": 5,
     "controller": 5,
     "observe": 5,
+    "bench": 5,
     "launch": 5,
     "cli": 6,
     "__main__": 6,

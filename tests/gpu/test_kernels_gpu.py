@@ -1,0 +1,110 @@
+"""The Triton kernels against their torch references on a GPU, at real sizes. The references are checked on a CPU in tests/unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl import kernels
+from megarl.kernels import logprobs, logprobs_triton
+from megarl.reshard import audit, quantise
+from megarl.reshard.box import Box
+from megarl.reshard.quantise_rules import BLOCK, CHANNEL, CHANNEL_ONLINE, TENSOR, Rule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPES = [(16384, 2048), (6656, 16384), (2304, 16384), (576, 7168), (1000, 1030), (1, 1)]  # 405B at TP8; DeepSeek's kv_a; ragged ones
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device="cuda")
+    return x * torch.exp2(3 * torch.randn((*shape[:-1], 1), generator=generator, device="cuda"))
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
+
+
+def empty_for(x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cuda")
+    return codes, torch.empty(rule.scale_shape(tuple(x.shape)), device="cuda")
+
+
+@pytest.mark.parametrize("rule", [BLOCK, CHANNEL, TENSOR, CHANNEL_ONLINE], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantises_as_the_cpu_does(shape, rule):
+    x = random(*shape).bfloat16()
+    codes, scales = empty_for(x, rule)
+    kernels.quantise_block(x, codes, scales, rule, "x")
+    wanted = quantise.quantise(x.cpu(), rule, "x")
+    assert equal(codes, wanted[0]) and equal(scales, wanted[1])
+    on_gpu = quantise.quantise(x, rule, "x")  # the reference on the same device: torch's own division and cast
+    assert equal(on_gpu[0], wanted[0]) and equal(on_gpu[1], wanted[1])
+
+
+def test_every_bf16_number_by_every_scale_it_can_meet():
+    """All finite numbers, in tiles whose amax takes every significand and, within a tile, 2^16 numbers below it."""
+    every = torch.arange(0x7F80, dtype=torch.int16).cuda()
+    for significand in range(128):
+        largest = torch.tensor(0x4000 | significand, dtype=torch.int16).cuda()  # 2 to 4
+        row = torch.minimum(every, largest)
+        x = torch.stack([row, row | -0x8000]).view(-1, 128).view(torch.bfloat16)
+        codes, scales = empty_for(x, BLOCK)
+        kernels.quantise_block_with(x, codes, scales.fill_(x.max().float() / torch.tensor(448.0, device="cuda")), 0, 0, BLOCK)
+        wanted = quantise.quantise_with(x.cpu(), 0, 0, scales.cpu(), BLOCK)
+        assert equal(codes, wanted), significand
+
+
+def test_places_experts_into_strided_destinations():
+    x = random(8, 1536, 2048).bfloat16()
+    engine = torch.zeros(8, 3072, 2048, dtype=torch.float8_e4m3fn, device="cuda")
+    engine_scales = torch.full((8, 24, 16), -1.0, device="cuda")
+    kernels.quantise_block(x, engine[:, 1536:], engine_scales[:, 12:], BLOCK, "w13")
+    wanted = quantise.quantise(x.cpu(), BLOCK, "w13")
+    assert equal(engine[:, 1536:], wanted[0]) and equal(engine_scales[:, 12:], wanted[1])
+    assert not engine[:, :1536].view(torch.uint8).any() and (engine_scales[:, :12] == -1).all()
+
+
+def test_cut_tiles_in_two_passes():
+    x = random(2000, 3000).bfloat16()
+    wanted = quantise.quantise(x.cpu(), BLOCK, "x")
+    for box in (Box((37, 1001), (900, 1500)), Box((128, 64), (256, 128)), Box((1999, 0), (1, 3000))):
+        part, tiles = x[box.slices()], BLOCK.tiles(box)
+        amax = kernels.tile_amax(part, *box.start, BLOCK, "x")
+        assert equal(amax, quantise.tile_amax(part.cpu(), *box.start, BLOCK, "x"))
+        codes = torch.empty(box.shape, dtype=torch.float8_e4m3fn, device="cuda")
+        kernels.quantise_block_with(part, codes, wanted[1][tiles.slices()].cuda(), *box.start, BLOCK)
+        assert equal(codes, wanted[0][box.slices()])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_refused(bad):
+    x = random(500, 500).bfloat16()
+    x[400, 130] = bad
+    with pytest.raises(RuntimeError, match=r"up: .*first in tile \(3, 1\)"):
+        kernels.quantise_block(x, *empty_for(x, BLOCK), BLOCK, "up")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_hashes_as_the_cpu_does(dtype):
+    x = torch.randint(0, 256, (4100, 3000 * dtype.itemsize), dtype=torch.uint8, device="cuda").view(dtype)
+    for box in (Box((0, 0), (4100, 3000)), Box((7, 9), (3000, 2000)), Box((4099, 0), (1, 3000))):
+        values = x[box.slices()]
+        assert kernels.audit_hash(values, *box.start) == audit.hash_box(values.cpu(), *box.start) == audit.hash_box(values, *box.start)
+    assert kernels.audit_hash(x.t(), 5, 6) == audit.hash_box(x.t().cpu(), 5, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "real"), [(16032, 16032), (16032, 15000), (128256, 128256), (64, 0), (7, 5)])
+def test_local_logprobs(dtype, width, real):
+    logits = (4 * torch.randn(64, width, device="cuda")).to(dtype)
+    targets = torch.randint(-1, max(real, 1), (64,), device="cuda") if real else torch.full((64,), -1, device="cuda")
+    partial = logprobs_triton.local_forward(logits, targets, real, 0.7)[0]
+    exact, kept = logprobs.local_forward(logits, targets, real, 0.7)
+    torch.testing.assert_close(partial, exact, rtol=1e-6, atol=1e-5)
+    log_z, grad = exact[0].clamp(min=-1e30) + 0.5, torch.randn(64, device="cuda")
+    found = logprobs_triton.local_backward(None, logits, targets, log_z, grad, real, 0.7)
+    wanted = logprobs.local_backward(kept, logits, targets, log_z, grad, real, 0.7)
+    assert found.dtype == dtype and not found[:, real:].any()
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
