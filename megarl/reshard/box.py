@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Iterator, Optional
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor."""
+
+class Box(msgspec.Struct, frozen=True):
+    """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor. (A struct is built in a tenth of a dataclass's time.)"""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -20,7 +20,7 @@ class Box:
 
     @property
     def end(self) -> tuple[int, ...]:
-        return tuple(s + n for s, n in zip(self.start, self.shape))
+        return tuple([s + n for s, n in zip(self.start, self.shape)])
 
     def slices(self) -> tuple[slice, ...]:
         """Index of the box: `tensor[box.slices()]` is a view."""
@@ -28,16 +28,22 @@ class Box:
 
     def intersect(self, other: Box) -> Optional[Box]:
         """The common elements, or None."""
-        start = tuple(map(max, self.start, other.start))
-        shape = tuple(min(a + m, b + n) - s for a, m, b, n, s in zip(self.start, self.shape, other.start, other.shape, start))
-        return Box(start, shape) if all(n > 0 for n in shape) else None
+        start, shape = [], []
+        for a, m, b, n in zip(self.start, self.shape, other.start, other.shape):
+            low = a if a > b else b
+            extent = (a + m if a + m < b + n else b + n) - low
+            if extent <= 0:
+                return None
+            start.append(low)
+            shape.append(extent)
+        return Box(tuple(start), tuple(shape))
 
     def contains(self, other: Box) -> bool:
         return all(a <= b and b + n <= a + m for a, m, b, n in zip(self.start, self.shape, other.start, other.shape))
 
     def move(self, origin: Box, target: Box) -> Box:
         """This box, which lies in `origin`, as seen when origin's first element is moved to target's."""
-        return Box(tuple(s - a + b for s, a, b in zip(self.start, origin.start, target.start)), self.shape)
+        return Box(tuple([s - a + b for s, a, b in zip(self.start, origin.start, target.start)]), self.shape)
 
     def lift(self, dims: int) -> Box:
         """The same box with leading dims of one element, so that it has `dims` dims."""

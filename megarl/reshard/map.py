@@ -6,20 +6,21 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Iterator, Optional
 
 import numpy as np
+from msgspec import Struct
 
 from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor
 from megarl.reshard.quantise_rules import Rule
-from megarl.reshard.rows import QUANTISE, SCALE, ZEROS, Row, coalesce, join
+from megarl.reshard.rows import ZEROS, Holder, Row, coalesce, join
 from megarl.reshard.scales import of_whole_tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Quantisation:
+class Quantisation(Struct, frozen=True):
     """How a copy's weights are quantised: the tiles of which tensor, and where in it the copy's source box begins."""
 
     rule: Rule
@@ -28,8 +29,7 @@ class Quantisation:
     cut: bool  # a tile reaches beyond this copy: its amax comes from `amax.amax_parts`
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Struct, frozen=True):
     """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
 
     transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding: no source tensor, but a sender);
@@ -51,6 +51,9 @@ class Copy:
     @property
     def bytes(self) -> int:
         return self.destination_box.numel * ITEM_BYTES[self.dtype]
+
+
+_Group = tuple[tuple[int, int], list[Copy]]  # (depth, number of the row), its copies by receiver
 
 
 @dataclass(frozen=True)
@@ -122,20 +125,23 @@ class ReshardMap:
                 digest.update(kind.ranks.astype(np.int64).tobytes())
         return digest.hexdigest()
 
-    def senders(self, row: Row, instances: Optional[np.ndarray] = None) -> tuple[np.ndarray, np.ndarray]:
+    def senders(
+        self, row: Row, instances: Optional[np.ndarray] = None, replica: Optional[int] = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(index into row.holders, source rank) for each instance and destination replica, both [instances, replicas].
 
-        Replicas take turns, so each sends an equal share of the bytes to within one instance of one parameter.
+        Of all instances and replicas, or of the given ones. Replicas take turns, so each sends an equal share of the bytes to
+        within one instance of one parameter.
         """
         target = self.destination.kinds[row.kind]
         if instances is None:
             instances = np.arange(target.instances)
         replicas = target.ranks.shape[2]
-        turn = self._ordinals[row.holders[0].kind][instances][:, None] * replicas + np.arange(replicas)
+        chosen = np.arange(replicas) if replica is None else np.array([replica])
+        turn = self._ordinals[row.holders[0].kind][instances][:, None] * replicas + chosen
         holder_of, ranks_of = self._candidates(row)
-        chosen = row.candidate(turn, len(holder_of))
-        ranks = np.take_along_axis(ranks_of[instances], chosen, axis=1)
-        return holder_of[chosen], ranks
+        picked = row.candidate(turn, len(holder_of))
+        return holder_of[picked], ranks_of[instances[:, None], picked]
 
     def receivers(self, row: Row) -> np.ndarray:
         """Destination rank of each instance and replica, [instances, replicas]."""
@@ -209,54 +215,77 @@ class ReshardMap:
         order = np.argsort(np.concatenate([np.arange(r.shape[1]) for r in ranks_of]), kind="stable")
         return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
 
-    def _sent(self, rank: int, rows: tuple[Row, ...]) -> Iterator[tuple[tuple, Copy]]:
-        seats = {(k, s): stage for k, kind in enumerate(self.source.kinds) for stage, s, _ in kind.seats(rank)}
-        mine: dict[tuple, list[tuple[int, int, int]]] = {}  # route → (instance, receiver, holder)
+    def _sent(self, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
+        seats = {(k, s) for k, kind in enumerate(self.source.kinds) for _, s, _ in kind.seats(rank)}
+        mine: dict[tuple, list[tuple[int, int, list[int]]]] = {}  # route → (instance, holder, receivers)
         for number, row in enumerate(rows):
-            if not any((h.kind, h.shard) in seats for h in row.holders):
+            if not any([(h.kind, h.shard) in seats for h in row.holders]):
                 continue
-            if row.route not in mine:
-                holders, ranks = self.senders(row)
-                found = np.nonzero(ranks == rank)
-                mine[row.route] = list(zip(found[0].tolist(), self.receivers(row)[found].tolist(), holders[found].tolist()))
-            for instance, receiver, holder in mine[row.route]:
-                yield from self._copies(number, row, instance, holder, rank, receiver)
+            route = row.route
+            if route not in mine:
+                mine[route] = self._served(rank, row)
+            for instance, holder, receivers in mine[route]:
+                yield self._group(number, row, instance, holder, [(rank, receiver) for receiver in receivers])
 
-    def _received(self, rank: int, rows: tuple[Row, ...]) -> Iterator[tuple[tuple, Copy]]:
+    def _served(self, rank: int, row: Row) -> list[tuple[int, int, list[int]]]:
+        """(instance, holder, receivers) of what `rank` sends of a row."""
+        holders, ranks = self.senders(row)
+        found = np.nonzero(ranks == rank)
+        receivers: dict[tuple[int, int], list[int]] = {}
+        for instance, holder, receiver in zip(found[0].tolist(), holders[found].tolist(), self.receivers(row)[found].tolist()):
+            receivers.setdefault((instance, holder), []).append(receiver)
+        return [(instance, holder, own) for (instance, holder), own in receivers.items()]
+
+    def _received(self, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
         seats = {(k, s): (stage, e) for k, kind in enumerate(self.destination.kinds) for stage, s, e in kind.seats(rank)}
+        mine: dict[tuple, list[tuple[int, int, int]]] = {}  # route → (instance, holder, sender)
         for number, row in enumerate(rows):
             if (row.kind, row.shard) not in seats:
                 continue
-            stage, replica = seats[row.kind, row.shard]
-            instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
-            holders, ranks = self.senders(row, instances)
-            for i, holder, sender in zip(instances.tolist(), holders[:, replica].tolist(), ranks[:, replica].tolist()):
-                yield from self._copies(number, row, i, holder, sender, rank)
+            route = row.route
+            if route not in mine:
+                stage, replica = seats[row.kind, row.shard]
+                instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
+                holders, ranks = self.senders(row, instances, replica)
+                mine[route] = list(zip(instances.tolist(), holders[:, 0].tolist(), ranks[:, 0].tolist()))
+            for instance, holder, sender in mine[route]:
+                yield self._group(number, row, instance, holder, [(sender, rank)])
 
-    def _copies(self, number: int, row: Row, instance: int, holder: int, sender: int, receiver: int) -> Iterator[tuple[tuple, Copy]]:
+    def _group(self, number: int, row: Row, instance: int, holder: int, pairs: list[tuple[int, int]]) -> _Group:
+        """The copies of one instance of a row, for (sender, receiver) pairs."""
         held, target = row.holders[holder], self.destination.kinds[row.kind]
-        dtype, depth = target.shards[row.shard].dtype, self.destination.depth(target, instance)
-        name, order = target.name_of(instance), (depth, number, receiver)
-        if row.transform == ZEROS:
-            yield order, Copy(sender, None, None, receiver, name, row.box, row.transform, dtype, depth)
-            return
+        dtype, depth, transform = target.shards[row.shard].dtype, self.destination.depth(target, instance), row.transform
+        name = target.name_of(instance)
+        if transform == ZEROS:
+            return (depth, number), [Copy(s, None, None, r, name, row.box, transform, dtype, depth) for s, r in pairs]
         origin = self.source.kinds[held.kind]
         source_name = origin.name_of(target.first_layer - origin.first_layer + instance)
         if not self._of_experts(row):
-            how = self._quantisation(row, row.logical_name, name, instance) if row.transform in (QUANTISE, SCALE) else None
-            yield order, Copy(sender, source_name, held.box, receiver, name, row.box, row.transform, dtype, depth, how)
-            return
-        here, there = origin.shards[held.shard], target.shards[row.shard]
+            how = self._quantisation(row, row.logical_name, name, instance) if row.logical is not None else None
+            here, box = held.box, row.box
+            return (depth, number), [Copy(s, source_name, here, r, name, box, transform, dtype, depth, how) for s, r in pairs]
+        items = list(self._of_each_expert(row, held, instance, source_name, name))
+        copies = [
+            Copy(s, source_name, here, r, name, box, transform, dtype, depth, how)
+            for s, r in pairs
+            for source_name, here, name, box, how in items
+        ]
+        return (depth, number), copies
+
+    def _of_each_expert(
+        self, row: Row, held: Holder, instance: int, source_name: str, name: str
+    ) -> Iterator[tuple[str, Box, str, Box, Optional[Quantisation]]]:
+        here, there = self.source.kinds[held.kind].shards[held.shard], self.destination.kinds[row.kind].shards[row.shard]
+        assert held.box is not None
         for e in range(row.box.shape[0]):
             source_expert, source_box = _one_expert(here, held.box, e)
             expert, box = _one_expert(there, row.box, e)
             assert source_expert == expert
             field = str(expert)
             how = None
-            if row.transform in (QUANTISE, SCALE):
+            if row.logical is not None:
                 how = self._quantisation(row, row.logical_name.replace(EXPERT_FIELD, field), f"{name} {field}", instance)
-            names = source_name.replace(EXPERT_FIELD, field), name.replace(EXPERT_FIELD, field)
-            yield order, Copy(sender, names[0], source_box, receiver, names[1], box, row.transform, dtype, depth, how)
+            yield source_name.replace(EXPERT_FIELD, field), source_box, name.replace(EXPERT_FIELD, field), box, how
 
     def _quantisation(self, row: Row, logical_name: str, parameter: str, instance: int) -> Quantisation:
         target = self.destination.kinds[row.kind]
@@ -278,8 +307,8 @@ def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
     return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
 
 
-def _ordered(entries: Iterator[tuple[tuple, Copy]]) -> list[Copy]:
-    return [copy for _, copy in sorted(entries, key=lambda entry: entry[0])]
+def _ordered(groups: Iterator[_Group]) -> list[Copy]:
+    return [copy for _, copies in sorted(groups, key=itemgetter(0)) for copy in copies]
 
 
 def _kind_bytes(kind: Kind) -> int:

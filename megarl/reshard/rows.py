@@ -9,10 +9,11 @@ total, is written out.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
 from typing import Iterable, Optional
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from megarl.models.parameters import Layers
 from megarl.reshard.box import Box, whole_box
@@ -25,8 +26,7 @@ LogicalKey = tuple[str, Optional[Layers]]
 Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Struct, frozen=True):
     """A shard of a source kind that holds the elements, in `box`. For zeros only the sender matters: no box."""
 
     kind: int  # index into source.kinds
@@ -34,8 +34,7 @@ class Holder:
     box: Optional[Box]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
 
     `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them.

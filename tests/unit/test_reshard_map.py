@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from megarl.models import ModelSpec
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
@@ -45,18 +46,18 @@ CHANGES = {
     "dropped": (lambda copy: [], "elements are never written"),
     "doubled": (lambda copy: [copy, copy], "written twice"),
     "shifted at the destination": (
-        lambda copy: [dataclasses.replace(copy, destination_box=shift(copy.destination_box))],
+        lambda copy: [structs.replace(copy, destination_box=shift(copy.destination_box))],
         "written twice|not inside",
     ),
-    "shifted at the source": (lambda copy: [dataclasses.replace(copy, source_box=shift(copy.source_box))], "needs|not inside"),
-    "from another rank": (lambda copy: [dataclasses.replace(copy, source_rank=copy.source_rank ^ 1)], "needs"),
-    "from another stage": (lambda copy: [dataclasses.replace(copy, source_rank=0)], "trainer rank 0 has no decoder.layers.2"),
+    "shifted at the source": (lambda copy: [structs.replace(copy, source_box=shift(copy.source_box))], "needs|not inside"),
+    "from another rank": (lambda copy: [structs.replace(copy, source_rank=copy.source_rank ^ 1)], "needs"),
+    "from another stage": (lambda copy: [structs.replace(copy, source_rank=0)], "trainer rank 0 has no decoder.layers.2"),
     "from another layer": (
-        lambda copy: [dataclasses.replace(copy, source_tensor=copy.source_tensor.replace("layers.2", "layers.3"))],
+        lambda copy: [structs.replace(copy, source_tensor=copy.source_tensor.replace("layers.2", "layers.3"))],
         "needs",
     ),
-    "not cast": (lambda copy: [dataclasses.replace(copy, transform="identity")], "identity from float32 to bfloat16"),
-    "zeroed": (lambda copy: [dataclasses.replace(copy, transform="zeros")], "zeros in"),
+    "not cast": (lambda copy: [structs.replace(copy, transform="identity")], "identity from float32 to bfloat16"),
+    "zeroed": (lambda copy: [structs.replace(copy, transform="zeros")], "zeros in"),
 }
 
 
@@ -77,10 +78,10 @@ def test_proof_refuses_copies_to_nowhere():
     map = tiny_map()
     copies = all_copies(map)
     with pytest.raises(ProofError, match="elsewhere on generator rank 0: written, but not in the layout"):
-        elsewhere = dataclasses.replace(copies[0], destination_rank=0, destination_tensor="elsewhere")
+        elsewhere = structs.replace(copies[0], destination_rank=0, destination_tensor="elsewhere")
         prove_copies(copies + [elsewhere], map.source, map.destination)
     with pytest.raises(ProofError, match="generator rank 8 is written"):
-        prove_copies(copies + [dataclasses.replace(copies[0], destination_rank=8)], map.source, map.destination)
+        prove_copies(copies + [structs.replace(copies[0], destination_rank=8)], map.source, map.destination)
 
 
 @pytest.mark.parametrize("change", ["dropped", "doubled", "shifted", "source shifted", "padding dropped", "padding from a tensor"])
@@ -90,14 +91,14 @@ def test_proof_of_the_template_refuses_a_damaged_row(change):
     padding = change.startswith("padding")
     at = next(i for i, row in enumerate(map.rows) if (row.transform == "zeros") == padding and row.shard == (3 if padding else 1))
     row = map.rows[at]
-    moved = tuple(dataclasses.replace(holder, box=shift(holder.box) if holder.box else row.box) for holder in row.holders)
+    moved = tuple(structs.replace(holder, box=shift(holder.box) if holder.box else row.box) for holder in row.holders)
     damaged = {
         "dropped": [],
         "doubled": [row, row],
-        "shifted": [dataclasses.replace(row, box=shift(row.box))],
-        "source shifted": [dataclasses.replace(row, holders=moved)],
+        "shifted": [structs.replace(row, box=shift(row.box))],
+        "source shifted": [structs.replace(row, holders=moved)],
         "padding dropped": [],
-        "padding from a tensor": [dataclasses.replace(row, transform="cast", holders=moved)],
+        "padding from a tensor": [structs.replace(row, transform="cast", holders=moved)],
     }[change]
     name = map.destination.kinds[row.kind].name_of(0)
     with pytest.raises(ProofError, match=f"{name} on generator rank {row.shard}"):
@@ -106,8 +107,8 @@ def test_proof_of_the_template_refuses_a_damaged_row(change):
 
 def test_proof_refuses_a_sender_that_does_not_hold_the_layer():
     class Wrong(ReshardMap):
-        def senders(self, row, instances=None):
-            chosen, ranks = super().senders(row, instances)
+        def senders(self, row, instances=None, replica=None):
+            chosen, ranks = super().senders(row, instances, replica)
             ranks = ranks.copy()
             ranks[-1, -1] = (ranks[-1, -1] + 4) % 8  # the other stage
             return chosen, ranks
@@ -127,7 +128,7 @@ def test_plan_hash_is_reproducible_and_differs_with_every_input():
     hashes = [map.plan_hash for map in maps]
     assert len(set(hashes)) == len(hashes)
     assert tiny_map().plan_hash == hashes[0]
-    swapped = dataclasses.replace(maps[0].rows[0], fan=7)
+    swapped = structs.replace(maps[0].rows[0], fan=7)
     assert dataclasses.replace(maps[0], rows=(swapped,) + maps[0].rows[1:]).plan_hash != hashes[0]
 
 
