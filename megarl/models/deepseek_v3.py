@@ -73,7 +73,9 @@ def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str)
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
     """As in DeepSeek's own fp8 checkpoints: all linear layers but the router and the output layer."""
-    return latent_attention.QUANTISED + mlp.QUANTISED + mlp.QUANTISED_SHARED + experts.quantised("mlp")
+    dense = mlp.QUANTISED if spec.first_dense_layers else ()
+    sparse = mlp.QUANTISED_SHARED + experts.quantised("mlp") if spec.first_dense_layers < spec.num_layers else ()
+    return latent_attention.QUANTISED + dense + sparse
 
 
 def _layers(spec: ModelSpec) -> tuple[Layers, Layers]:

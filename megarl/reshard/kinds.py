@@ -46,6 +46,7 @@ class LocalTensor:
     pieces: tuple[Piece, ...]
     engine_shape: Optional[tuple[int, ...]] = None  # where the engine shows the same memory in another shape: transposed, a scalar
     flat: Optional[tuple[int, int]] = None
+    experts: Optional[tuple[int, int]] = None  # first and end of a shard's experts, in the statement of an expert kind
 
     def expand(self, layer: Optional[int]) -> tuple[LocalTensor, ...]:
         """The tensors that this statement stands for at one layer: names resolved, experts one by one."""
@@ -53,17 +54,19 @@ class LocalTensor:
             return (self,)
         number = str(layer)
         pieces = tuple([Piece(p.local, p.logical_name.replace(LAYER_FIELD, number), p.logical) for p in self.pieces])
-        tensor = replace(self, name=self.name.replace(LAYER_FIELD, number), pieces=pieces)
-        if not pieces or EXPERT_FIELD not in pieces[0].logical_name:
+        tensor = replace(self, name=self.name.replace(LAYER_FIELD, number), pieces=pieces, experts=None)
+        if self.experts is None:
             return (tensor,)
         apart = [(e, expert, piece) for piece in pieces for e, expert, piece in _of_each_expert(piece)]
         if EXPERT_FIELD not in self.name:  # stacked
             return (replace(tensor, pieces=tuple(piece for _, _, piece in apart)),)
-        names = {e: tensor.name.replace(EXPERT_FIELD, str(expert)) for e, expert, _ in apart}
-        own: dict[int, list[Piece]] = {e: [] for e in sorted(names)}
-        for e, _, piece in apart:
-            own[e].append(Piece(piece.local.drop(), piece.logical_name, piece.logical.drop()))
-        return tuple(replace(tensor, name=names[e], shape=self.shape[1:], pieces=tuple(own[e])) for e in own)
+        own: dict[int, list[Piece]] = {expert: [] for expert in range(*self.experts)}
+        for _, expert, piece in apart:
+            own[expert].append(Piece(piece.local.drop(), piece.logical_name, piece.logical.drop()))
+        return tuple(
+            replace(tensor, name=tensor.name.replace(EXPERT_FIELD, str(expert)), shape=self.shape[1:], pieces=tuple(own[expert]))
+            for expert in own
+        )
 
 
 def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:

@@ -182,8 +182,7 @@ class ReshardMap:
 
     def _of_experts(self, row: Row) -> bool:
         """Rows of experts are written out expert by expert."""
-        pieces = self.destination.kinds[row.kind].shards[row.shard].pieces
-        return bool(pieces) and EXPERT_FIELD in pieces[0].logical_name
+        return self.destination.kinds[row.kind].shards[row.shard].experts is not None
 
     @cached_property
     def _ordinals(self) -> list[np.ndarray]:
@@ -299,9 +298,9 @@ class ReshardMap:
 
 def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
     """(global expert, box in the tensor that the rank really has) of the e-th expert of a template box."""
-    first = tensor.pieces[0]
+    assert tensor.experts is not None
     local = box.start[0] + e
-    expert = local - first.local.start[0] + first.logical.start[0]
+    expert = tensor.experts[0] + local
     if EXPERT_FIELD in tensor.name:
         return expert, box.drop()
     return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])

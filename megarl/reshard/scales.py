@@ -65,11 +65,11 @@ def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, L
         raise ConfigError(f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded tensors are not quantised")
     shape = _scale_shape(tensor, rule)
     if of_whole_tensor(rule):
-        engine_shape = tensor.shape[:1] if len(tensor.shape) == 3 else ()
+        engine_shape = tensor.shape[:1] if tensor.experts else ()
         first = tensor.pieces[0]
         local = Box((0,) * len(shape), shape)
         logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
-        return LocalTensor(name, shape, SCALE_DTYPE, (Piece(local, scale_name(first.logical_name, rule), logical_box),), engine_shape)
+        return LocalTensor(name, shape, SCALE_DTYPE, (Piece(local, scale_name(first.logical_name, rule), logical_box),), engine_shape, experts=tensor.experts)
     pieces, tile_row = [], 0
     by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
     for piece in tensor.pieces:
@@ -79,7 +79,7 @@ def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, L
         local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
         pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
         tile_row += tiles.shape[-2]
-    return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces))
+    return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
 
 
 def _scale_shape(tensor: LocalTensor, rule: Rule) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Iterator, Mapping
 
 from megarl.config.errors import ConfigError
-from megarl.models.parameters import EXPERT_FIELD, LogicalTensor, Parameter
+from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.reshard.box import Box, whole_box
 from megarl.reshard.kinds import Kind, LocalTensor, Piece
 
@@ -22,7 +22,8 @@ def local_tensor(
         return tensor
     count = logical[parameter.parts[0].logical_name].experts // cut[0]
     pieces = tuple(Piece(_stack(p.local, 0, count), p.logical_name, _stack(p.logical, expert_shard * count, count)) for p in tensor.pieces)
-    return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces)
+    experts = expert_shard * count, (expert_shard + 1) * count
+    return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces, experts=experts)
 
 
 def flat_shards(kind: Kind, by_rows: bool) -> Kind:
@@ -89,13 +90,12 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
 
 
 def _flat(tensor: LocalTensor, number: int, count: int, by_rows: bool) -> LocalTensor:
-    of_expert = any(EXPERT_FIELD in piece.logical_name for piece in tensor.pieces)
-    shape = tensor.shape[1:] if of_expert else tensor.shape
+    shape = tensor.shape if tensor.experts is None else tensor.shape[1:]
     row = math.prod(shape[1:]) if by_rows else 1
     run = -(-math.prod(shape) // row // count) * row
     first, end = min(number * run, math.prod(shape)), min((number + 1) * run, math.prod(shape))
     held = list(flat_boxes(shape, first, end))
-    if of_expert:
+    if tensor.experts is not None:
         held = [_stack(box, 0, tensor.shape[0]) for box in held]
     common = [(piece, both) for piece in tensor.pieces for box in held if (both := piece.local.intersect(box)) is not None]
     pieces = tuple(Piece(both, piece.logical_name, both.move(piece.local, piece.logical)) for piece, both in common)

@@ -1,6 +1,7 @@
-"""What each engine must hold, by plain slicing of the full HF tensors: an independent reference for the reshard tests.
+"""What each side must hold, by plain slicing of the full HF tensors: an independent reference for the reshard tests.
 
-Nothing here uses boxes, pieces or layouts.
+Nothing here uses boxes, pieces or layouts. A family is a function from a random draw to a small spec (FAMILIES), and its tensors
+here below by name, side by side with what `megarl.models` states.
 """
 
 from __future__ import annotations
@@ -9,23 +10,71 @@ import torch
 
 from megarl.models import ModelSpec
 from megarl.models.parameters import padded_vocab_size
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+
+HF = dict[str, torch.Tensor]
 
 
-def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def expert_names(spec: ModelSpec, layer: int, expert: int) -> tuple[str, str, str]:
+    """Gate, up, down."""
+    module = "block_sparse_moe" if spec.family == "mixtral" else "mlp"
+    names = ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (f"model.layers.{layer}.{module}.experts.{expert}.{name}.weight" for name in names)
+    return gate, up, down
+
+
+def router_name(spec: ModelSpec, layer: int) -> str:
+    return f"model.layers.{layer}.{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.gate.weight"
+
+
+def is_sparse(spec: ModelSpec, layer: int) -> bool:
+    return spec.num_experts > 0 and layer >= spec.first_dense_layers
+
+
+def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
     """HF names → full tensors, every element different from its neighbours."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, ffn = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    hidden, heads = spec.hidden_size, spec.num_attention_heads
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
+
+    def mlp(prefix: str, rows: int) -> None:
+        shapes.update({f"{prefix}gate_proj.weight": (rows, hidden), f"{prefix}up_proj.weight": (rows, hidden)})
+        shapes[f"{prefix}down_proj.weight"] = (hidden, rows)
+
     for i in range(spec.num_layers):
         p = f"model.layers.{i}."
-        for name, shape in (("q", (q, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden)), ("o", (hidden, q))):
-            shapes[f"{p}self_attn.{name}_proj.weight"] = shape
-        for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-            shapes[f"{p}mlp.{name}_proj.weight"] = shape
-        shapes[f"{p}input_layernorm.weight"] = shapes[f"{p}post_attention_layernorm.weight"] = (hidden,)
+        a = p + "self_attn."
+        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (hidden,)
+        if spec.kv_lora_rank:
+            shapes[a + "q_a_proj.weight"], shapes[a + "q_a_layernorm.weight"] = (spec.q_lora_rank, hidden), (spec.q_lora_rank,)
+            shapes[a + "q_b_proj.weight"] = (heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim), spec.q_lora_rank)
+            shapes[a + "kv_a_proj_with_mqa.weight"] = (spec.kv_lora_rank + spec.qk_rope_head_dim, hidden)
+            shapes[a + "kv_a_layernorm.weight"] = (spec.kv_lora_rank,)
+            shapes[a + "kv_b_proj.weight"] = (heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank)
+            shapes[a + "o_proj.weight"] = (hidden, heads * spec.v_head_dim)
+        else:
+            rows = {"q": heads * spec.head_dim, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
+            for x, size in rows.items():
+                shapes[f"{a}{x}_proj.weight"] = (size, hidden)
+                if spec.qkv_bias:
+                    shapes[f"{a}{x}_proj.bias"] = (size,)
+            shapes[a + "o_proj.weight"] = (hidden, rows["q"])
+            if spec.qk_norm:
+                shapes[a + "q_norm.weight"] = shapes[a + "k_norm.weight"] = (spec.head_dim,)
+        if not is_sparse(spec, i):
+            mlp(p + "mlp.", spec.intermediate_size)
+            continue
+        shapes[router_name(spec, i)] = (spec.num_experts, hidden)
+        if spec.router_bias:
+            shapes[p + "mlp.gate.e_score_correction_bias"] = (spec.num_experts,)
+        if spec.shared_intermediate_size:
+            mlp(p + "mlp.shared_experts.", spec.shared_intermediate_size)
+        for e in range(spec.num_experts):
+            for name, wide in zip(expert_names(spec, i, e), (True, True, False)):
+                shape = (spec.expert_intermediate_size, hidden)
+                shapes[name] = shape if wide else shape[::-1]
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
@@ -35,46 +84,96 @@ def pad(tensor: torch.Tensor, size: int, dim: int, value: float = 0.0) -> torch.
     return torch.cat([tensor, torch.full(shape, value, dtype=tensor.dtype)], dim)
 
 
-def megatron(
-    spec: ModelSpec, hf: dict[str, torch.Tensor], tp: int, pp: int, tp_rank: int, pp_rank: int, fill: float
-) -> dict[str, torch.Tensor]:
-    """One rank of a trainer with evenly split stages; vocabulary padding holds `fill`."""
+def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int]:
+    """Megatron: every stage's first chunk, then every stage's second, …; first and last stage may be told their size."""
+    sizes = [t.first_stage_layers if s == 0 else t.last_stage_layers if s == t.pp - 1 else None for s in range(t.pp)]
+    rest = spec.num_layers - sum(size or 0 for size in sizes)
+    even = rest // max(1, sizes.count(None))
+    sizes = [even if size is None else size for size in sizes]
+    result, layer = [], 0
+    for _ in range(t.vpp):
+        for s in range(t.pp):
+            if s == stage:
+                result += range(layer, layer + sizes[s] // t.vpp)
+            layer += sizes[s] // t.vpp
+    return result
 
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(tp, 0)[tp_rank].clone()
 
-    def columns(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(tp, 1)[tp_rank].clone()
+def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float, names: str = "local") -> HF:
+    """One rank of a trainer; vocabulary padding holds `fill`. Ranks: tp, cp, dp, pp; experts: etp, ep, their replicas, pp."""
+    stage, within = divmod(rank, t.tp * t.cp * t.dp)
+    tp_rank, etp_rank, ep_rank = within % t.tp, within % t.etp, within // t.etp % t.ep
+    te = names == "te"
 
-    vocab = padded_vocab_size(spec.vocab_size, tp)
+    def rows(tensor: torch.Tensor, count: int = t.tp, index: int = tp_rank) -> torch.Tensor:
+        return tensor.chunk(count, 0)[index].clone()
+
+    def columns(tensor: torch.Tensor, count: int = t.tp, index: int = tp_rank) -> torch.Tensor:
+        return tensor.chunk(count, 1)[index].clone()
+
+    vocab = padded_vocab_size(spec.vocab_size, t.tp)
     head = hf["model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"]
     local = {}
-    if pp_rank == 0:
+    if stage == 0:
         local["embedding.word_embeddings.weight"] = rows(pad(hf["model.embed_tokens.weight"], vocab, 0, fill))
-    if pp_rank == pp - 1:
+    if stage == t.pp - 1:
         local["decoder.final_layernorm.weight"] = hf["model.norm.weight"].clone()
-        if not spec.tie_word_embeddings or pp > 1:
+        if not spec.tie_word_embeddings or t.pp > 1:
             local["output_layer.weight"] = rows(pad(head, vocab, 0, fill))
-    for i in range(pp_rank * spec.num_layers // pp, (pp_rank + 1) * spec.num_layers // pp):
+    for i in layers_of_stage(spec, t, stage):
         p, m = f"model.layers.{i}.", f"decoder.layers.{i}."
-        q, k, v = (hf[f"{p}self_attn.{x}_proj.weight"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv")
-        local[m + "self_attention.linear_qkv.weight"] = rows(torch.cat([q, k, v], 1).flatten(0, 1))
-        local[m + "self_attention.linear_proj.weight"] = columns(hf[p + "self_attn.o_proj.weight"])
-        local[m + "mlp.linear_fc1.weight"] = torch.cat([rows(hf[p + "mlp.gate_proj.weight"]), rows(hf[p + "mlp.up_proj.weight"])])
-        local[m + "mlp.linear_fc2.weight"] = columns(hf[p + "mlp.down_proj.weight"])
-        local[m + "input_layernorm.weight"] = hf[p + "input_layernorm.weight"].clone()
-        local[m + "pre_mlp_layernorm.weight"] = hf[p + "post_attention_layernorm.weight"].clone()
+        a, s = p + "self_attn.", m + "self_attention."
+        if spec.kv_lora_rank:
+            local[m + "input_layernorm.weight"] = hf[p + "input_layernorm.weight"].clone()
+            for x, down, norm, up in (
+                ("q", "q_a_proj", "q_a_layernorm", "q_b_proj"),
+                ("kv", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
+            ):
+                whole = hf[f"{a}{down}.weight"]
+                local[f"{s}linear_{x}_down_proj.weight"] = whole.clone() if te else rows(whole)
+                norm_name = f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
+                local[s + norm_name] = hf[f"{a}{norm}.weight"].clone()
+                local[f"{s}linear_{x}_up_proj.weight"] = rows(hf[f"{a}{up}.weight"])
+        else:
+            norm_name = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
+            local[m + norm_name] = hf[p + "input_layernorm.weight"].clone()
+            for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
+                q, k, v = (hf[f"{a}{x}_proj.{suffix}"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv")
+                local[f"{s}linear_qkv.{suffix}"] = rows(torch.cat([q, k, v], 1).flatten(0, 1))
+            if spec.qk_norm:
+                for x in "qk":
+                    local[f"{s}{x}_layernorm.weight"] = hf[f"{a}{x}_norm.weight"].clone()
+        local[s + "linear_proj.weight"] = columns(hf[a + "o_proj.weight"])
+        post = hf[p + "post_attention_layernorm.weight"].clone()
+        sparse = is_sparse(spec, i)
+        local[m + ("mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight")] = post
+        for module in ([] if sparse else ["mlp"]) + (["mlp.shared_experts"] if sparse and spec.shared_intermediate_size else []):
+            gate, up, down = (hf[f"{p}{module}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+            local[f"{m}{module}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+            local[f"{m}{module}.linear_fc2.weight"] = columns(down)
+        if not sparse:
+            continue
+        local[m + "mlp.router.weight"] = hf[router_name(spec, i)].clone()
+        if spec.router_bias:
+            local[m + "mlp.router.expert_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
+        per_rank = spec.num_experts // t.ep
+        for e in range(ep_rank * per_rank, (ep_rank + 1) * per_rank):
+            gate, up, down = (hf[name] for name in expert_names(spec, i, e))
+            fc1, fc2 = (
+                f"{m}mlp.experts." + (f"linear_fc{n}.weight{e}" if te else f"local_experts.{e}.linear_fc{n}.weight") for n in (1, 2)
+            )
+            local[fc1] = torch.cat([rows(gate, t.etp, etp_rank), rows(up, t.etp, etp_rank)])
+            local[fc2] = columns(down, t.etp, etp_rank)
     return local
 
 
-def sglang(spec: ModelSpec, hf: dict[str, torch.Tensor], tp: int, rank: int, device: str) -> dict[str, torch.Tensor]:
+def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str) -> HF:
     """TP rank `rank` of an engine."""
-    heads, kv, ffn, vocab = spec.num_attention_heads, spec.num_kv_heads, spec.intermediate_size, -(-spec.vocab_size // 64) * 64
-    kv_rank, kv_parts = rank, tp
+    tp, vocab = g.tp, -(-spec.vocab_size // 64) * 64
+    heads, kv, kv_rank, kv_parts = spec.num_attention_heads, spec.num_kv_heads, rank, tp
     if device == "cpu":
         if heads % tp or kv % tp:
             heads, kv = -(-kv // tp) * tp * (heads // kv), -(-kv // tp) * tp
-        ffn = -(-ffn // (32 * tp)) * 32 * tp
         if vocab % tp:
             vocab = -(-spec.vocab_size // (64 * tp)) * 64 * tp
     elif tp > kv:
@@ -83,17 +182,53 @@ def sglang(spec: ModelSpec, hf: dict[str, torch.Tensor], tp: int, rank: int, dev
     def rows(tensor: torch.Tensor, size: int, parts: int = tp, index: int = rank) -> torch.Tensor:
         return pad(tensor, size, 0).chunk(parts, 0)[index]
 
+    def columns(tensor: torch.Tensor, size: int, parts: int = tp, index: int = rank) -> torch.Tensor:
+        return pad(tensor, size, 1).chunk(parts, 1)[index]
+
+    def padded(size: int) -> int:
+        return -(-size // (32 * tp)) * 32 * tp if device == "cpu" else size
+
     local = {"model.embed_tokens.weight": rows(hf["model.embed_tokens.weight"], vocab), "model.norm.weight": hf["model.norm.weight"]}
     if not spec.tie_word_embeddings:
         local["lm_head.weight"] = rows(hf["lm_head.weight"], vocab)
     for i in range(spec.num_layers):
         p = f"model.layers.{i}."
-        q = rows(hf[p + "self_attn.q_proj.weight"], heads * spec.head_dim)
-        k, v = (rows(hf[f"{p}self_attn.{x}_proj.weight"], kv * spec.head_dim, kv_parts, kv_rank) for x in "kv")
-        local[p + "self_attn.qkv_proj.weight"] = torch.cat([q, k, v])
-        local[p + "mlp.gate_up_proj.weight"] = torch.cat([rows(hf[f"{p}mlp.{x}_proj.weight"], ffn) for x in ("gate", "up")])
-        local[p + "self_attn.o_proj.weight"] = pad(hf[p + "self_attn.o_proj.weight"], heads * spec.head_dim, 1).chunk(tp, 1)[rank]
-        local[p + "mlp.down_proj.weight"] = pad(hf[p + "mlp.down_proj.weight"], ffn, 1).chunk(tp, 1)[rank]
+        a = p + "self_attn."
+        if spec.kv_lora_rank:
+            local[a + "fused_qkv_a_proj_with_mqa.weight"] = torch.cat([hf[a + "q_a_proj.weight"], hf[a + "kv_a_proj_with_mqa.weight"]])
+            for x in ("q_a", "kv_a"):
+                local[f"{a}{x}_layernorm.weight"] = hf[f"{a}{x}_layernorm.weight"]
+            for x in ("q_b", "kv_b"):
+                local[f"{a}{x}_proj.weight"] = hf[f"{a}{x}_proj.weight"].chunk(tp, 0)[rank]
+            local[a + "o_proj.weight"] = hf[a + "o_proj.weight"].chunk(tp, 1)[rank]
+        else:
+            for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
+                q = rows(hf[f"{a}q_proj.{suffix}"], heads * spec.head_dim)
+                k, v = (rows(hf[f"{a}{x}_proj.{suffix}"], kv * spec.head_dim, kv_parts, kv_rank) for x in "kv")
+                local[f"{a}qkv_proj.{suffix}"] = torch.cat([q, k, v])
+            local[a + "o_proj.weight"] = columns(hf[a + "o_proj.weight"], heads * spec.head_dim)
+            if spec.qk_norm:
+                for x in "qk":
+                    local[f"{a}{x}_norm.weight"] = hf[f"{a}{x}_norm.weight"]
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             local[p + name] = hf[p + name]
+        sparse = is_sparse(spec, i)
+        for module in ([] if sparse else ["mlp"]) + (["mlp.shared_experts"] if sparse and spec.shared_intermediate_size else []):
+            size = padded(hf[f"{p}{module}.gate_proj.weight"].shape[0])
+            gate, up = (rows(hf[f"{p}{module}.{x}_proj.weight"], size) for x in ("gate", "up"))
+            local[f"{p}{module}.gate_up_proj.weight"] = torch.cat([gate, up])
+            local[f"{p}{module}.down_proj.weight"] = columns(hf[f"{p}{module}.down_proj.weight"], size)
+        if not sparse:
+            continue
+        local[router_name(spec, i)] = hf[router_name(spec, i)]
+        if spec.router_bias:
+            local[p + "mlp.gate.e_score_correction_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
+        moe_tp, per_rank, size = tp // g.ep, spec.num_experts // g.ep, padded(spec.expert_intermediate_size)
+        w13, w2 = [], []
+        for e in range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank):
+            gate, up, down = (hf[name] for name in expert_names(spec, i, e))
+            w13.append(torch.cat([rows(x, size, moe_tp, rank % moe_tp) for x in (gate, up)]))
+            w2.append(columns(down, size, moe_tp, rank % moe_tp))
+        module = router_name(spec, i).removesuffix("gate.weight")
+        local[module + "experts.w13_weight"], local[module + "experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
     return local
