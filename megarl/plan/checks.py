@@ -215,7 +215,9 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_staleness,
     check_eval,
 )
-MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_rope, check_lengths)
+MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_lengths)
+RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope,)  # not of commands that only plan
+PLANNING_COMMANDS = ("plan", "reshard")
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_trainer_features, check_sft_command),
     "train": (check_trainer_features, check_generator_features, check_resume),

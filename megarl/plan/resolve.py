@@ -11,7 +11,7 @@ from typing import Iterable, Optional
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
-from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, MODEL_CHECKS
+from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, MODEL_CHECKS, PLANNING_COMMANDS, RUN_MODEL_CHECKS
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -43,7 +43,8 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
         spec = find_spec(config)
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from error
-    problems.extend(problem for check in MODEL_CHECKS for problem in check(config, spec))
+    model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
+    problems.extend(problem for check in model_checks for problem in check(config, spec))
     problems.extend(_missing_weights(config, command))
     if problems:
         raise ConfigError(problems)
