@@ -21,7 +21,7 @@ import numpy as np
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import Kind
-from megarl.reshard.map import ReshardMap
+from megarl.reshard.map import ReshardMap, tile_space
 from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import QUANTISE, Holder, stripes_of
 from megarl.reshard.scales import of_whole_tensor
@@ -59,7 +59,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
         cut = _cut_regions(map, number)
         groups: dict[str, list[tuple[str, Box, Holder]]] = defaultdict(list)  # namespace of tiles → (logical, box, holder)
         for name, regions in cut.items():
-            space = kind.name if of_whole_tensor(kind.rule) else name
+            space = tile_space(kind, name)
             for logical, holders in stripes[name, kind.layers].items():
                 if any(logical.intersect(region) is not None for region in regions):
                     groups[space] += [(name, logical, holder) for holder in holders]
@@ -117,8 +117,7 @@ def _of_layers(
             expert = str(logical.start[0] + e)
             stacked = EXPERT_FIELD not in tensor.name
             box = Box((holder.box.start[0] + e,) + holder.box.start[1:], (1,) + holder.box.shape[1:]) if stacked else holder.box.drop()
-            of = f"{names[0]} {expert}" if of_whole_tensor(kind.rule) else names[0].replace(EXPERT_FIELD, expert)
-            source_name = names[1].replace(EXPERT_FIELD, expert)
+            of, source_name = (name.replace(EXPERT_FIELD, expert) for name in names)
             yield where, AmaxPart(of, kind.rule, source_name, box, logical.start[1:], tiles.drop(), tuple(sorted(ranks)))
 
 

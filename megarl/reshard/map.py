@@ -11,6 +11,7 @@ from typing import Iterator, Optional
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD
 from megarl.reshard.box import Box
@@ -53,6 +54,7 @@ class Copy(Struct, frozen=True):
         return self.destination_box.numel * ITEM_BYTES[self.dtype]
 
 
+_Entry = tuple[int, int, list[tuple[int, int]]]  # instance, index into row.holders, (sender, receiver) pairs
 _Group = tuple[tuple[int, int], list[Copy]]  # (depth, number of the row), its copies by receiver
 
 
@@ -216,28 +218,27 @@ class ReshardMap:
 
     def _sent(self, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
         seats = {(k, s) for k, kind in enumerate(self.source.kinds) for _, s, _ in kind.seats(rank)}
-        mine: dict[tuple, list[tuple[int, int, list[int]]]] = {}  # route → (instance, holder, receivers)
+        mine: dict[tuple, list[_Entry]] = {}  # by route
         for number, row in enumerate(rows):
             if not any([(h.kind, h.shard) in seats for h in row.holders]):
                 continue
             route = row.route
             if route not in mine:
                 mine[route] = self._served(rank, row)
-            for instance, holder, receivers in mine[route]:
-                yield self._group(number, row, instance, holder, [(rank, receiver) for receiver in receivers])
+            yield from self._groups(number, row, mine[route])
 
-    def _served(self, rank: int, row: Row) -> list[tuple[int, int, list[int]]]:
-        """(instance, holder, receivers) of what `rank` sends of a row."""
+    def _served(self, rank: int, row: Row) -> list[_Entry]:
+        """What `rank` sends of a row."""
         holders, ranks = self.senders(row)
         found = np.nonzero(ranks == rank)
         receivers: dict[tuple[int, int], list[int]] = {}
         for instance, holder, receiver in zip(found[0].tolist(), holders[found].tolist(), self.receivers(row)[found].tolist()):
             receivers.setdefault((instance, holder), []).append(receiver)
-        return [(instance, holder, own) for (instance, holder), own in receivers.items()]
+        return [(instance, holder, [(rank, receiver) for receiver in own]) for (instance, holder), own in receivers.items()]
 
     def _received(self, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
         seats = {(k, s): (stage, e) for k, kind in enumerate(self.destination.kinds) for stage, s, e in kind.seats(rank)}
-        mine: dict[tuple, list[tuple[int, int, int]]] = {}  # route → (instance, holder, sender)
+        mine: dict[tuple, list[_Entry]] = {}  # by route
         for number, row in enumerate(rows):
             if (row.kind, row.shard) not in seats:
                 continue
@@ -246,34 +247,45 @@ class ReshardMap:
                 stage, replica = seats[row.kind, row.shard]
                 instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
                 holders, ranks = self.senders(row, instances, replica)
-                mine[route] = list(zip(instances.tolist(), holders[:, 0].tolist(), ranks[:, 0].tolist()))
-            for instance, holder, sender in mine[route]:
-                yield self._group(number, row, instance, holder, [(sender, rank)])
+                entries = zip(instances.tolist(), holders[:, 0].tolist(), ranks[:, 0].tolist())
+                mine[route] = [(instance, holder, [(sender, rank)]) for instance, holder, sender in entries]
+            yield from self._groups(number, row, mine[route])
 
-    def _group(self, number: int, row: Row, instance: int, holder: int, pairs: list[tuple[int, int]]) -> _Group:
-        """The copies of one instance of a row, for (sender, receiver) pairs."""
-        held, target = row.holders[holder], self.destination.kinds[row.kind]
-        dtype, depth, transform = target.shards[row.shard].dtype, self.destination.depth(target, instance), row.transform
-        name = target.name_of(instance)
-        if transform == ZEROS:
-            return (depth, number), [Copy(s, None, None, r, name, row.box, transform, dtype, depth) for s, r in pairs]
-        origin = self.source.kinds[held.kind]
-        source_name = origin.name_of(target.first_layer - origin.first_layer + instance)
-        if not self._of_experts(row):
-            how = self._quantisation(row, row.logical_name, name, instance) if row.logical is not None else None
-            here, box = held.box, row.box
-            return (depth, number), [Copy(s, source_name, here, r, name, box, transform, dtype, depth, how) for s, r in pairs]
-        items = list(self._of_each_expert(row, held, instance, source_name, name))
-        copies = [
-            Copy(s, source_name, here, r, name, box, transform, dtype, depth, how)
-            for s, r in pairs
-            for source_name, here, name, box, how in items
-        ]
-        return (depth, number), copies
+    def _groups(self, number: int, row: Row, entries: list[_Entry]) -> Iterator[_Group]:
+        target, transform, box = self.destination.kinds[row.kind], row.transform, row.box
+        dtype, apart, zeros = target.shards[row.shard].dtype, self._of_experts(row), transform == ZEROS
+        first_depth = self.destination.depth(target, 0)
+        before, layered, after = target.name.partition(LAYER_FIELD)
+        origins = [self.source.kinds[holder.kind].name.partition(LAYER_FIELD) for holder in row.holders]
+        tiles = self._tile_names(row) if row.logical is not None else ("", "", "")
+        how = None
+        for instance, holder, pairs in entries:
+            depth, layer = first_depth + instance, target.first_layer + instance
+            name = f"{before}{layer}{after}" if layered else before
+            if zeros:
+                yield (depth, number), [Copy(s, None, None, r, name, box, transform, dtype, depth) for s, r in pairs]
+                continue
+            origin = origins[holder]
+            source_name = f"{origin[0]}{layer}{origin[2]}" if origin[1] else origin[0]
+            if row.logical is not None:
+                tiles_of = f"{tiles[0]}{layer}{tiles[2]}" if tiles[1] else tiles[0]
+                how = Quantisation(self._rule(row), tiles_of, row.logical.start[-2:], row.cut)
+            if apart:
+                items = list(self._of_each_expert(row, row.holders[holder], source_name, name, how))
+                copies = [
+                    Copy(s, source, here, r, there, target_box, transform, dtype, depth, of_expert)
+                    for s, r in pairs
+                    for source, here, there, target_box, of_expert in items
+                ]
+            else:
+                here = row.holders[holder].box
+                copies = [Copy(s, source_name, here, r, name, box, transform, dtype, depth, how) for s, r in pairs]
+            yield (depth, number), copies
 
     def _of_each_expert(
-        self, row: Row, held: Holder, instance: int, source_name: str, name: str
+        self, row: Row, held: Holder, source_name: str, name: str, how: Optional[Quantisation]
     ) -> Iterator[tuple[str, Box, str, Box, Optional[Quantisation]]]:
+        """(source tensor, its box, destination tensor, its box, how) of the row's experts at one layer."""
         here, there = self.source.kinds[held.kind].shards[held.shard], self.destination.kinds[row.kind].shards[row.shard]
         assert held.box is not None
         for e in range(row.box.shape[0]):
@@ -281,19 +293,30 @@ class ReshardMap:
             expert, box = _one_expert(there, row.box, e)
             assert source_expert == expert
             field = str(expert)
-            how = None
-            if row.logical is not None:
-                how = self._quantisation(row, row.logical_name.replace(EXPERT_FIELD, field), f"{name} {field}", instance)
-            yield source_name.replace(EXPERT_FIELD, field), source_box, name.replace(EXPERT_FIELD, field), box, how
+            own = None if how is None else replace(how, tiles_of=how.tiles_of.replace(EXPERT_FIELD, field))
+            yield source_name.replace(EXPERT_FIELD, field), source_box, name.replace(EXPERT_FIELD, field), box, own
 
-    def _quantisation(self, row: Row, logical_name: str, parameter: str, instance: int) -> Quantisation:
-        target = self.destination.kinds[row.kind]
-        weights = target if target.scales_of is None else self.destination.kinds[target.scales_of]
-        if of_whole_tensor(weights.rule):
-            tiles_of = parameter if target is weights else parameter.replace("_scale", "")
-        else:
-            tiles_of = logical_name.replace(LAYER_FIELD, str(target.first_layer + instance))
-        return Quantisation(weights.rule, tiles_of, row.logical.start[-2:], row.cut)
+    def _weights(self, row: Row) -> Kind:
+        kind = self.destination.kinds[row.kind]
+        return kind if kind.scales_of is None else self.destination.kinds[kind.scales_of]
+
+    def _rule(self, row: Row) -> Rule:
+        rule = self._weights(row).rule
+        assert rule is not None
+        return rule
+
+    def _tile_names(self, row: Row) -> tuple[str, str, str]:
+        """Of what the tiles are counted (see Quantisation.tiles_of), before, at and after `{layer}`."""
+        name = tile_space(self._weights(row), row.logical_name)
+        return name.partition(LAYER_FIELD)
+
+
+def tile_space(weights: Kind, logical_name: str) -> str:
+    """Template of Quantisation.tiles_of: tiles of equal name and number share a scale."""
+    assert weights.rule is not None
+    if not of_whole_tensor(weights.rule):
+        return logical_name
+    return weights.name if weights.shards[0].experts is None else f"{weights.name} {EXPERT_FIELD}"
 
 
 def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:

@@ -8,8 +8,9 @@ total, is written out.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from typing import Iterable, Optional
+from typing import Iterable, Iterator, Optional
 
 import numpy as np
 from msgspec import Struct
@@ -69,7 +70,7 @@ class Row(Struct, frozen=True):
 
 def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
     """All rows between two layouts. Raises ValueError when the source lacks a logical tensor or the layouts disagree on layers."""
-    stripes = stripes_of(source)
+    stripes = {key: _Stripes(boxes) for key, boxes in stripes_of(source).items()}
     rows: list[Row] = []
     for k, kind in enumerate(destination.kinds):
         if kind.scales_of is not None:
@@ -80,10 +81,7 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
                 key = piece.logical_name, kind.layers
                 if key not in stripes:
                     raise ValueError(_lacking(source, destination, kind, piece))
-                for logical, holders in stripes[key].items():
-                    common = logical.intersect(piece.logical)
-                    if common is None:
-                        continue
+                for logical, holders, common in stripes[key].within(piece.logical):
                     chosen = _nearest(holders, t, len(kind.shards))
                     moved = tuple([Holder(h.kind, h.shard, common.move(logical, h.box)) for h in chosen])
                     box = common.move(piece.logical, piece.local)
@@ -128,6 +126,32 @@ def stripes_of(source: Layout) -> Stripes:
             for piece in tensor.pieces:
                 stripes[piece.logical_name, kind.layers][piece.logical].append(Holder(k, s, piece.local))
     return stripes
+
+
+class _Stripes:
+    """The stripes of one logical tensor, sorted, so that those within a box are found without looking at all."""
+
+    def __init__(self, boxes: dict[Box, list[Holder]]):
+        self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)
+        first = self.sorted[0][0]
+        others = [box for box, _ in self.sorted]
+        dims = range(len(first.start))
+        cut = [d for d in dims if any([box.start[d] != first.start[d] or box.shape[d] != first.shape[d] for box in others])]
+        self.dim = cut[0] if cut else 0
+        self.starts = [box.start[self.dim] for box in others] if cut else [0]
+        self.ends = [box.start[self.dim] + box.shape[self.dim] for box in others] if cut else [1]
+        self.ordered = len(cut) == 1 and all([a <= b for a, b in zip(self.ends, self.starts[1:])])
+
+    def within(self, box: Box) -> Iterator[tuple[Box, list[Holder], Box]]:
+        """(stripe, its holders, what it has in common with `box`)"""
+        candidates = self.sorted
+        if self.ordered:
+            start = box.start[self.dim]
+            candidates = candidates[bisect_right(self.ends, start) : bisect_left(self.starts, start + box.shape[self.dim])]
+        for logical, holders in candidates:
+            common = logical.intersect(box)
+            if common is not None:
+                yield logical, holders, common
 
 
 def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
