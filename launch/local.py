@@ -34,6 +34,7 @@ def train(plan: RunPlan) -> None:
         (run_dir / "config.yaml").write_text(dump_config(config))
         launch_dir = prepare_launch(plan, "train")
         rendezvous = make_rendezvous(plan, launch_dir, step, checkpoint)
+        print(headline(plan, step))
         with termination_as_exit(), ProcessGroup(run_dir / "logs") as processes:
             progress = Progress(run_dir, config.max_steps)
             try:
@@ -56,6 +57,7 @@ def sft(plan: RunPlan) -> None:
         return
     check_data(config, plan.spec, "sft")
     launch_dir = prepare_launch(plan, "sft")
+    print(f"Supervised warm start: {config.sft.steps} steps of {config.sft.batch_size} sequences, trainer {sizes(plan)}, in {run_dir}")
     with termination_as_exit(), ProcessGroup(run_dir / "logs") as processes:
         progress = Progress(run_dir, config.sft.steps)
         try:
@@ -91,6 +93,22 @@ def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
     with termination_as_exit(), ProcessGroup(launch_dir / "logs") as processes:
         watch(processes, start_trainers(processes, plan, "export", launch_dir), poll=lambda: None)
     print(f"Weights of step {chosen} are in {output}")
+
+
+def headline(plan: RunPlan, step: int) -> str:
+    config = plan.config
+    start = f"from the checkpoint of step {step}" if step else "from the start"
+    engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
+    return (
+        f"Asynchronous RL ({config.algorithm.name}, capacity {config.async_.capacity}): {config.max_steps} steps {start}, "
+        f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples, trainer {sizes(plan)} -> {engines}, in {config.run_dir}"
+    )
+
+
+def sizes(plan: RunPlan) -> str:
+    """The trainer's parallel sizes above 1, such as TP2xDP4."""
+    axes = {axis: getattr(plan.trainer_topology, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
+    return "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1) or "on one rank"
 
 
 def latest_checkpoint(run_dir: Path) -> tuple[int, str]:

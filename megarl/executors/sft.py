@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from megarl.algorithms.nll import Nll
+from megarl.algorithms.nll import nll_loss
 from megarl.data.sft import sft_batches
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
@@ -38,7 +38,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     for step, sequences in enumerate(sft_batches(config, plan.spec)):
         status.set(f"step {step}")
         tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
-        result = trainer.train_step(sequences, Nll().loss, float(tokens))
+        result = trainer.train_step(sequences, nll_loss, float(tokens))
         if metrics is not None:
             wall_s = time.monotonic() - started
             values = {"wall_s": wall_s, "loss": result.loss, "grad_norm": result.grad_norm, "samples_per_s": (step + 1) * len(sequences) / wall_s}

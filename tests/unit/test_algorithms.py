@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.aipo import Aipo, aipo_loss
 from megarl.algorithms.base import group_advantages
-from megarl.algorithms.nll import Nll, nll_loss
+from megarl.algorithms.nll import nll_loss
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.errors import ConfigError
 from megarl.config.schema import AlgorithmConfig
@@ -185,7 +185,7 @@ def test_advantages_against_numpy(rewards: list[list[float]]):
 
 def test_nll():
     logprobs = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
-    out = nll_loss(logprobs, torch.tensor([[True, True, False]]))
+    out = nll_loss(logprobs, SimpleNamespace(loss_mask=torch.tensor([[True, True, False]])))
     assert out.loss.item() == 3.0 and out.sums["tokens"] == 2
     assert gradient(out.loss, logprobs)[0].tolist() == [-1.0, -1.0, 0.0]
 
@@ -198,7 +198,7 @@ def test_algorithm_objects_read_the_microbatch():
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     aipo = make_algorithm(AlgorithmConfig(name="aipo", rho=2.0))
     assert gradient(aipo.loss(logprobs, microbatch).loss, logprobs)[0].tolist() == pytest.approx([-2.0, 0.0])
-    assert gradient(Nll().loss(logprobs, microbatch).loss, logprobs)[0].tolist() == [-1.0, 0.0]
+    assert gradient(nll_loss(logprobs, microbatch).loss, logprobs)[0].tolist() == [-1.0, 0.0]
     assert torch.equal(aipo.advantages(torch.tensor([[1.0, 0.0]])), torch.tensor([[0.5, -0.5]]))
 
 
