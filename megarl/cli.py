@@ -36,7 +36,11 @@ EXAMPLES = {
     "eval": ["megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json"],
     "export": ["megarl export configs/quickstart.yaml --output runs/quickstart/export"],
     "plan": ["megarl plan configs/8b_aipo.yaml trainer.dp=16"],
-    "reshard": ["megarl reshard configs/8b_aipo.yaml generator.tp=2 --json"],
+    "reshard": [
+        "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",
+        "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
+        "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
+    ],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -71,6 +75,10 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
+    reshard = by_name["reshard"]
+    reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
+    reshard.add_argument("--dump", metavar="FILE", help="write every copy, one JSON object a line")
+    reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
     arguments, rest = parser.parse_known_args(argv)
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
@@ -119,13 +127,29 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
-    from megarl.reshard.report import render, to_json
+    from megarl.reshard.report import copies_of, copy_fields, dump_lines, render, render_copies, to_json
 
     reshard_map = ReshardMap.build(*_layouts(plan))
-    if arguments.json:
-        print(json.dumps(to_json(reshard_map)))
+    facts = to_json(reshard_map) if arguments.json else None
+    if facts is None:
+        prove_exactly_once(reshard_map)
+    if arguments.dump:
+        with open(arguments.dump, "w") as file:
+            file.writelines(f"{line}\n" for line in dump_lines(reshard_map))
+    if arguments.picture:
+        from megarl.reshard.picture import draw
+
+        draw(reshard_map, arguments.picture, f"{plan.spec.family}, {_sizes(asdict(plan.trainer_topology))} to "
+             f"{_sizes(asdict(plan.generator_topology))}")  # fmt: skip
+    if arguments.rank:
+        copies = copies_of(reshard_map, arguments.rank)
+        if facts is None:
+            print(*render_copies(arguments.rank, copies), sep="\n")
+            return
+        facts |= {"rank": arguments.rank, "rank_copies": [copy_fields(copy) for copy in copies]}
+    if facts is not None:
+        print(json.dumps(facts))
         return
-    prove_exactly_once(reshard_map)
     print(render(reshard_map))
     print("proven: every destination byte is written exactly once")
 
@@ -189,6 +213,7 @@ def rank_bytes(layout: Any) -> list[int]:
 
 def _sizes(role: dict[str, Any]) -> str:
     shown = {key: role[key] for key in ("engines", "tp", "pp", "dp") if key in role}
+    shown |= {key: role[key] for key in ("vpp", "cp", "ep", "etp") if role.get(key, 1) > 1}
     return ", ".join(f"{key} {size}" for key, size in shown.items())
 
 

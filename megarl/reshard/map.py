@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor
+from megarl.reshard.nodes import Nodes
 from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import ZEROS, Holder, Row, coalesce, join
 from megarl.reshard.scales import of_whole_tensor
@@ -82,13 +83,17 @@ class ReshardMap:
     destination: Layout
     rows: tuple[Row, ...] = field(repr=False)
     build_s: float = 0.0
+    nodes: Optional[Nodes] = None
 
     @classmethod
-    def build(cls, source: Layout, destination: Layout) -> ReshardMap:
-        """Pure arithmetic on the two layouts: equal inputs give equal maps on every rank. Raises ValueError when they do not fit."""
+    def build(cls, source: Layout, destination: Layout, nodes: Optional[Nodes] = None) -> ReshardMap:
+        """Pure arithmetic on the two layouts: equal inputs give equal maps on every rank. Raises ValueError when they do not fit.
+
+        With `nodes`, receivers take from a sender on their own node where there is one.
+        """
         begin = time.perf_counter()
         rows = join(source, destination)
-        return cls(source, destination, rows, time.perf_counter() - begin)
+        return cls(source, destination, rows, time.perf_counter() - begin, nodes)
 
     def __str__(self) -> str:
         sides = f"{self.source.name} {self.source.world_size} -> {self.destination.name} {self.destination.world_size}"
@@ -119,6 +124,7 @@ class ReshardMap:
         """Equal on every rank of a run, and only for equal maps: covers copies, senders, names, shapes and dtypes."""
         digest = hashlib.blake2b(b"megarl reshard map 2", digest_size=16)
         digest.update(repr(self.rows).encode())
+        digest.update(repr(self.nodes).encode())
         for layout in (self.source, self.destination):
             digest.update(f"{layout.name} {layout.world_size}".encode())
             for kind in layout.kinds:
@@ -143,6 +149,9 @@ class ReshardMap:
         turn = self._ordinals[row.holders[0].kind][instances][:, None] * replicas + chosen
         holder_of, ranks_of = self._candidates(row)
         picked = row.candidate(turn, len(holder_of))
+        if self.nodes is not None:
+            receivers = self.receivers(row)[instances][:, chosen]
+            picked = _on_same_node(self.nodes, ranks_of[instances], receivers, turn, picked)
         return holder_of[picked], ranks_of[instances[:, None], picked]
 
     def receivers(self, row: Row) -> np.ndarray:
@@ -150,15 +159,25 @@ class ReshardMap:
         target = self.destination.kinds[row.kind]
         return target.ranks[target.stages, row.shard]
 
-    def summary(self) -> Summary:
-        sent = np.zeros(self.source.world_size, dtype=np.int64)
-        received = np.zeros(self.destination.world_size, dtype=np.int64)
+    def routes(self) -> list[tuple[Row, int]]:
+        """Rows of equal route as one, and their bytes at one instance and replica."""
         per_route: dict[tuple, tuple[Row, int]] = {}
         for row in self.rows:
-            per_route[row.route] = (row, per_route.get(row.route, (row, 0))[1] + self.row_bytes(row))
-        for row, size in per_route.values():
+            route = row.route
+            per_route[route] = (row, per_route.get(route, (row, 0))[1] + self.row_bytes(row))
+        return list(per_route.values())
+
+    def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that each rank sends, and that each rank receives."""
+        sent = np.zeros(self.source.world_size, dtype=np.int64)
+        received = np.zeros(self.destination.world_size, dtype=np.int64)
+        for row, size in self.routes():
             sent += size * np.bincount(self.senders(row)[1].ravel(), minlength=len(sent))
             received += size * np.bincount(self.receivers(row).ravel(), minlength=len(received))
+        return sent, received
+
+    def summary(self) -> Summary:
+        sent, received = self.rank_bytes()
         kinds = self.destination.kinds
         return Summary(
             trainer_ranks=self.source.world_size,
@@ -237,19 +256,25 @@ class ReshardMap:
         return [(instance, holder, [(rank, receiver) for receiver in own]) for (instance, holder), own in receivers.items()]
 
     def _received(self, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
-        seats = {(k, s): (stage, e) for k, kind in enumerate(self.destination.kinds) for stage, s, e in kind.seats(rank)}
+        seats: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for k, kind in enumerate(self.destination.kinds):
+            for stage, s, e in kind.seats(rank):
+                seats.setdefault((k, s), []).append((stage, e))
         mine: dict[tuple, list[_Entry]] = {}  # by route
         for number, row in enumerate(rows):
             if (row.kind, row.shard) not in seats:
                 continue
             route = row.route
             if route not in mine:
-                stage, replica = seats[row.kind, row.shard]
-                instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
-                holders, ranks = self.senders(row, instances, replica)
-                entries = zip(instances.tolist(), holders[:, 0].tolist(), ranks[:, 0].tolist())
-                mine[route] = [(instance, holder, [(sender, rank)]) for instance, holder, sender in entries]
+                mine[route] = [entry for stage, replica in seats[row.kind, row.shard] for entry in self._taken(rank, row, stage, replica)]
             yield from self._groups(number, row, mine[route])
+
+    def _taken(self, rank: int, row: Row, stage: int, replica: int) -> Iterator[_Entry]:
+        """What `rank` receives of a row in this seat."""
+        instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
+        holders, ranks = self.senders(row, instances, replica)
+        for instance, holder, sender in zip(instances.tolist(), holders[:, 0].tolist(), ranks[:, 0].tolist()):
+            yield instance, holder, [(sender, rank)]
 
     def _groups(self, number: int, row: Row, entries: list[_Entry]) -> Iterator[_Group]:
         target, transform, box = self.destination.kinds[row.kind], row.transform, row.box
@@ -327,6 +352,15 @@ def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
     if EXPERT_FIELD in tensor.name:
         return expert, box.drop()
     return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
+
+
+def _on_same_node(nodes: Nodes, candidates: np.ndarray, receivers: np.ndarray, turn: np.ndarray, picked: np.ndarray) -> np.ndarray:
+    """`picked`, replaced by the candidates on the receiver's node, in turn, where there are any. candidates: [instances, C]."""
+    near = np.array(nodes.trainer)[candidates][:, None, :] == np.array(nodes.generator)[receivers][:, :, None]
+    count = near.sum(2)
+    which = turn % np.maximum(count, 1)
+    first = (near.cumsum(2) > which[:, :, None]).argmax(2)
+    return np.where(count > 0, first, picked)
 
 
 def _ordered(groups: Iterator[_Group]) -> list[Copy]:

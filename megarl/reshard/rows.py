@@ -92,8 +92,9 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
                         found.append(Row(k, t, box, moved, QUANTISE, logical_name=piece.logical_name, logical=common))
         if kind.rule is not None:
             found = _with_cuts(source, kind, found)
-            rows += _scale_rows(destination, kind, found)
         rows += found + _padding(source, kind, k, found)
+        if kind.rule is not None:
+            rows += _scale_rows(destination, kind, found)
     return _with_fan(destination, rows)
 
 

@@ -1,0 +1,82 @@
+"""Nodes: senders near by, one copy per node and relays inside it, and how strided writes are carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import pytest
+import torch
+from reshard_reference import full_tensors, megatron, sglang
+
+from megarl.models import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.box import Box
+from megarl.reshard.execute import apply_copy
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.nodes import Nodes, forward_inside_nodes
+from megarl.reshard.proof import prove_exactly_once
+from megarl.reshard.schedule import DIRECT, PACKED, method
+
+SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
+
+
+def test_receivers_take_from_their_own_node_where_it_holds_the_elements():
+    spec = dataclasses.replace(SPEC, vocab_size=256)
+    trainer = trainer_layout(spec, TrainerTopology(tp=2, dp=4), "bfloat16")
+    generator = generator_layout(spec, GeneratorTopology(4, 2), "bfloat16")
+    nodes = Nodes.shared(8, 8, trainer_per_node=4, generator_per_node=4)
+    near, far = ReshardMap.build(trainer, generator, nodes), ReshardMap.build(trainer, generator, Nodes.apart(8, 8, 4))
+    prove_exactly_once(near)
+    for rank in range(8):
+        assert {nodes.trainer[copy.source_rank] for copy in near.copies_to(rank)} == {nodes.generator[rank]}
+    assert near.plan_hash != far.plan_hash
+    assert near.summary().sender_max_over_mean < 1.1
+    plain = ReshardMap.build(trainer, generator)
+    assert [far.copies_to(rank) for rank in range(8)] == [plain.copies_to(rank) for rank in range(8)]
+
+
+@pytest.mark.parametrize("engines, tp, per_node", [(4, 2, 4), (8, 1, 4), (3, 1, 2), (2, 2, 4)])
+def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
+    topology, engine = TrainerTopology(tp=2, dp=2), GeneratorTopology(engines, tp)
+    trainer, generator = trainer_layout(SPEC, topology, "float32"), generator_layout(SPEC, engine, "float32")
+    forwarding = forward_inside_nodes(generator, per_node)
+    map = ReshardMap.build(trainer, forwarding.leaders)
+    prove_exactly_once(map)
+    hf = full_tensors(SPEC, torch.float32)
+    found = [{t.name: torch.full(t.shape, float("nan")) for t in generator.tensors(rank)} for rank in range(engine.world_size)]
+    over_network: dict[int, int] = defaultdict(int)
+    for rank in range(topology.world_size):
+        tensors = megatron(SPEC, hf, topology, rank, fill=7.0)
+        for copy in map.writes_from(rank):
+            apply_copy(copy, tensors.get(copy.source_tensor), found[copy.destination_rank][copy.destination_tensor])
+            over_network[copy.destination_rank] += copy.bytes
+    for rank in range(engine.world_size):
+        for relay in forwarding.relays_from(rank):
+            assert relay.source_rank // per_node == relay.destination_rank // per_node and relay in forwarding.relays_to(relay.destination_rank)
+            target = found[relay.destination_rank][relay.tensor]
+            assert target.isnan().all(), "written twice"
+            target.copy_(found[rank][relay.tensor])
+            assert relay.bytes == target.nbytes
+    for rank, tensors in enumerate(found):
+        expected = sglang(SPEC, hf, engine, rank % tp, "cuda")
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    node_bytes = [sum(size for rank, size in over_network.items() if rank // per_node == node) for node in range(-(-engines * tp // per_node))]
+    engine_bytes = sum(t.nbytes for rank in range(tp) for t in found[rank].values())
+    assert node_bytes == [engine_bytes] * len(node_bytes)
+
+
+@pytest.mark.parametrize(
+    "box, shape, dtype, expected",
+    [
+        (Box((0, 0), (4, 8)), (16, 8), "bfloat16", DIRECT),  # whole rows: contiguous
+        (Box((3, 0), (1, 4)), (16, 8), "bfloat16", DIRECT),  # part of one row: contiguous too
+        (Box((0, 0), (4, 4)), (16, 8), "bfloat16", PACKED),  # runs of 8 bytes
+        (Box((0, 0), (4, 4096)), (16, 8192), "bfloat16", DIRECT),  # runs of 8 KiB
+        (Box((0, 0), (4, 4096)), (16, 8192), "float8_e4m3fn", PACKED),
+        (Box((1, 0, 0), (1, 4, 8)), (4, 16, 8), "bfloat16", DIRECT),  # of one expert
+    ],
+)
+def test_writes_of_short_runs_are_packed(box, shape, dtype, expected):
+    assert method(Copy(0, "x", box, 0, "y", box, "identity", dtype, 0), shape) == expected
