@@ -113,6 +113,45 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
 
 
+def test_reshard_lists_dumps_and_draws(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["trainer.tp=2", "trainer.dp=2", "generator.engines=2", "generator.tp=4", "generator.quantization=fp8_block"]
+    files = tmp_path / "map.jsonl", tmp_path / "map.svg"
+    assert cli.main(["reshard", str(run_yaml), *sizes, "--json", "--dump", str(files[0]), "--picture", str(files[1])]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    head, *copies = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert head["plan_hash"] == facts["plan_hash"] and len(copies) == facts["copies"]
+    assert sum(copy["bytes"] for copy in copies) == facts["bytes"]
+    assert files[1].read_text().startswith("<?xml") and facts["predicted_s"] > 0
+    for rank, key, number in (("trainer:3", "source_rank", 3), ("generator:6", "destination_rank", 6)):
+        own = [copy for copy in copies if copy[key] == number]
+        assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == len(own) + 1 and lines[-1].startswith(f"{rank}: {len(own):,} copies")
+        assert any(" quantise, " in line for line in lines) and any(" scale, " in line for line in lines)
+    for rank, message in (("trainer:4", "the trainer has ranks 0 to 3"), ("engine:0", "must be trainer:N or generator:N")):
+        assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 2
+        assert f"--rank {rank}: {message}" in capsys.readouterr().err
+    assert cli.main(["reshard", str(run_yaml), "--picture", "map.gif"]) == 2
+    assert "must end in .svg or .png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
+def test_the_papers_large_runs_can_be_planned_but_not_yet_run(
+    config: str, ranks: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(MODELS.parents[1])
+    path = f"configs/{config}.yaml"
+    assert cli.main(["reshard", path, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks and facts["exactly_once"] is True
+    assert facts["bytes"] == facts["bytes_minimum"] and facts["receiver_max_over_mean"] == 1.0
+    assert facts["sender_max_over_mean"] < 1.04  # 405B: 1.0356, all of it the bf16 embedding on a stage of fp8 layers
+    assert cli.main(["plan", path, "--json"]) == 0
+    capsys.readouterr()
+    assert cli.main(["train", path]) == 2
+    assert "generator.quantization=fp8_block: only null can run" in capsys.readouterr().err
+
+
 def test_reshard_reports_the_map(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["trainer.tp=2", "trainer.dp=2", "generator.engines=2", "generator.tp=4"]
     assert cli.main(["reshard", str(run_yaml), *sizes, "--json"]) == 0

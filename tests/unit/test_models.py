@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,10 @@ from megarl.config.errors import ConfigError
 from megarl.models import load_spec
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.registry import family
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -103,3 +109,48 @@ def test_a_missing_folder_and_a_broken_file_are_named(tmp_path):
 def test_vocabulary_is_padded_to_a_multiple_of_128_per_shard():
     cases = {(64, 1): 128, (64, 2): 256, (128256, 8): 129024, (1024, 8): 1024}
     assert {case: padded_vocab_size(*case) for case in cases} == cases
+
+
+# Parameters by the model cards, in billions (DeepSeek-V3 without its multi-token-prediction layer).
+CARDS = {
+    "qwen2.5-7b": 7.615616512,
+    "qwen3-8b": 8.190735360,
+    "qwen3-30b-a3b": 30.532122624,
+    "qwen3-235b-a22b": 235.093634560,
+    "mixtral-8x7b": 46.702792704,
+    "deepseek-v3": 671.026419200,
+}
+
+
+@pytest.mark.parametrize("model", CARDS)
+def test_shipped_shapes_have_the_published_number_of_parameters(model):
+    spec = load_spec(Path(__file__).parents[2] / "configs" / "models" / model)
+    count = 0
+    for tensor in family(spec).logical_tensors(spec):
+        first, end = tensor.layers or (0, spec.num_layers if tensor.place == "layer" else 1)
+        count += (end - first) * max(1, tensor.experts) * math.prod(tensor.shape)
+    assert count == round(CARDS[model] * 1e9)
+
+
+@pytest.mark.parametrize("model", CARDS)
+@pytest.mark.parametrize("quantization", [None, "fp8_block", "fp8_channel"])
+def test_every_family_is_resharded_at_its_real_size(model, quantization):
+    spec = load_spec(Path(__file__).parents[2] / "configs" / "models" / model)
+    experts = min(8, max(1, spec.num_experts))
+    last = spec.num_layers - 1 if spec.num_layers % 2 else None
+    trainer = trainer_layout(spec, TrainerTopology(tp=4, pp=2, dp=16, ep=experts, last_stage_layers=last), "bfloat16", "te")
+    tp = 4 if model.startswith("qwen2.5") else 8
+    engine = GeneratorTopology(engines=8, tp=tp, ep=min(experts, tp))
+    map = ReshardMap.build(trainer, generator_layout(spec, engine, "bfloat16", "cuda", quantization))
+    prove_exactly_once(map)
+    summary = map.summary()
+    assert summary.bytes == summary.bytes_minimum and summary.receiver_max_over_mean < 1.02
+    assert len(map.rows) < 2000  # grows with neither layers, experts nor replicas
+
+
+def test_a_family_that_mixes_dense_layers_in_is_refused():
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b" / "config.json").read_text())
+    with pytest.raises(ConfigError, match="decoder_sparse_step = 2"):
+        load_spec({**config, "decoder_sparse_step": 2})
+    with pytest.raises(ConfigError, match=r"mlp_only_layers = \[0\]"):
+        load_spec({**config, "mlp_only_layers": [0]})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.models import ModelSpec
+from megarl.models import ModelSpec, load_spec
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.quantise_rules import block_rule
 from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
 
 # named_parameters() of SGLang 0.5.21's TP workers on the CPU, one layer of two: hidden 128, ffn 256, 8 heads of 16.
@@ -34,6 +35,89 @@ model.norm.weight (128,)
 lm_head.weight (512, 128)
 """
 
+# The same with dtypes: Qwen3-MoE with 8 experts of 64 rows, whole, and in blocks of 32 at tp 2; Llama per channel and per tensor.
+SGLANG_QWEN3_MOE_TP1 = """
+model.embed_tokens.weight (512, 128) float32
+model.layers.0.self_attn.qkv_proj.weight (256, 128) float32
+model.layers.0.self_attn.o_proj.weight (128, 128) float32
+model.layers.0.self_attn.q_norm.weight (16,) float32
+model.layers.0.self_attn.k_norm.weight (16,) float32
+model.layers.0.mlp.experts.w13_weight (8, 128, 128) float32
+model.layers.0.mlp.experts.w2_weight (8, 128, 64) float32
+model.layers.0.mlp.gate.weight (8, 128) float32
+model.layers.0.input_layernorm.weight (128,) float32
+model.layers.0.post_attention_layernorm.weight (128,) float32
+model.norm.weight (128,) float32
+lm_head.weight (512, 128) float32
+"""
+SGLANG_QWEN3_MOE_FP8_BLOCK_TP2 = """
+model.embed_tokens.weight (256, 128) bfloat16
+model.layers.0.self_attn.qkv_proj.weight (128, 128) float8_e4m3fn
+model.layers.0.self_attn.qkv_proj.weight_scale_inv (4, 4) float32
+model.layers.0.self_attn.o_proj.weight (128, 64) float8_e4m3fn
+model.layers.0.self_attn.o_proj.weight_scale_inv (4, 2) float32
+model.layers.0.self_attn.q_norm.weight (16,) bfloat16
+model.layers.0.self_attn.k_norm.weight (16,) bfloat16
+model.layers.0.mlp.experts.w13_weight (8, 64, 128) float8_e4m3fn
+model.layers.0.mlp.experts.w2_weight (8, 128, 32) float8_e4m3fn
+model.layers.0.mlp.experts.w13_weight_scale_inv (8, 2, 4) float32
+model.layers.0.mlp.experts.w2_weight_scale_inv (8, 4, 1) float32
+model.layers.0.mlp.gate.weight (8, 128) bfloat16
+model.layers.0.input_layernorm.weight (128,) bfloat16
+model.layers.0.post_attention_layernorm.weight (128,) bfloat16
+model.norm.weight (128,) bfloat16
+lm_head.weight (256, 128) bfloat16
+"""
+SGLANG_LLAMA_FP8_BLOCK_TP1 = """
+model.embed_tokens.weight (512, 128) bfloat16
+model.layers.0.self_attn.qkv_proj.weight (256, 128) float8_e4m3fn
+model.layers.0.self_attn.qkv_proj.weight_scale_inv (8, 4) float32
+model.layers.0.self_attn.o_proj.weight (128, 128) float8_e4m3fn
+model.layers.0.self_attn.o_proj.weight_scale_inv (4, 4) float32
+model.layers.0.mlp.gate_up_proj.weight (512, 128) float8_e4m3fn
+model.layers.0.mlp.gate_up_proj.weight_scale_inv (16, 4) float32
+model.layers.0.mlp.down_proj.weight (128, 256) float8_e4m3fn
+model.layers.0.mlp.down_proj.weight_scale_inv (4, 8) float32
+model.layers.0.input_layernorm.weight (128,) bfloat16
+model.layers.0.post_attention_layernorm.weight (128,) bfloat16
+model.norm.weight (128,) bfloat16
+lm_head.weight (512, 128) bfloat16
+"""
+SGLANG_LLAMA_FP8_CHANNEL_TP1 = """
+model.embed_tokens.weight (512, 128) bfloat16
+model.layers.0.self_attn.qkv_proj.weight (128, 256) float8_e4m3fn
+model.layers.0.self_attn.qkv_proj.weight_scale (1, 256) float32
+model.layers.0.self_attn.o_proj.weight (128, 128) float8_e4m3fn
+model.layers.0.self_attn.o_proj.weight_scale (1, 128) float32
+model.layers.0.mlp.gate_up_proj.weight (128, 512) float8_e4m3fn
+model.layers.0.mlp.gate_up_proj.weight_scale (1, 512) float32
+model.layers.0.mlp.down_proj.weight (256, 128) float8_e4m3fn
+model.layers.0.mlp.down_proj.weight_scale (1, 128) float32
+model.layers.0.input_layernorm.weight (128,) bfloat16
+model.layers.0.post_attention_layernorm.weight (128,) bfloat16
+model.norm.weight (128,) bfloat16
+lm_head.weight (512, 128) bfloat16
+"""
+SGLANG_LLAMA_FP8_TENSOR_TP1 = """
+model.embed_tokens.weight (512, 128) bfloat16
+model.layers.0.self_attn.qkv_proj.weight (128, 256) float8_e4m3fn
+model.layers.0.self_attn.qkv_proj.weight_scale () float32
+model.layers.0.self_attn.o_proj.weight (128, 128) float8_e4m3fn
+model.layers.0.self_attn.o_proj.weight_scale () float32
+model.layers.0.mlp.gate_up_proj.weight (128, 512) float8_e4m3fn
+model.layers.0.mlp.gate_up_proj.weight_scale () float32
+model.layers.0.mlp.down_proj.weight (256, 128) float8_e4m3fn
+model.layers.0.mlp.down_proj.weight_scale () float32
+model.layers.0.input_layernorm.weight (128,) bfloat16
+model.layers.0.post_attention_layernorm.weight (128,) bfloat16
+model.norm.weight (128,) bfloat16
+lm_head.weight (512, 128) bfloat16
+"""
+
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256}
+QWEN3_MOE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 2048}
+QWEN3_MOE |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
 
 def spec(kv: int = 4, vocab: int = 512, layers: int = 1, tied: bool = False, ffn: int = 256, heads: int = 8) -> ModelSpec:
     return ModelSpec("llama", layers, 128, ffn, heads, kv, 16, vocab, 2048, tied, 1e-6, 1e4)
@@ -54,6 +138,69 @@ def test_generator_layout_equals_a_live_engine(kv, vocab, tp, dump):
         tensors = layout.tensors(rank)
         assert [(t.name, t.shape) for t in tensors] == parsed(dump)
         assert {t.dtype for t in tensors} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "model, tp, quantization, dtype, dump",
+    [
+        (QWEN3_MOE, 1, None, "float32", SGLANG_QWEN3_MOE_TP1),
+        (QWEN3_MOE, 2, block_rule(32, 32), "bfloat16", SGLANG_QWEN3_MOE_FP8_BLOCK_TP2),
+        (None, 1, block_rule(32, 32), "bfloat16", SGLANG_LLAMA_FP8_BLOCK_TP1),
+        (None, 1, "fp8_channel", "bfloat16", SGLANG_LLAMA_FP8_CHANNEL_TP1),
+        (None, 1, "fp8_tensor", "bfloat16", SGLANG_LLAMA_FP8_TENSOR_TP1),
+    ],
+)
+def test_experts_and_scales_lie_as_in_a_live_engine(model, tp, quantization, dtype, dump):
+    """Per-channel scales are [out, 1] here and [1, out] there: the same memory."""
+    of = spec() if model is None else load_spec(model)
+    layout = generator_layout(of, GeneratorTopology(tp=tp), dtype, "cpu", quantization)
+    live = {name: (shape, kind) for name, shape, kind in map(with_dtype, dump.strip().splitlines())}
+    planned = {t.name: (t.engine_shape if t.engine_shape is not None else t.shape, t.dtype) for t in layout.tensors(tp - 1)}
+    if quantization == "fp8_channel":
+        planned = {name: (shape[::-1] if name.endswith("_scale") else shape, kind) for name, (shape, kind) in planned.items()}
+    assert planned == live
+
+
+def with_dtype(line: str) -> tuple[str, tuple[int, ...], str]:
+    name, rest = line.split(" ", 1)
+    shape, _, kind = rest.rpartition(" ")
+    return name, tuple(int(n) for n in shape.strip("(),").split(",") if n), kind
+
+
+def test_experts_stand_on_their_own_mesh():
+    """tp 4, dp 2, ep 4, etp 2 on 8 ranks. Megatron's RankGenerator(tp=2, ep=4, dp=1, order "tp-cp-ep-dp-pp") gives the tensor groups
+    [0, 1], [2, 3], …, and the expert groups [0, 2, 4, 6] and [1, 3, 5, 7]."""
+    moe = load_spec(QWEN3_MOE)
+    layout = trainer_layout(moe, TrainerTopology(tp=4, dp=2, ep=4, etp=2), "bfloat16")
+    for rank in range(8):
+        held = [t for t in layout.tensors(rank) if "local_experts" in t.name and "linear_fc2" in t.name]
+        assert [t.name.split(".")[6] for t in held] == [str(rank // 2 * 2), str(rank // 2 * 2 + 1)]
+        assert {(t.shape, t.pieces[0].logical.start) for t in held} == {((128, 32), (0, rank % 2 * 32))}
+        attention = [t for t in layout.tensors(rank) if "linear_proj" in t.name]
+        assert {t.pieces[0].logical.start for t in attention} == {(0, rank % 4 * 32)}
+    te = {t.name for t in trainer_layout(moe, TrainerTopology(ep=2, dp=2), "bfloat16", "te").tensors(1)}
+    assert "decoder.layers.0.mlp.experts.linear_fc1.weight4" in te and "decoder.layers.0.pre_mlp_layernorm.weight" in te
+
+
+def test_engines_give_each_run_of_ranks_its_experts():
+    """SGLang: moe_ep_rank = tp_rank // moe_tp, moe_tp_rank = tp_rank % moe_tp (runtime_context.py)."""
+    layout = generator_layout(load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=2), "bfloat16", "cuda")
+    for rank in range(4):
+        w2 = next(t for t in layout.tensors(rank) if t.name.endswith("w2_weight"))
+        assert w2.shape == (4, 128, 32)
+        names = [f"model.layers.0.mlp.experts.{4 * (rank // 2) + e}.down_proj.weight" for e in range(4)]
+        assert [p.logical_name for p in w2.pieces] == names
+        assert {p.logical.start for p in w2.pieces} == {(0, 0, rank % 2 * 32)}
+
+
+def test_fsdp_ranks_hold_runs_of_rows_or_of_elements():
+    llama = spec(vocab=500)
+    by_rows = trainer_layout(llama, TrainerTopology(dp=3, fsdp="rows"), "bfloat16").tensors(1)
+    assert by_rows[0].shape == (512, 128) and by_rows[0].flat == (171 * 128, 342 * 128)  # torch.chunk(512, 3): 171, 171, 170
+    flat = trainer_layout(llama, TrainerTopology(dp=3, fsdp="flat"), "bfloat16").tensors(1)[0]
+    assert flat.flat == (21846, 43692)
+    boxes = [(piece.local.start, piece.local.shape) for piece in flat.pieces]
+    assert boxes == [((170, 86), (1, 42)), ((171, 0), (170, 128)), ((341, 0), (1, 44))]
 
 
 def test_cpu_engines_hold_zeros_where_they_padded_heads_and_gpu_engines_the_same_kv_head_twice():
@@ -106,6 +253,12 @@ def test_layers_are_split_over_stages_as_megatron_does():
         (lambda: generator_layout(spec(), GeneratorTopology(tp=3), "float32"), "generator.tp = 3 does not divide num_attention_heads = 8"),
         (lambda: generator_layout(spec(ffn=255), GeneratorTopology(tp=2), "float32"), "r.tp = 2 does not divide intermediate_size = 255"),
         (lambda: generator_layout(spec(), GeneratorTopology(), "float32", device="tpu"), "device = 'tpu'"),
+        (lambda: generator_layout(spec(), GeneratorTopology(), "bfloat16", "cuda", "fp4"), "generator.quantization = 'fp4'"),
+        (lambda: generator_layout(spec(), GeneratorTopology(tp=4), "bfloat16", "cuda", "fp8_block"), "which cuts blocks of 128"),
+        (lambda: generator_layout(spec(kv=1), GeneratorTopology(tp=2), "bfloat16", "cpu", "fp8_channel"), "is padded"),
+        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=3, dp=3), "float32"), "trainer.ep = 3 does not divide num_exp"),
+        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=2), "float32"), "does not divide the ranks of a stage"),
+        (lambda: generator_layout(load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=8), "float32"), "generator.ep = 8 does not divide"),
     ],
 )
 def test_what_the_engines_cannot_do_is_refused_by_key_and_value(build, message):
