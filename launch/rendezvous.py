@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 from pathlib import Path
 
 import msgspec
 
 from megarl.channels.link import RunKey
+
+LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services listen below
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -53,12 +58,21 @@ def rendezvous_path(launch_dir: Path) -> Path:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that were free a moment ago, all different. Raises RuntimeError when there are not enough.
+
+    An engine binds its port seconds later. By then the kernel may have given any port of the ephemeral range to an
+    outgoing connection, so these lie outside of it, unless the host leaves nothing there.
+    """
+    low, high = map(int, EPHEMERAL_RANGE.read_text().split())
+    candidates = [*range(LOWEST_PORT, low), *range(high + 1, END_OF_PORTS)] or list(range(LOWEST_PORT, END_OF_PORTS))
+    random.SystemRandom().shuffle(candidates)
+    found: list[int] = []
+    for port in candidates:
+        if len(found) == count:
+            break
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            found.append(port)
+    if len(found) < count:
+        raise RuntimeError(f"{count} free ports are needed on {host}, but there are only {len(found)}")
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.launch.rendezvous import free_ports
 
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT = 96
@@ -66,9 +66,8 @@ def hf_logprobs(model: torch.nn.Module, tokens: list[int], temperature: float = 
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    (port,) = free_ports(1)
+    return port
 
 
 @dataclass
