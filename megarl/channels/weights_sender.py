@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Optional
 
 import torch
 
@@ -54,6 +55,7 @@ class WeightsSender:
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
         self._transport = None
+        self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
     def send(self, executor: Executor) -> None:
         """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor.
@@ -72,6 +74,7 @@ class WeightsSender:
         granted = time.monotonic()
         with executor.trace.span(f"write weights {version}"):
             self._write(executor, grant)
+        self._unconfirmed = version
         report = SyncReport(wait_s=granted - offered, sync_s=time.monotonic() - granted)
         executor.put_sync(report, applied=partial(self._await_applied, version))
         if is_probe_version(version, self._probe_every):
@@ -85,6 +88,7 @@ class WeightsSender:
         while True:
             _, applied = self._link.receive(WeightsApplied, self._timeout_s, f"generator.0 to apply weights version {version}")
             if applied.version == version:
+                self._unconfirmed = None
                 return applied
 
     def _prepare(self, executor: Executor) -> None:
@@ -110,6 +114,9 @@ class WeightsSender:
         raise AssertionError("the trainer does not receive weights")
 
     def close(self) -> None:
+        """Stays until the last weights are in use: the generator could not tell a rank that left early from one that was lost."""
+        if self._unconfirmed is not None:
+            self._await_applied(self._unconfirmed)
         if self._transport is not None:
             self._transport.close()
 
