@@ -8,7 +8,7 @@ from typing import Iterator, Optional
 import msgspec
 
 
-class Box(msgspec.Struct, frozen=True):
+class Box(msgspec.Struct, frozen=True, gc=False):
     """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor. (A struct is built in a tenth of a dataclass's time.)"""
 
     start: tuple[int, ...]

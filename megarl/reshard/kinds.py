@@ -21,7 +21,7 @@ from megarl.reshard.quantise_rules import Rule
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """`local`, a box of the local tensor, holds `logical`, a box of the logical tensor. Both have the same shape.
 
     Where an engine stacks experts, `local` is of one expert and `logical` has a leading dim of 1 for it.

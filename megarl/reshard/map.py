@@ -22,7 +22,7 @@ from megarl.reshard.rows import ZEROS, Holder, Row, coalesce, join
 from megarl.reshard.scales import of_whole_tensor
 
 
-class Quantisation(Struct, frozen=True):
+class Quantisation(Struct, frozen=True, gc=False):
     """How a copy's weights are quantised: the tiles of which tensor, and where in it the copy's source box begins."""
 
     rule: Rule
@@ -31,7 +31,7 @@ class Quantisation(Struct, frozen=True):
     cut: bool  # a tile reaches beyond this copy: its amax comes from `amax.amax_parts`
 
 
-class Copy(Struct, frozen=True):
+class Copy(Struct, frozen=True, gc=False):
     """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
 
     transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding: no source tensor, but a sender);
@@ -282,8 +282,9 @@ class ReshardMap:
         first_depth = self.destination.depth(target, 0)
         before, layered, after = target.name.partition(LAYER_FIELD)
         origins = [self.source.kinds[holder.kind].name.partition(LAYER_FIELD) for holder in row.holders]
-        tiles = self._tile_names(row) if row.logical is not None else ("", "", "")
-        how = None
+        quantised, how = row.logical is not None, None
+        if quantised:
+            tiles, rule, corner, cut = self._tile_names(row), self._rule(row), row.logical.start[-2:], row.cut
         for instance, holder, pairs in entries:
             depth, layer = first_depth + instance, target.first_layer + instance
             name = f"{before}{layer}{after}" if layered else before
@@ -292,9 +293,8 @@ class ReshardMap:
                 continue
             origin = origins[holder]
             source_name = f"{origin[0]}{layer}{origin[2]}" if origin[1] else origin[0]
-            if row.logical is not None:
-                tiles_of = f"{tiles[0]}{layer}{tiles[2]}" if tiles[1] else tiles[0]
-                how = Quantisation(self._rule(row), tiles_of, row.logical.start[-2:], row.cut)
+            if quantised:
+                how = Quantisation(rule, f"{tiles[0]}{layer}{tiles[2]}" if tiles[1] else tiles[0], corner, cut)
             if apart:
                 items = list(self._of_each_expert(row, row.holders[holder], source_name, name, how))
                 copies = [
@@ -379,9 +379,8 @@ def _count(tensor: LocalTensor) -> int:
 
 def _rank_within(stages: np.ndarray) -> np.ndarray:
     """Number of earlier entries with the same value."""
-    seen: dict[int, int] = {}
-    result = []
-    for stage in stages.tolist():
-        result.append(seen.get(stage, 0))
-        seen[stage] = result[-1] + 1
-    return np.array(result)
+    order = np.argsort(stages, kind="stable")
+    begins = np.searchsorted(stages[order], stages[order])
+    result = np.empty(len(stages), dtype=np.int64)
+    result[order] = np.arange(len(stages)) - begins
+    return result

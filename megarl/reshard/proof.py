@@ -52,8 +52,8 @@ def prove_exactly_once(map: ReshardMap) -> None:
         _check_rows(map, rows)
     checked: set[tuple] = set()
     for row in map.rows:
-        if row.route not in checked:
-            checked.add(row.route)
+        if (row.kind, row.route) not in checked:
+            checked.add((row.kind, row.route))
             _check_senders(map, row)
 
 

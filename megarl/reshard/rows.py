@@ -27,7 +27,7 @@ LogicalKey = tuple[str, Optional[Layers]]
 Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
 
 
-class Holder(Struct, frozen=True):
+class Holder(Struct, frozen=True, gc=False):
     """A shard of a source kind that holds the elements, in `box`. For zeros only the sender matters: no box."""
 
     kind: int  # index into source.kinds
@@ -35,7 +35,7 @@ class Holder(Struct, frozen=True):
     box: Optional[Box]
 
 
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, gc=False):
     """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
 
     `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them.
@@ -53,11 +53,12 @@ class Row(Struct, frozen=True):
     logical_name: str = ""
     logical: Optional[Box] = None
     cut: bool = False
+    travels_with: Optional[int] = None  # kind of the weights that a row of scales belongs to
 
     @property
     def route(self) -> tuple:
         """Rows of equal route have the same senders and receivers."""
-        return self.kind, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
+        return self.kind if self.travels_with is None else self.travels_with, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
 
     def candidate(self, turn: np.ndarray, candidates: int) -> np.ndarray:
         """Which of the candidates sends at each turn (any shape).
@@ -95,7 +96,7 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
         rows += found + _padding(source, kind, k, found)
         if kind.rule is not None:
             rows += _scale_rows(destination, kind, found)
-    return _with_fan(destination, rows)
+    return _with_fan(rows)
 
 
 def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -216,8 +217,7 @@ def _scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
         held = tuple([Holder(h.kind, h.shard, made.move(row.logical, h.box)) for h in row.holders])
         piece = scales.shards[row.shard].pieces[0 if of_whole_tensor(kind.rule) else number]
         box = tiles.move(piece.logical, piece.local)
-        cut = row.cut
-        rows.append(replace(row, kind=kind.scales, box=box, holders=held, transform=SCALE, logical=made, cut=cut))
+        rows.append(Row(kind.scales, row.shard, box, held, SCALE, 1, 0, row.logical_name, made, row.cut, row.kind))
     return rows
 
 
@@ -258,17 +258,15 @@ def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
     return rows
 
 
-def _with_fan(destination: Layout, rows: list[Row]) -> tuple[Row, ...]:
-    """Scales go with their weights: from the same sender."""
-    kinds = destination.kinds
-    weights = [k if kind.scales_of is None else kind.scales_of for k, kind in enumerate(kinds)]
+def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
     fed: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-    for row in rows:
-        fed[weights[row.kind], row.holders[0].kind, row.holders[0].shard].add(row.shard)
+    keys = [(row.route[0], row.holders[0].kind, row.holders[0].shard) for row in rows]
+    for row, key in zip(rows, keys):
+        fed[key].add(row.shard)
     order = {key: {shard: i for i, shard in enumerate(sorted(shards))} for key, shards in fed.items()}
     result = []
-    for row in rows:
-        peers = order[weights[row.kind], row.holders[0].kind, row.holders[0].shard]
+    for row, key in zip(rows, keys):
+        peers = order[key]
         result.append(replace(row, fan=len(peers), index=peers[row.shard]) if len(peers) > 1 else row)
     return tuple(result)
 

@@ -107,4 +107,5 @@ def _stack(box: Box, start: int, count: int) -> Box:
 
 
 def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
-    return Box(tuple(start if d == dim else 0 for d in range(len(shape))), tuple(count if d == dim else n for d, n in enumerate(shape)))
+    zeros = (0,) * len(shape)
+    return Box(zeros[:dim] + (start,) + zeros[dim + 1 :], shape[:dim] + (count,) + shape[dim + 1 :])
