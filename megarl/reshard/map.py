@@ -10,53 +10,15 @@ from operator import itemgetter
 from typing import Iterator, Optional
 
 import numpy as np
-from msgspec import Struct
-from msgspec.structs import replace
 
-from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD
-from megarl.reshard.box import Box
+from megarl.models.parameters import EXPERT_FIELD, LAYER
+from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor
+from megarl.reshard.lists import received, sent
 from megarl.reshard.nodes import Nodes
-from megarl.reshard.quantise_rules import Rule
-from megarl.reshard.rows import ZEROS, Holder, Row, coalesce, join
-from megarl.reshard.scales import of_whole_tensor
+from megarl.reshard.rows import ZEROS, Row, coalesce, join
 
-
-class Quantisation(Struct, frozen=True, gc=False):
-    """How a copy's weights are quantised: the tiles of which tensor, and where in it the copy's source box begins."""
-
-    rule: Rule
-    tiles_of: str  # logical tensor; of one scale for a whole parameter, that parameter
-    origin: tuple[int, int]  # row and column of the first element in the logical tensor
-    cut: bool  # a tile reaches beyond this copy: its amax comes from `amax.amax_parts`
-
-
-class Copy(Struct, frozen=True, gc=False):
-    """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
-
-    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding: no source tensor, but a sender);
-    "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales, of the tiles of the source box: not of its shape).
-    A stacked tensor has a leading dim for experts, of 1 in the box, which the other side may lack.
-    """
-
-    source_rank: int
-    source_tensor: Optional[str]
-    source_box: Optional[Box]
-    destination_rank: int
-    destination_tensor: str
-    destination_box: Box
-    transform: str
-    dtype: str  # of the destination, and on the wire
-    depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
-    quantisation: Optional[Quantisation] = None
-
-    @property
-    def bytes(self) -> int:
-        return self.destination_box.numel * ITEM_BYTES[self.dtype]
-
-
-_Entry = tuple[int, int, list[tuple[int, int]]]  # instance, index into row.holders, (sender, receiver) pairs
-_Group = tuple[tuple[int, int], list[Copy]]  # (depth, number of the row), its copies by receiver
+__all__ = ["Copy", "Quantisation", "ReshardMap", "Summary"]
 
 
 @dataclass(frozen=True)
@@ -101,19 +63,19 @@ class ReshardMap:
 
     def copies_from(self, rank: int) -> list[Copy]:
         """What `rank` of the source sends, in forward order."""
-        return _ordered(self._sent(rank, self.rows))
+        return _ordered(sent(self, rank, self.rows))
 
     def copies_to(self, rank: int) -> list[Copy]:
         """What `rank` of the destination receives, in forward order."""
-        return _ordered(self._received(rank, self.rows))
+        return _ordered(received(self, rank, self.rows))
 
     def writes_from(self, rank: int) -> list[Copy]:
         """`copies_from`, joined."""
-        return _ordered(self._sent(rank, self.write_rows))
+        return _ordered(sent(self, rank, self.write_rows))
 
     def writes_to(self, rank: int) -> list[Copy]:
         """`copies_to`, joined."""
-        return _ordered(self._received(rank, self.write_rows))
+        return _ordered(received(self, rank, self.write_rows))
 
     @cached_property
     def write_rows(self) -> tuple[Row, ...]:
@@ -198,10 +160,10 @@ class ReshardMap:
     def times(self, row: Row) -> int:
         """Copies that a row stands for."""
         target = self.destination.kinds[row.kind]
-        apart = row.transform != ZEROS and self._of_experts(row)
+        apart = row.transform != ZEROS and self.of_experts(row)
         return target.instances * target.ranks.shape[2] * (row.box.shape[0] if apart else 1)
 
-    def _of_experts(self, row: Row) -> bool:
+    def of_experts(self, row: Row) -> bool:
         """Rows of experts are written out expert by expert."""
         return self.destination.kinds[row.kind].shards[row.shard].experts is not None
 
@@ -235,124 +197,6 @@ class ReshardMap:
         order = np.argsort(np.concatenate([np.arange(r.shape[1]) for r in ranks_of]), kind="stable")
         return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
 
-    def _sent(self, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
-        seats = {(k, s) for k, kind in enumerate(self.source.kinds) for _, s, _ in kind.seats(rank)}
-        mine: dict[tuple, list[_Entry]] = {}  # by route
-        for number, row in enumerate(rows):
-            if not any([(h.kind, h.shard) in seats for h in row.holders]):
-                continue
-            route = row.route
-            if route not in mine:
-                mine[route] = self._served(rank, row)
-            yield from self._groups(number, row, mine[route])
-
-    def _served(self, rank: int, row: Row) -> list[_Entry]:
-        """What `rank` sends of a row."""
-        holders, ranks = self.senders(row)
-        found = np.nonzero(ranks == rank)
-        receivers: dict[tuple[int, int], list[int]] = {}
-        for instance, holder, receiver in zip(found[0].tolist(), holders[found].tolist(), self.receivers(row)[found].tolist()):
-            receivers.setdefault((instance, holder), []).append(receiver)
-        return [(instance, holder, [(rank, receiver) for receiver in own]) for (instance, holder), own in receivers.items()]
-
-    def _received(self, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
-        seats: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for k, kind in enumerate(self.destination.kinds):
-            for stage, s, e in kind.seats(rank):
-                seats.setdefault((k, s), []).append((stage, e))
-        mine: dict[tuple, list[_Entry]] = {}  # by route
-        for number, row in enumerate(rows):
-            if (row.kind, row.shard) not in seats:
-                continue
-            route = row.route
-            if route not in mine:
-                mine[route] = [entry for stage, replica in seats[row.kind, row.shard] for entry in self._taken(rank, row, stage, replica)]
-            yield from self._groups(number, row, mine[route])
-
-    def _taken(self, rank: int, row: Row, stage: int, replica: int) -> Iterator[_Entry]:
-        """What `rank` receives of a row in this seat."""
-        instances = np.flatnonzero(self.destination.kinds[row.kind].stages == stage)
-        holders, ranks = self.senders(row, instances, replica)
-        for instance, holder, sender in zip(instances.tolist(), holders[:, 0].tolist(), ranks[:, 0].tolist()):
-            yield instance, holder, [(sender, rank)]
-
-    def _groups(self, number: int, row: Row, entries: list[_Entry]) -> Iterator[_Group]:
-        target, transform, box = self.destination.kinds[row.kind], row.transform, row.box
-        dtype, apart, zeros = target.shards[row.shard].dtype, self._of_experts(row), transform == ZEROS
-        first_depth = self.destination.depth(target, 0)
-        before, layered, after = target.name.partition(LAYER_FIELD)
-        origins = [self.source.kinds[holder.kind].name.partition(LAYER_FIELD) for holder in row.holders]
-        quantised, how = row.logical is not None, None
-        if quantised:
-            tiles, rule, corner, cut = self._tile_names(row), self._rule(row), row.logical.start[-2:], row.cut
-        for instance, holder, pairs in entries:
-            depth, layer = first_depth + instance, target.first_layer + instance
-            name = f"{before}{layer}{after}" if layered else before
-            if zeros:
-                yield (depth, number), [Copy(s, None, None, r, name, box, transform, dtype, depth) for s, r in pairs]
-                continue
-            origin = origins[holder]
-            source_name = f"{origin[0]}{layer}{origin[2]}" if origin[1] else origin[0]
-            if quantised:
-                how = Quantisation(rule, f"{tiles[0]}{layer}{tiles[2]}" if tiles[1] else tiles[0], corner, cut)
-            if apart:
-                items = list(self._of_each_expert(row, row.holders[holder], source_name, name, how))
-                copies = [
-                    Copy(s, source, here, r, there, target_box, transform, dtype, depth, of_expert)
-                    for s, r in pairs
-                    for source, here, there, target_box, of_expert in items
-                ]
-            else:
-                here = row.holders[holder].box
-                copies = [Copy(s, source_name, here, r, name, box, transform, dtype, depth, how) for s, r in pairs]
-            yield (depth, number), copies
-
-    def _of_each_expert(
-        self, row: Row, held: Holder, source_name: str, name: str, how: Optional[Quantisation]
-    ) -> Iterator[tuple[str, Box, str, Box, Optional[Quantisation]]]:
-        """(source tensor, its box, destination tensor, its box, how) of the row's experts at one layer."""
-        here, there = self.source.kinds[held.kind].shards[held.shard], self.destination.kinds[row.kind].shards[row.shard]
-        assert held.box is not None
-        for e in range(row.box.shape[0]):
-            source_expert, source_box = _one_expert(here, held.box, e)
-            expert, box = _one_expert(there, row.box, e)
-            assert source_expert == expert
-            field = str(expert)
-            own = None if how is None else replace(how, tiles_of=how.tiles_of.replace(EXPERT_FIELD, field))
-            yield source_name.replace(EXPERT_FIELD, field), source_box, name.replace(EXPERT_FIELD, field), box, own
-
-    def _weights(self, row: Row) -> Kind:
-        kind = self.destination.kinds[row.kind]
-        return kind if kind.scales_of is None else self.destination.kinds[kind.scales_of]
-
-    def _rule(self, row: Row) -> Rule:
-        rule = self._weights(row).rule
-        assert rule is not None
-        return rule
-
-    def _tile_names(self, row: Row) -> tuple[str, str, str]:
-        """Of what the tiles are counted (see Quantisation.tiles_of), before, at and after `{layer}`."""
-        name = tile_space(self._weights(row), row.logical_name)
-        return name.partition(LAYER_FIELD)
-
-
-def tile_space(weights: Kind, logical_name: str) -> str:
-    """Template of Quantisation.tiles_of: tiles of equal name and number share a scale."""
-    assert weights.rule is not None
-    if not of_whole_tensor(weights.rule):
-        return logical_name
-    return weights.name if weights.shards[0].experts is None else f"{weights.name} {EXPERT_FIELD}"
-
-
-def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
-    """(global expert, box in the tensor that the rank really has) of the e-th expert of a template box."""
-    assert tensor.experts is not None
-    local = box.start[0] + e
-    expert = tensor.experts[0] + local
-    if EXPERT_FIELD in tensor.name:
-        return expert, box.drop()
-    return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
-
 
 def _on_same_node(nodes: Nodes, candidates: np.ndarray, receivers: np.ndarray, turn: np.ndarray, picked: np.ndarray) -> np.ndarray:
     """`picked`, replaced by the candidates on the receiver's node, in turn, where there are any. candidates: [instances, C]."""
@@ -363,7 +207,7 @@ def _on_same_node(nodes: Nodes, candidates: np.ndarray, receivers: np.ndarray, t
     return np.where(count > 0, first, picked)
 
 
-def _ordered(groups: Iterator[_Group]) -> list[Copy]:
+def _ordered(groups: Iterator[tuple[tuple[int, int], list[Copy]]]) -> list[Copy]:
     return [copy for _, copies in sorted(groups, key=itemgetter(0)) for copy in copies]
 
 

@@ -8,70 +8,22 @@ total, is written out.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from typing import Iterable, Iterator, Optional
+from typing import Iterable, Optional
 
-import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
-from megarl.models.parameters import Layers
-from megarl.reshard.box import Box, whole_box
+from megarl.reshard.box import whole_box
 from megarl.reshard.kinds import Kind, Layout, Piece
-from megarl.reshard.scales import of_whole_tensor
+from megarl.reshard.scale_rows import scale_rows, with_cuts
+from megarl.reshard.template import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Holder, Row, SortedStripes, stripes_of
 
-IDENTITY, CAST, ZEROS, QUANTISE, SCALE = "identity", "cast", "zeros", "quantise", "scale"
-
-LogicalKey = tuple[str, Optional[Layers]]
-Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
-
-
-class Holder(Struct, frozen=True, gc=False):
-    """A shard of a source kind that holds the elements, in `box`. For zeros only the sender matters: no box."""
-
-    kind: int  # index into source.kinds
-    shard: int
-    box: Optional[Box]
-
-
-class Row(Struct, frozen=True, gc=False):
-    """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
-
-    `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them.
-    Of a quantised kind, `logical` is the box in the logical tensor, which knows the tiles; `cut` says that some tile reaches
-    beyond it, so that its amax must be known from elsewhere. A row of scales has the box of the weights it makes them from.
-    """
-
-    kind: int  # index into destination.kinds
-    shard: int
-    box: Box
-    holders: tuple[Holder, ...]
-    transform: str  # IDENTITY | CAST | ZEROS | QUANTISE | SCALE
-    fan: int = 1
-    index: int = 0
-    logical_name: str = ""
-    logical: Optional[Box] = None
-    cut: bool = False
-    travels_with: Optional[int] = None  # kind of the weights that a row of scales belongs to
-
-    @property
-    def route(self) -> tuple:
-        """Rows of equal route have the same senders and receivers."""
-        return self.kind if self.travels_with is None else self.travels_with, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
-
-    def candidate(self, turn: np.ndarray, candidates: int) -> np.ndarray:
-        """Which of the candidates sends at each turn (any shape).
-
-        Turns go round robin, so each candidate serves every fed shard equally often, whatever the shards' sizes; in one turn
-        the fed shards lie evenly spaced over the candidates, so that few turns already use all of them.
-        """
-        return (turn + self.index * candidates // self.fan) % candidates
+__all__ = ["CAST", "IDENTITY", "QUANTISE", "SCALE", "ZEROS", "Holder", "Row", "coalesce", "join"]
 
 
 def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
     """All rows between two layouts. Raises ValueError when the source lacks a logical tensor or the layouts disagree on layers."""
-    stripes = {key: _Stripes(boxes) for key, boxes in stripes_of(source).items()}
+    stripes = {key: SortedStripes(boxes) for key, boxes in stripes_of(source).items()}
     rows: list[Row] = []
     for k, kind in enumerate(destination.kinds):
         if kind.scales_of is not None:
@@ -92,10 +44,10 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
                     else:
                         found.append(Row(k, t, box, moved, QUANTISE, logical_name=piece.logical_name, logical=common))
         if kind.rule is not None:
-            found = _with_cuts(source, kind, found)
+            found = with_cuts(kind, found)
         rows += found + _padding(source, kind, k, found)
         if kind.rule is not None:
-            rows += _scale_rows(destination, kind, found)
+            rows += scale_rows(destination, kind, found)
     return _with_fan(rows)
 
 
@@ -118,42 +70,6 @@ def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
             current = joined or row
         merged.append(current)
     return tuple(sorted(merged, key=lambda row: (row.kind, row.shard, row.box.start)))
-
-
-def stripes_of(source: Layout) -> Stripes:
-    """Logical tensor → logical box → everyone who holds exactly that box."""
-    stripes: Stripes = defaultdict(lambda: defaultdict(list))
-    for k, kind in enumerate(source.kinds):
-        for s, tensor in enumerate(kind.shards):
-            for piece in tensor.pieces:
-                stripes[piece.logical_name, kind.layers][piece.logical].append(Holder(k, s, piece.local))
-    return stripes
-
-
-class _Stripes:
-    """The stripes of one logical tensor, sorted, so that those within a box are found without looking at all."""
-
-    def __init__(self, boxes: dict[Box, list[Holder]]):
-        self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)
-        first = self.sorted[0][0]
-        others = [box for box, _ in self.sorted]
-        dims = range(len(first.start))
-        cut = [d for d in dims if any([box.start[d] != first.start[d] or box.shape[d] != first.shape[d] for box in others])]
-        self.dim = cut[0] if cut else 0
-        self.starts = [box.start[self.dim] for box in others] if cut else [0]
-        self.ends = [box.start[self.dim] + box.shape[self.dim] for box in others] if cut else [1]
-        self.ordered = len(cut) == 1 and all([a <= b for a, b in zip(self.ends, self.starts[1:])])
-
-    def within(self, box: Box) -> Iterator[tuple[Box, list[Holder], Box]]:
-        """(stripe, its holders, what it has in common with `box`)"""
-        candidates = self.sorted
-        if self.ordered:
-            start = box.start[self.dim]
-            candidates = candidates[bisect_right(self.ends, start) : bisect_left(self.starts, start + box.shape[self.dim])]
-        for logical, holders in candidates:
-            common = logical.intersect(box)
-            if common is not None:
-                yield logical, holders, common
 
 
 def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
@@ -180,63 +96,6 @@ def _lacking(source: Layout, destination: Layout, kind: Kind, piece: Piece) -> s
 
 def _span(kind: Kind) -> str:
     return "one" if kind.layers is None else "layers {} to {}".format(kind.layers[0], kind.layers[1] - 1)
-
-
-def _with_cuts(source: Layout, kind: Kind, found: list[Row]) -> list[Row]:
-    """Marks rows of which a tile reaches beyond the row."""
-    extents: dict[str, Box] = {}
-    for row in found:
-        known = extents.get(row.logical_name)
-        extents[row.logical_name] = row.logical if known is None else _hull(known, row.logical)
-    fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
-    whole = kind.rule.whole_tiles
-    return [
-        replace(row, cut=True)
-        if (of_whole_tensor(kind.rule) and fused) or not whole(row.logical, extents[row.logical_name].end)
-        else row
-        for row in found
-    ]
-
-
-def _hull(a: Box, b: Box) -> Box:
-    start = tuple(map(min, a.start, b.start))
-    return Box(start, tuple(max(x, y) - s for x, y, s in zip(a.end, b.end, start)))
-
-
-def _scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
-    """Each tile's scale is written by whoever writes the tile's first element on that shard."""
-    scales = destination.kinds[kind.scales]
-    rows = []
-    for row in found:
-        tensor = kind.shards[row.shard]
-        number = next(i for i, piece in enumerate(tensor.pieces) if piece.local.contains(row.box))
-        owned = _owned(kind, tensor.pieces[number], number, row.logical)
-        if owned is None:
-            continue
-        made, tiles = owned
-        held = tuple([Holder(h.kind, h.shard, made.move(row.logical, h.box)) for h in row.holders])
-        piece = scales.shards[row.shard].pieces[0 if of_whole_tensor(kind.rule) else number]
-        box = tiles.move(piece.logical, piece.local)
-        rows.append(Row(kind.scales, row.shard, box, held, SCALE, 1, 0, row.logical_name, made, row.cut, row.kind))
-    return rows
-
-
-def _owned(kind: Kind, piece: Piece, number: int, logical: Box) -> Optional[tuple[Box, Box]]:
-    """(what of `logical` lies in tiles whose scale this row writes, those tiles); None where it writes no scale."""
-    rule, start, shape = kind.rule, list(logical.start), list(logical.shape)
-    if of_whole_tensor(rule) and number:
-        return None
-    for dim, size in ((-2, rule.rows), (-1, rule.cols)):
-        first = logical.start[dim]
-        if first != piece.logical.start[dim]:  # the first tile may have begun in another row
-            if size is None:
-                return None
-            first = -(-first // size) * size
-        if first >= logical.start[dim] + logical.shape[dim]:
-            return None
-        start[dim], shape[dim] = first, logical.start[dim] + logical.shape[dim] - first
-    made = Box(tuple(start), tuple(shape))
-    return made, rule.tiles(made)
 
 
 def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:

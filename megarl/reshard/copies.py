@@ -1,0 +1,44 @@
+"""One copy of a reshard map, as a rank carries it out."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from msgspec import Struct
+
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.quantise_rules import Rule
+
+
+class Quantisation(Struct, frozen=True, gc=False):
+    """How a copy's weights are quantised: the tiles of which tensor, and where in it the copy's source box begins."""
+
+    rule: Rule
+    tiles_of: str  # logical tensor; of one scale for a whole parameter, that parameter
+    origin: tuple[int, int]  # row and column of the first element in the logical tensor
+    cut: bool  # a tile reaches beyond this copy: its amax comes from `amax.amax_parts`
+
+
+class Copy(Struct, frozen=True, gc=False):
+    """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
+
+    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding: no source tensor, but a sender);
+    "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales, of the tiles of the source box: not of its shape).
+    A stacked tensor has a leading dim for experts, of 1 in the box, which the other side may lack.
+    """
+
+    source_rank: int
+    source_tensor: Optional[str]
+    source_box: Optional[Box]
+    destination_rank: int
+    destination_tensor: str
+    destination_box: Box
+    transform: str
+    dtype: str  # of the destination, and on the wire
+    depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
+    quantisation: Optional[Quantisation] = None
+
+    @property
+    def bytes(self) -> int:
+        return self.destination_box.numel * ITEM_BYTES[self.dtype]

@@ -1,0 +1,69 @@
+"""Rows of quantised kinds: which tiles are cut, and which row writes which scale."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from msgspec.structs import replace
+
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import Kind, Layout, Piece
+from megarl.reshard.scales import of_whole_tensor
+from megarl.reshard.template import SCALE, Holder, Row
+
+
+def with_cuts(kind: Kind, found: list[Row]) -> list[Row]:
+    """Marks rows of which a tile reaches beyond the row."""
+    extents: dict[str, Box] = {}
+    for row in found:
+        known = extents.get(row.logical_name)
+        extents[row.logical_name] = row.logical if known is None else _hull(known, row.logical)
+    fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
+    whole = kind.rule.whole_tiles
+    return [
+        replace(row, cut=True)
+        if (of_whole_tensor(kind.rule) and fused) or not whole(row.logical, extents[row.logical_name].end)
+        else row
+        for row in found
+    ]
+
+
+def _hull(a: Box, b: Box) -> Box:
+    start = tuple(map(min, a.start, b.start))
+    return Box(start, tuple(max(x, y) - s for x, y, s in zip(a.end, b.end, start)))
+
+
+def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
+    """Each tile's scale is written by whoever writes the tile's first element on that shard."""
+    scales = destination.kinds[kind.scales]
+    rows = []
+    for row in found:
+        tensor = kind.shards[row.shard]
+        number = next(i for i, piece in enumerate(tensor.pieces) if piece.local.contains(row.box))
+        owned = _owned(kind, tensor.pieces[number], number, row.logical)
+        if owned is None:
+            continue
+        made, tiles = owned
+        held = tuple([Holder(h.kind, h.shard, made.move(row.logical, h.box)) for h in row.holders])
+        piece = scales.shards[row.shard].pieces[0 if of_whole_tensor(kind.rule) else number]
+        box = tiles.move(piece.logical, piece.local)
+        rows.append(Row(kind.scales, row.shard, box, held, SCALE, 1, 0, row.logical_name, made, row.cut, row.kind))
+    return rows
+
+
+def _owned(kind: Kind, piece: Piece, number: int, logical: Box) -> Optional[tuple[Box, Box]]:
+    """(what of `logical` lies in tiles whose scale this row writes, those tiles); None where it writes no scale."""
+    rule, start, shape = kind.rule, list(logical.start), list(logical.shape)
+    if of_whole_tensor(rule) and number:
+        return None
+    for dim, size in ((-2, rule.rows), (-1, rule.cols)):
+        first = logical.start[dim]
+        if first != piece.logical.start[dim]:  # the first tile may have begun in another row
+            if size is None:
+                return None
+            first = -(-first // size) * size
+        if first >= logical.start[dim] + logical.shape[dim]:
+            return None
+        start[dim], shape[dim] = first, logical.start[dim] + logical.shape[dim] - first
+    made = Box(tuple(start), tuple(shape))
+    return made, rule.tiles(made)

@@ -1,0 +1,97 @@
+"""What the template of a reshard map is made of: rows, and the stripes of the source that they are cut from."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from typing import Iterator, Optional
+
+import numpy as np
+from msgspec import Struct
+
+from megarl.models.parameters import Layers
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import Layout
+
+IDENTITY, CAST, ZEROS, QUANTISE, SCALE = "identity", "cast", "zeros", "quantise", "scale"
+
+LogicalKey = tuple[str, Optional[Layers]]
+Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
+
+
+class Holder(Struct, frozen=True, gc=False):
+    """A shard of a source kind that holds the elements, in `box`. For zeros only the sender matters: no box."""
+
+    kind: int  # index into source.kinds
+    shard: int
+    box: Optional[Box]
+
+
+class Row(Struct, frozen=True, gc=False):
+    """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
+
+    `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them.
+    Of a quantised kind, `logical` is the box in the logical tensor, which knows the tiles; `cut` says that some tile reaches
+    beyond it, so that its amax must be known from elsewhere. A row of scales has the box of the weights it makes them from.
+    """
+
+    kind: int  # index into destination.kinds
+    shard: int
+    box: Box
+    holders: tuple[Holder, ...]
+    transform: str  # IDENTITY | CAST | ZEROS | QUANTISE | SCALE
+    fan: int = 1
+    index: int = 0
+    logical_name: str = ""
+    logical: Optional[Box] = None
+    cut: bool = False
+    travels_with: Optional[int] = None  # kind of the weights that a row of scales belongs to
+
+    @property
+    def route(self) -> tuple:
+        """Rows of equal route have the same senders and receivers."""
+        return self.kind if self.travels_with is None else self.travels_with, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
+
+    def candidate(self, turn: np.ndarray, candidates: int) -> np.ndarray:
+        """Which of the candidates sends at each turn (any shape).
+
+        Turns go round robin, so each candidate serves every fed shard equally often, whatever the shards' sizes; in one turn
+        the fed shards lie evenly spaced over the candidates, so that few turns already use all of them.
+        """
+        return (turn + self.index * candidates // self.fan) % candidates
+
+
+def stripes_of(source: Layout) -> Stripes:
+    """Logical tensor → logical box → everyone who holds exactly that box."""
+    stripes: Stripes = defaultdict(lambda: defaultdict(list))
+    for k, kind in enumerate(source.kinds):
+        for s, tensor in enumerate(kind.shards):
+            for piece in tensor.pieces:
+                stripes[piece.logical_name, kind.layers][piece.logical].append(Holder(k, s, piece.local))
+    return stripes
+
+
+class SortedStripes:
+    """The stripes of one logical tensor, sorted, so that those within a box are found without looking at all."""
+
+    def __init__(self, boxes: dict[Box, list[Holder]]):
+        self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)
+        first = self.sorted[0][0]
+        others = [box for box, _ in self.sorted]
+        dims = range(len(first.start))
+        cut = [d for d in dims if any([box.start[d] != first.start[d] or box.shape[d] != first.shape[d] for box in others])]
+        self.dim = cut[0] if cut else 0
+        self.starts = [box.start[self.dim] for box in others] if cut else [0]
+        self.ends = [box.start[self.dim] + box.shape[self.dim] for box in others] if cut else [1]
+        self.ordered = len(cut) == 1 and all([a <= b for a, b in zip(self.ends, self.starts[1:])])
+
+    def within(self, box: Box) -> Iterator[tuple[Box, list[Holder], Box]]:
+        """(stripe, its holders, what it has in common with `box`)"""
+        candidates = self.sorted
+        if self.ordered:
+            start = box.start[self.dim]
+            candidates = candidates[bisect_right(self.ends, start) : bisect_left(self.starts, start + box.shape[self.dim])]
+        for logical, holders in candidates:
+            common = logical.intersect(box)
+            if common is not None:
+                yield logical, holders, common
