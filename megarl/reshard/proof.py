@@ -105,7 +105,8 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
                     weights = kind if kind.scales_of is None else map.destination.kinds[kind.scales_of]
                     checked = _Write(where, row.transform, tensor, row.box, held, holder.box, weights.rule, row.cut, extents)
                     found = _check_content(checked)
-                    if row.logical is not None and (found is None or (found.logical_name, found.logical) != (row.logical_name, row.logical)):
+                    told = row.logical_name, row.logical
+                    if row.logical is not None and (found is None or (found.logical_name, found.logical) != told):
                         raise ProofError(f"{where}: quantises {found}, but counts tiles of {row.logical_name} {row.logical}")
                     if held is not None and origin.layers != kind.layers:
                         raise ProofError(f"{where}: layers {kind.layers} come from {origin.name}, which is there for {origin.layers}")

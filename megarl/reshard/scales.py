@@ -69,7 +69,8 @@ def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, L
         first = tensor.pieces[0]
         local = Box((0,) * len(shape), shape)
         logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
-        return LocalTensor(name, shape, SCALE_DTYPE, (Piece(local, scale_name(first.logical_name, rule), logical_box),), engine_shape, experts=tensor.experts)
+        piece = Piece(local, scale_name(first.logical_name, rule), logical_box)
+        return LocalTensor(name, shape, SCALE_DTYPE, (piece,), engine_shape, experts=tensor.experts)
     pieces, tile_row = [], 0
     by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
     for piece in tensor.pieces:

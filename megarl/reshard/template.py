@@ -50,7 +50,8 @@ class Row(Struct, frozen=True, gc=False):
     @property
     def route(self) -> tuple:
         """Rows of equal route have the same senders and receivers."""
-        return self.kind if self.travels_with is None else self.travels_with, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
+        kind = self.kind if self.travels_with is None else self.travels_with
+        return kind, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
 
     def candidate(self, turn: np.ndarray, candidates: int) -> np.ndarray:
         """Which of the candidates sends at each turn (any shape).

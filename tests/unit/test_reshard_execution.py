@@ -137,7 +137,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=cases(), wire=st.sampled_from(["float32", "bfloat16"]), joined=st.booleans(), norms=st.sampled_from(["local", "te"]))
 def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, norms):
     spec, topology, generator, device = case
@@ -173,7 +173,7 @@ def check_lists(map: ReshardMap, copies: list[Copy], joined: bool) -> None:
         assert sorted(map_key(c) for c in scheduled) == sorted(map_key(c) for c in copies)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=cases(fp8=True), rule=st.sampled_from(sorted(RULES)), joined=st.booleans(), dtype=st.sampled_from(["float32", "bfloat16"]))
 def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
     spec, topology, generator, device = case
@@ -234,7 +234,7 @@ def fused_groups(spec: ModelSpec, hf: HF) -> list[tuple[str, ...]]:
     return groups
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(case=cases())
 def test_export_and_import_are_each_others_inverse(case):
     spec, topology, _, _ = case

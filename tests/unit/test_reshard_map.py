@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 import pytest

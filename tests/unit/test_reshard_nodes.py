@@ -54,7 +54,8 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
             over_network[copy.destination_rank] += copy.bytes
     for rank in range(engine.world_size):
         for relay in forwarding.relays_from(rank):
-            assert relay.source_rank // per_node == relay.destination_rank // per_node and relay in forwarding.relays_to(relay.destination_rank)
+            assert relay.source_rank // per_node == relay.destination_rank // per_node
+            assert relay in forwarding.relays_to(relay.destination_rank)
             target = found[relay.destination_rank][relay.tensor]
             assert target.isnan().all(), "written twice"
             target.copy_(found[rank][relay.tensor])
@@ -62,7 +63,8 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
     for rank, tensors in enumerate(found):
         expected = sglang(SPEC, hf, engine, rank % tp, "cuda")
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    node_bytes = [sum(size for rank, size in over_network.items() if rank // per_node == node) for node in range(-(-engines * tp // per_node))]
+    nodes = range(-(-engines * tp // per_node))
+    node_bytes = [sum(size for rank, size in over_network.items() if rank // per_node == node) for node in nodes]
     engine_bytes = sum(t.nbytes for rank in range(tp) for t in found[rank].values())
     assert node_bytes == [engine_bytes] * len(node_bytes)
 

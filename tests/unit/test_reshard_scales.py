@@ -43,7 +43,7 @@ CHANGES = {
     "scales twice": ("_scale_inv", lambda c: [c, c], "written twice"),
     "scales of other weights": ("_scale_inv", lambda c: [changed(c, source_box=moved(c.source_box))], "but is made from|is not inside"),
     "scales elsewhere": ("_scale_inv", lambda c: [changed(c, destination_box=moved(c.destination_box))], "written twice|is not inside"),
-    "tiles counted from elsewhere": ("", lambda c: [changed(c, quantisation=structs.replace(c.quantisation, origin=(1, 0)))], "counted from"),
+    "tiles counted wrong": ("", lambda c: [changed(c, quantisation=structs.replace(c.quantisation, origin=(1, 0)))], "counted from"),
     "scales zeroed": ("_scale_inv", lambda c: [changed(c, transform="zeros")], "zeros in"),
 }
 
