@@ -135,6 +135,8 @@ def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         return
     others, rest = trainer.pp - len(told), spec.num_layers - sum(told)
     shared = rest // others if others else 0
+    if not others and trainer.vpp > 1:
+        yield f"{said}: with {sizes} there must be a stage between the first and the last"
     if rest < others or rest != shared * others or any(n % trainer.vpp for n in (*told, shared)):
         yield f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {rest} of {spec.num_layers} are left"
 

@@ -101,6 +101,8 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
     sizes = f"trainer.pp = {t.pp}" if t.vpp == 1 else f"trainer.pp * trainer.vpp = {t.pp} * {t.vpp}"
     if not told and num_layers % (t.pp * t.vpp):
         raise ConfigError(f"{sizes} does not divide num_hidden_layers = {num_layers}")
+    if told and not others and t.vpp > 1:  # get_transformer_layer_offset divides by the number of other stages
+        raise ConfigError(f"{said}: with {sizes} Megatron needs a stage between the first and the last")
     if rest < others or (rest % others if others else rest) or any(n % t.vpp for n in (*told.values(), rest // max(1, others))):
         raise ConfigError(f"{said}: num_hidden_layers = {num_layers} cannot be shared out with {sizes}")
     chunk = [told.get(stage, rest // max(1, others)) // t.vpp for stage in range(t.pp)]

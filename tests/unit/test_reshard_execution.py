@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     heads = kv * draw(st.sampled_from([1, 2, 3])) * (tp * generator_tp if kv % tp or device == "cuda" else 1)
     unit = 16 if fp8 else tp * (generator_tp if device == "cuda" else 1)
     first = draw(st.sampled_from([None, vpp])) if pp > 1 else None
-    last = draw(st.sampled_from([None, 2 * vpp])) if pp > 1 else None
+    last = draw(st.sampled_from([None, 2 * vpp])) if pp > 1 and (first is None or vpp == 1 or pp > 2) else None
     told = [n for n in (first, last) if n is not None]
     spec = ModelSpec(
         family=name,
