@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart test setup clean
+.PHONY: quickstart test libraries setup clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
@@ -19,8 +19,24 @@ quickstart: setup
 	@.venv/bin/megarl sft configs/quickstart.yaml $(ARGS)
 	.venv/bin/megarl train configs/quickstart.yaml $(ARGS)
 
-test: setup
+test: setup libraries
 	@.venv/bin/pytest $(ARGS)
+
+# Mooncake's transfer engine links Debian's RDMA libraries, also for TCP. Only tests of that transport want them: where they cannot be
+# installed, those are skipped and say why.
+libraries:
+	@packages=(); for library in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1; do
+	    /sbin/ldconfig -p | grep -q "$${library%%:*}" || packages+=("$${library##*:}")
+	done
+	if [ $${#packages[@]} -gt 0 ]; then
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	        echo "test: installing $${packages[*]}"
+	        (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$${packages[@]}") >/dev/null 2>&1 ||
+	            echo "test: could not install them; the tests of Mooncake are skipped"
+	    else
+	        echo "test: the tests of Mooncake are skipped; they need Debian's $${packages[*]}"
+	    fi
+	fi
 
 setup: $(STAMP)
 	@:
