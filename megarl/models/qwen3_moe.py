@@ -25,7 +25,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         qk_norm=True,
         head_dim=reader.integer("head_dim", 128),
         intermediate_size=0,
-        num_experts=reader.integer("num_experts"),
+        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # its name as transformers 5 writes it
         experts_per_token=reader.integer("num_experts_per_tok"),
         expert_intermediate_size=reader.integer("moe_intermediate_size"),
         norm_topk_prob=reader.flag("norm_topk_prob", False),

@@ -17,6 +17,7 @@ ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
 
 SGLANG_VOCAB_PADDING = 64
 ROPE_TYPES = ("default", "linear", "llama3")
+TRAINED_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 SERVER_ARGS_BY_KEY = {
     "model_path": "model.path",
     "dtype": "model.dtype",
@@ -36,13 +37,8 @@ SERVER_ARGS_KEPT = frozenset(
 
 def check_trainer_features(config: RunConfig) -> Iterable[str]:
     """What can be planned and resharded, but not trained yet."""
-    trainer = config.trainer
-    for key in ("vpp", "cp"):
-        if getattr(trainer, key) > 1:
-            yield f"trainer.{key}={getattr(trainer, key)}: only 1 can be trained"
-    for key in ("first_stage_layers", "last_stage_layers", "fsdp"):
-        if getattr(trainer, key) is not None:
-            yield f"trainer.{key}={getattr(trainer, key)}: only null can be trained"
+    if config.trainer.fsdp is not None:
+        yield f"trainer.fsdp={config.trainer.fsdp}: only null can be trained"
 
 
 def check_generator_features(config: RunConfig) -> Iterable[str]:
@@ -66,6 +62,17 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     yield from _indivisible("generator.ep", generator.ep, {"experts": spec.num_experts})
     if generator.tp % generator.ep:
         yield f"generator.ep={generator.ep}: must divide generator.tp={generator.tp}"
+
+
+def check_trained_family(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    if spec.family not in TRAINED_FAMILIES:
+        yield f"model.path={config.model.path}: a {spec.family} model cannot be trained; can be: {', '.join(TRAINED_FAMILIES)}"
+
+
+def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """Without sequence parallelism every tensor rank would send the same tokens to the experts, which Megatron refuses."""
+    if spec.num_experts and config.trainer.tp > 1 and not config.trainer.sequence_parallel:
+        yield f"trainer.sequence_parallel=false: must be true for a model with experts at trainer.tp={config.trainer.tp}"
 
 
 def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
@@ -218,7 +225,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_lengths)
-RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope,)  # not of commands that only plan
+RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_trained_family, check_expert_sequences)  # not of commands that only plan
 PLANNING_COMMANDS = ("plan", "reshard")
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_trainer_features, check_sft_command),

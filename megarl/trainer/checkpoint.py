@@ -47,7 +47,8 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
     # Random states belong to ranks; under another topology there is nobody to give them to, and the seed of the start holds.
     same_ranks = saved["topology"] == dataclasses.asdict(trainer.topology)
     loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True, with_random=same_ranks), str(path))
-    trainer.model.load_state_dict(loaded["model"], strict=True)
+    for i, chunk in enumerate(trainer.chunks):
+        chunk.load_state_dict(loaded[f"model{i}"], strict=True)
     load_state(trainer.optimizer, loaded["optimizer"])
     if same_ranks:
         _set_random_state(loaded["random"])
@@ -66,10 +67,9 @@ def _content() -> dict[str, Any]:
 
 def _sharded_state(trainer: MegatronTrainer, is_loading: bool, with_random: bool) -> dict[str, Any]:
     metadata = {**_content(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = trainer.model.sharded_state_dict(metadata=metadata)
+    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trainer.chunks)}
     # The optimizer takes its shardings from the model's; dist_checkpointing.save then consumes both dictionaries.
-    optimizer = trainer.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading, metadata=metadata)
-    state = {"model": model, "optimizer": optimizer}
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
     if with_random:
         state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),))
     return state

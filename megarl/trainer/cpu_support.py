@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from megarl.trainer.cpu_collectives import gather_uneven, reduce_scatter_uneven
+
 _CPU = torch.device("cpu")
 
 # Imported by install(), so that no module of Megatron escapes the proxy by being imported late.
@@ -30,7 +32,9 @@ _MODULES = """
   distributed distributed.finalize_model_grads distributed.param_and_grad_buffer models.gpt models.gpt.gpt_layer_specs
   optimizer optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer optimizer_param_scheduler
   parallel_state pipeline_parallel.p2p_communication pipeline_parallel.schedules tensor_parallel.layers
-  tensor_parallel.mappings tensor_parallel.random transformer.transformer_block transformer.utils utils
+  tensor_parallel.mappings tensor_parallel.random transformer.moe.experts transformer.moe.moe_layer transformer.moe.moe_utils
+  transformer.moe.router transformer.moe.shared_experts transformer.moe.token_dispatcher transformer.transformer_block
+  transformer.utils utils
 """.split()
 
 # Compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
@@ -165,12 +169,31 @@ def _patch_type_checks() -> None:
     for module_name, class_name, method in _CHECK_TYPE_NAMES:
         owner = getattr(sys.modules[f"megatron.core.{module_name}"], class_name)
         setattr(owner, method, _with_cuda_type_names(getattr(owner, method)))
-    # A function, which other modules imported by name.
     original = sys.modules["megatron.core.optimizer.clip_grads"].clip_grad_by_total_norm_fp32
-    wrapped = _with_cuda_type_names(original)
+    _replace_everywhere(original, _with_cuda_type_names(original))
+
+
+def _patch_experts() -> None:
+    """Slips of Megatron's mixture of experts where there is no Transformer Engine, no CUDA tensor, no NCCL."""
+    utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None  # type: ignore[attr-defined]  # read to choose between two kernels
+    original = utils.maybe_move_tensor_to_cpu
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor  # the original converts CUDA's only
+
+    _replace_everywhere(original, maybe_move_tensor_to_cpu)
+    mappings = sys.modules["megatron.core.tensor_parallel.mappings"]
+    mappings._gather_along_first_dim = gather_uneven(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
+
+
+def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """For a function, which other modules imported by name."""
     for module in _megatron_modules():
         if module.__dict__.get(original.__name__) is original:
-            setattr(module, original.__name__, wrapped)
+            setattr(module, original.__name__, replacement)
 
 
 def _patch_random() -> None:
@@ -226,6 +249,7 @@ def install() -> None:
         if module.__dict__.get("torch") is torch:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
+    _patch_experts()
     _patch_type_checks()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Normal with standard deviation 0.02 for matrices, ones for norms. Every row of every HF tensor is a random stream of
+    """Normal with standard deviation 0.02 for matrices, ones for norms, zeros for biases. Every row of every HF tensor is a random stream of
     its own, so the result does not depend on the layout, and a rank draws no rows but its own."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
@@ -68,7 +68,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
         for piece in tensor.pieces:
             local = parameter[piece.local.slices()]
             if local.dim() == 1:
-                local.fill_(1.0)
+                local.fill_(0.0 if piece.logical_name.endswith(".bias") else 1.0)
             else:
                 local.copy_(_random_rows(piece, shapes[piece.logical_name][1], seed))
 
@@ -109,7 +109,7 @@ def export_hf(
             _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype)
         dist.barrier()
         files: dict[str, int] = {}
-        for tensor, piece in owned_pieces(layout, dist.get_rank()):
+        for tensor, piece in layout.owned_pieces(dist.get_rank()):
             place = places[piece.logical_name]
             if place.file not in files:
                 files[place.file] = os.open(folder / place.file, os.O_WRONLY)
@@ -117,29 +117,6 @@ def export_hf(
         for fd in files.values():
             os.fsync(fd)
             os.close(fd)
-
-
-def owned_pieces(layout: Layout, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
-    """The pieces that `rank` writes: over all ranks, every element of the model exactly once.
-
-    Among holders of the same elements the first replica writes; of a tensor that is there under two names (a tied embedding
-    on the first and the last stage) the first name; of one that all shards hold whole, the first shard.
-    """
-    owner: dict[str, str] = {}
-    for kind in layout.kinds:
-        for piece in kind.shards[0].pieces:
-            owner.setdefault(piece.logical_name, kind.name)
-    for kind in layout.kinds:
-        for stage, shard, replica in kind.seats(rank):
-            if replica:
-                continue
-            before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
-            pieces = enumerate(kind.shards[shard].pieces)
-            wanted = [i for i, p in pieces if owner[p.logical_name] == kind.name and (p.logical_name, p.logical) not in before]
-            for instance in range(kind.instances):
-                if kind.stages[instance] == stage:
-                    tensor = kind.tensor(shard, instance)
-                    yield from ((tensor, tensor.pieces[i]) for i in wanted)
 
 
 @dataclass(frozen=True)

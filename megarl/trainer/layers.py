@@ -11,6 +11,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.trainer import context
+
 
 class RMSNorm(torch.nn.Module):
     """RMS normalisation over the last dimension; unlike Megatron's WrappedTorchNorm it allows sequence parallelism."""
@@ -30,7 +32,8 @@ class RMSNorm(torch.nn.Module):
 class CausalAttention(MegatronModule):
     """Causal attention by PyTorch's fused kernel, grouped queries included; takes the place of DotProductAttention.
 
-    Sequences are padded on the right, so the causal mask alone keeps padding out of every real position.
+    Sequences are padded on the right, so the causal mask alone keeps padding out of every real position. Under context
+    parallelism every rank gathers all keys and values, and masks by position (context.py).
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class CausalAttention(MegatronModule):
     ):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
-        assert parallel_state.get_context_parallel_world_size() == 1, "context parallelism needs another core attention"
+        self.cp_group = parallel_state.get_context_parallel_group()
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -61,6 +64,12 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]."""
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        ranks, mask = self.cp_group.size(), None
+        if ranks > 1:
+            mine = context.held_positions(query.size(0) * ranks, ranks, self.cp_group.rank()).to(query.device)
+            mask = mine[:, None] >= context.all_positions(query.size(0) * ranks, ranks).to(query.device)
+            key, value = (context.gather(x, self.cp_group) for x in (key, value))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1))
+        grouped = q.size(1) != k.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)

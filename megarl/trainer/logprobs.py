@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from megarl.trainer import context
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -74,11 +76,19 @@ def vocab_parallel_logprobs(
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    cp_group: Optional[dist.ProcessGroup] = None,
 ) -> torch.Tensor:
-    """[b, s] float32: entry i is log p(token i | tokens < i), and 0 at i = 0.
+    """[b, s] float32: entry i is log p(token i | tokens < i), and 0 at i = 0. The same on all ranks of both groups.
 
-    logits: [b, s - 1, padded_vocab / tp], where position i predicts token i + 1; tokens: [b, s].
+    logits: [b, (s - 1) / cp, padded_vocab / tp], of this rank's positions; position i predicts token i + 1. tokens: [b, s].
+    Differentiable, if all ranks of `cp_group` (None: whole sequences) go on to the same loss.
     """
-    logprobs = vocab_parallel_logprobs(logits, tokens[:, 1:], group, vocab_size, temperature)
-    return F.pad(logprobs, (1, 0))
+    if cp_group is None:
+        return F.pad(vocab_parallel_logprobs(logits, tokens[:, 1:], group, vocab_size, temperature), (1, 0))
+    logprobs = vocab_parallel_logprobs(logits, context.cut(tokens[:, 1:], cp_group), group, vocab_size, temperature)
+    return F.pad(context.join(logprobs, cp_group), (1, 0))

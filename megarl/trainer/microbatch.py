@@ -44,13 +44,16 @@ class MicroBatch:
     indices: tuple[int, ...]  # position of each row in train_step's `sequences`; empty when all rows are padding
 
 
-def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int, multiple: int) -> list[list[MicrobatchPlan]]:
-    """Microbatches of every data-parallel rank: [dp][n], the same n (at least 1) for all ranks.
+def plan_microbatches(
+    lengths: Sequence[int], dp: int, max_tokens: int, multiple: int, count_multiple: int = 1
+) -> list[list[MicrobatchPlan]]:
+    """Microbatches of every data-parallel rank: [dp][n], the same n, a positive multiple of `count_multiple`, for all ranks.
 
     Sequences go, longest first, to the rank with the fewest tokens so far, and each rank packs its own in that order,
     so that neighbours in a microbatch are of similar length. A microbatch holds at most `max_tokens` padded tokens, or one
     sequence longer than that, and its positions are a multiple of `multiple`. Ranks that need fewer microbatches than
-    others get empty ones: Megatron's pipeline schedules need the same number everywhere. Deterministic.
+    others get empty ones: Megatron's pipeline schedules need the same number everywhere, and with virtual stages a multiple
+    of the stages. Deterministic.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(dp)]
@@ -61,7 +64,7 @@ def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int, multiple
         tokens[rank] += lengths[index]
 
     plans = [_pack(share, lengths, max_tokens, multiple) for share in shares]
-    count = max(1, max(len(plan) for plan in plans))
+    count = math.ceil(max(1, max(len(plan) for plan in plans)) / count_multiple) * count_multiple
     empty = MicrobatchPlan(indices=(), length=multiple + 1)
     return [plan + [empty] * (count - len(plan)) for plan in plans]
 

@@ -1,8 +1,9 @@
-"""Builds Megatron's GPTModel for a model shape and a place on the trainer's mesh."""
+"""Builds Megatron's GPTModel for a model shape and a place on the trainer's mesh: one per virtual pipeline stage."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -13,40 +14,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.errors import ConfigError
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
 from megarl.plan.topology import TrainerTopology
 from megarl.trainer.layers import CausalAttention, RMSNorm
 from megarl.trainer.norm_names import norm_names
+from megarl.trainer.supported import rope_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def check_supported(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> None:
-    """Raises ConfigError, all problems at once, where this trainer cannot build the model on the topology."""
-    later = {axis: getattr(topology, axis) for axis in ("vpp", "cp", "ep", "etp")}
-    problems = [f"trainer.{axis}={size}: only 1 is there yet" for axis, size in later.items() if size != 1]
-    if topology.zero not in (0, 1):
-        problems.append(f"trainer.zero={topology.zero}: allowed are 0 (plain data parallel) and 1 (distributed optimizer)")
-    if dtype not in DTYPES:
-        problems.append(f"model.dtype={dtype}: allowed are {', '.join(DTYPES)}")
-    if spec.family != "llama":
-        problems.append(f"model.path: family {spec.family!r} is not supported; supported is llama")
-    for what, count in (
-        ("attention heads", spec.num_attention_heads),
-        ("key/value heads", spec.num_kv_heads),
-        ("intermediate size", spec.intermediate_size),
-    ):
-        if count % topology.tp:
-            problems.append(f"trainer.tp={topology.tp}: must divide the model's {what} ({count})")
-    if spec.num_layers % topology.pp:
-        problems.append(f"trainer.pp={topology.pp}: must divide the model's number of layers ({spec.num_layers})")
-    rope_type = _rope_type(spec)
-    if rope_type not in ("default", "llama3", "linear"):
-        problems.append(f"model.path: rope_scaling type {rope_type!r} is not supported; supported are default, linear, llama3")
-    if problems:
-        raise ConfigError(problems)
 
 
 def transformer_config(
@@ -58,7 +33,7 @@ def transformer_config(
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.intermediate_size,
+        ffn_hidden_size=spec.intermediate_size or spec.expert_intermediate_size,
         num_attention_heads=spec.num_attention_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
@@ -67,10 +42,16 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=topology.first_stage_layers,
+        num_layers_in_last_pipeline_stage=topology.last_stage_layers,
+        context_parallel_size=topology.cp,
         sequence_parallel=sequence_parallel and topology.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -90,31 +71,62 @@ def transformer_config(
         # Microbatches differ in shape, so pipeline stages exchange shapes first.
         variable_seq_lengths=topology.pp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
+        # Of the two ways to talk between virtual stages, the batched one gives wrong gradients on gloo.
+        overlap_p2p_comm=topology.vpp > 1,
+        batch_p2p_comm=topology.vpp == 1,
         # On gloo a send may still read the tensor when its storage is taken away.
         deallocate_pipeline_outputs=cuda,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
         **(recompute_all if recompute else {}),
+        **(_expert_settings(spec, topology) if spec.num_experts else {}),
     )
 
 
-def build_model(spec: ModelSpec, config: TransformerConfig) -> GPTModel:
-    """This rank's part of the model (its pipeline stage, its tensor slice), weights not yet set."""
-    rope_type, scaling = _rope_type(spec), dict(spec.rope_scaling or {})
+def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, Any]:
+    """No loss but the algorithm's: neither load balancing nor a z-loss, and no token is dropped."""
+    return dict(
+        num_moe_experts=spec.num_experts,
+        moe_ffn_hidden_size=spec.expert_intermediate_size,
+        moe_router_topk=spec.experts_per_token,
+        moe_router_score_function=spec.score_function,
+        moe_router_pre_softmax=not spec.norm_topk_prob,  # softmax over all experts; else over the chosen ones
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=norm_names() == "te",
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
+    )
+
+
+def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig) -> list[GPTModel]:
+    """This rank's part of the model (its pipeline stage, its tensor slice), weights not yet set: a chunk per virtual stage."""
+    chunks = [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
+    # Megatron marks experts as apart from the dense mesh for ep > 1 only. At ep = 1 it would sum their gradients over the wrong
+    # ranks if etp is not tp, and its optimizer would have parts that no checkpoint of ep > 1 fits.
+    for parameter in (p for chunk in chunks for name, p in chunk.named_parameters() if ".mlp.experts." in name):
+        parameter.allreduce = False
+    return chunks
+
+
+def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: Optional[int]) -> GPTModel:
+    scaling = dict(spec.rope_scaling or {})
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config),
+        transformer_layer_spec=_layer_spec(spec, config, stage),
         vocab_size=padded_vocab_size(spec.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=spec.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,  # type: ignore[arg-type]
-        seq_len_interpolation_factor=float(scaling["factor"]) if rope_type == "linear" else None,
+        seq_len_interpolation_factor=float(scaling["factor"]) if rope_type(spec) == "linear" else None,
+        vp_stage=stage,
     )
-    if rope_type == "llama3":
+    if rope_type(spec) == "llama3":
         # GPTModel's own rope_scaling flag fixes all but the factor at Llama 3.1's values.
         rotary = model.rotary_pos_emb
         rotary.inv_freq = rotary._apply_scaling(
@@ -127,28 +139,38 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> GPTModel:
     return model if not torch.cuda.is_available() else model.cuda()
 
 
-def parameters_by_name(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters; `decoder.layers.N` counts layers of the whole model, not of the pipeline stage."""
+def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters; layers and experts are counted over the whole model, not over the chunk and the rank."""
     named = {}
-    for name, parameter in model.named_parameters():
-        head, found, rest = name.partition("decoder.layers.")
-        if found:
-            local, dot, rest = rest.partition(".")
-            name = f"{head}{found}{model.decoder.layers[int(local)].layer_number - 1}{dot}{rest}"
-        named[name] = parameter
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            found = _LAYER.match(name)
+            if found:
+                layer = chunk.decoder.layers[int(found[1])]
+                name = f"decoder.layers.{layer.layer_number - 1}.{_global_expert(found[2], layer)}"
+            named[name] = parameter
     return named
 
 
-def _rope_type(spec: ModelSpec) -> str:
-    scaling = spec.rope_scaling or {}
-    return scaling.get("rope_type") or scaling.get("type") or "default"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _global_expert(name: str, layer: torch.nn.Module) -> str:
+    """`name`, a parameter of the layer, with the number of the expert among all."""
+    found = _EXPERT.fullmatch(name)
+    return f"{found[1]}{layer.mlp.local_expert_indices[int(found[2])]}{found[3]}" if found else name
+
+
+def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: Optional[int]) -> ModuleSpec | TransformerBlockSubmodules:
+    own = dict(num_experts=spec.num_experts or None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=spec.qk_norm)
     if norm_names() == "te":
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(**own)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **own)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm)

@@ -55,16 +55,22 @@ def _allocate_state(adam: torch.optim.Optimizer) -> None:
             }
 
 
-def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """MegatronOptimizer.load_state_dict, made right for PyTorch's AdamW under the distributed optimizer.
 
     There Megatron 0.16 looks for `step` among the sharded tensors, where it is not, and gives all parameters one and
     the same `step` tensor, which each of them would then advance.
     """
-    (part,) = optimizer.chained_optimizers
-    if not (isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW)):
-        optimizer.load_state_dict(state)
-        return
+    parts = optimizer.chained_optimizers  # one, or one of the dense mesh and one of the experts'
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, part_state in zip(parts, states, strict=True):
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
+            _load_distributed_state(part, part_state)
+        else:
+            part.load_state_dict(part_state)
+
+
+def _load_distributed_state(part: DistributedOptimizer, state: dict[str, Any]) -> None:
     sharded = state.pop("param_state")
     part.load_state_dict(state)
     states = list(part.optimizer.state.values())

@@ -17,7 +17,10 @@ def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
         context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
         create_gloo_process_groups=True,
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )

@@ -27,12 +27,13 @@ from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.spec import ModelSpec
 from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import trainer_layout
-from megarl.trainer import checkpoint, cpu_support, hf_io, parallel
+from megarl.trainer import checkpoint, context, cpu_support, hf_io, parallel
 from megarl.trainer.logprobs import token_logprobs
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
-from megarl.trainer.model import DTYPES, build_model, check_supported, parameters_by_name, transformer_config
+from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
 from megarl.trainer.norm_names import norm_names
 from megarl.trainer.optimizer import LearningRate, build_optimizer
+from megarl.trainer.supported import check_supported
 from megarl.types import TrainSequence
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
@@ -74,7 +75,7 @@ class MegatronTrainer:
         """
         if not cpu_support.installed():
             raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
-        check_supported(spec, topology, dtype)
+        check_supported(spec, topology, dtype, trainer.sequence_parallel)
         if dist.get_world_size() != topology.world_size:
             raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
         self.spec = spec
@@ -85,17 +86,19 @@ class MegatronTrainer:
         self.dtype = DTYPES[dtype]
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.max_tokens = trainer.max_tokens_per_microbatch
-        # Tensor cores like multiples of 8; sequence parallelism cuts the sequence into tp parts.
-        self.length_multiple = math.lcm(8 if torch.cuda.is_available() else 1, topology.tp if trainer.sequence_parallel else 1)
+        # Tensor cores like multiples of 8. Context parallelism cuts a sequence into 2 cp chunks, sequence parallelism each rank's
+        # part of it into tp.
+        cut = topology.cp * math.lcm(2 if topology.cp > 1 else 1, topology.tp if trainer.sequence_parallel else 1)
+        self.length_multiple = math.lcm(8 if torch.cuda.is_available() else 1, cut)
 
         parallel.initialize(topology, seed, timeout_s)
         config = transformer_config(spec, topology, self.dtype, trainer.sequence_parallel, trainer.recompute)
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
-        self.model = build_model(spec, config)
+        self.chunks = build_chunks(spec, topology, config)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=topology.zero == 1)
-        self.ddp = DistributedDataParallel(config, ddp_config, self.model)
+        self.ddp = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         settings = optimizer or trainer.optimizer
-        self.optimizer = build_optimizer(settings, [self.ddp], self.dtype, topology.zero)
+        self.optimizer = build_optimizer(settings, self.ddp, self.dtype, topology.zero)
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
         self._reference: Optional[list[torch.Tensor]] = None
 
@@ -117,12 +120,13 @@ class MegatronTrainer:
         Raises RuntimeError when the gradient is not finite.
         """
         assert denominator > 0
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         plan = self._plan(sequences)
         outputs = self._run(
-            (build(p, sequences, self.device, reference_logprobs) for p in plan),
             plan,
+            partial(build, sequences=sequences, device=self.device, reference_logprobs=reference_logprobs),
             partial(self._loss, loss, denominator, temperature),
             forward_only=False,
         )
@@ -150,15 +154,15 @@ class MegatronTrainer:
         weights = self._reference_weights() if model == "reference" else contextlib.nullcontext()
         with torch.no_grad(), weights:
             scored = self._run(
-                (build(p, sequences, self.device) for p in plan),
                 plan,
+                partial(build, sequences=sequences, device=self.device),
                 lambda microbatch, logits, non_loss_data: self._logprobs(logits, microbatch, temperature),
                 forward_only=True,
             )
         flat = torch.zeros(sum(len(s.token_ids) for s in sequences), dtype=torch.float32)
         lengths = [len(s.token_ids) for s in sequences]
         slices = flat.split(lengths)  # views
-        if self.coordinate.tp == 0:
+        if self.coordinate.tp == self.coordinate.cp == 0:
             for microbatch, logprobs in zip(plan, scored):
                 for row, index in zip(logprobs.cpu(), microbatch.indices):
                     slices[index].copy_(row[: lengths[index]])
@@ -169,45 +173,47 @@ class MegatronTrainer:
 
     def hold_reference(self) -> None:
         """Keeps a frozen copy of the current weights, for the KL penalty."""
-        self._reference = [p.detach().clone() for p in self.model.parameters()]
+        self._reference = [p.detach().clone() for p in self._parameters()]
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
             raise RuntimeError("there is no reference model: call hold_reference() first")
-        policy = [p.data for p in self.model.parameters()]
+        policy = [p.data for p in self._parameters()]
         try:
-            for parameter, data in zip(self.model.parameters(), self._reference, strict=True):
+            for parameter, data in zip(self._parameters(), self._reference, strict=True):
                 parameter.data = data
             yield
         finally:
-            for parameter, data in zip(self.model.parameters(), policy, strict=True):
+            for parameter, data in zip(self._parameters(), policy, strict=True):
                 parameter.data = data
 
     # -- shared by training and scoring
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> list[MicrobatchPlan]:
         lengths = [len(s.token_ids) for s in sequences]
-        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.length_multiple)[self.coordinate.dp]
+        group = self.topology.pp if self.topology.vpp > 1 else 1
+        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.length_multiple, group)[self.coordinate.dp]
 
     def _logprobs(self, logits: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return token_logprobs(logits, microbatch.tokens, group, self.spec.vocab_size, temperature)
+        tp_group, cp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+        return token_logprobs(logits, microbatch.tokens, tp_group, self.spec.vocab_size, temperature, cp_group)
 
     def _run(
-        self, microbatches: Iterator[MicroBatch], plan: list[MicrobatchPlan], head: Callable[..., Any], *, forward_only: bool
+        self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
         """Megatron's schedule over the microbatches; `head(microbatch, logits)` on the last stage, whose results it returns."""
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(batches)
             # Rotary positions come from the shape, and causality from the attention itself: no ids, no mask.
-            return model(microbatch.tokens[:, :-1], None, None), partial(head, microbatch)
+            tokens = context.cut(microbatch.tokens[:, :-1], parallel_state.get_context_parallel_group())
+            return model(tokens, None, None), partial(head, microbatch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=microbatches,
-            model=[self.ddp],
+            data_iterator=[map(make, plan) for _ in self.ddp],  # chunks of a rank are at different microbatches
+            model=self.ddp,
             num_microbatches=len(plan),
             # Not used with variable_seq_lengths, but the schedule multiplies them.
             seq_length=plan[0].positions,
@@ -218,9 +224,12 @@ class MegatronTrainer:
 
     # -- weights
 
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for chunk in self.chunks for parameter in chunk.parameters())
+
     def local_parameters(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters by their Megatron names, with the global layer index: the tensors of `layout`."""
-        return {name: parameter.data for name, parameter in parameters_by_name(self.model).items()}
+        return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
 
     def init_random(self, seed: int) -> None:
         """Random weights that depend on the seed alone, not on the topology."""

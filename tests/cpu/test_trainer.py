@@ -5,44 +5,24 @@ All scenarios of one world size run in one spawn (trainer_worker.py); the tests 
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer_reference import LOGPROBS, hf_gradients, hf_loss, reference
+
+from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, VOCAB, save_model
+from trainer_processes import saved, spawn
+from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference
 from trainer_worker import sequences
-from transformers import LlamaConfig, LlamaForCausalLM  # after trainer_reference, which makes it importable without CUDA
+from transformers import AutoModelForCausalLM  # after trainer_reference, which makes it importable without CUDA
 
 from megarl.executors.checkpoints import checkpoint_path, complete_checkpoints
 from megarl.plan.topology import TrainerTopology
 
-DEADLINE_S = 150
-VOCAB = 50  # padded to 128 per tensor rank: at tp=2 the second rank holds padding only
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-MODELS: dict[str, dict[str, Any]] = {
-    "untied": dict(tie_word_embeddings=False, vocab_size=VOCAB),
-    "tied": dict(tie_word_embeddings=True, vocab_size=140, rope_parameters=dict(rope_theta=500.0, **LLAMA3)),
-}
-# name -> (world size, topology, trainer settings)
-LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
-    "single": (1, {}, {}),
-    "tp2": (2, dict(tp=2, zero=0), {}),
-    "tp2_sp_recompute": (2, dict(tp=2), dict(sequence_parallel=True, recompute=True)),
-    "pp2": (2, dict(pp=2), {}),
-    "dp2_zero0": (2, dict(dp=2, zero=0), {}),
-    "dp2_zero1": (2, dict(dp=2, zero=1), {}),
-    "tp2_pp2": (4, dict(tp=2, pp=2), {}),
-}
-CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
-
-
+BF16: list[tuple[str, dict[str, int]]] = [("untied", dict(tp=2)), ("mixtral", dict(dp=2, ep=2))]
 ADAM: dict[str, Any] = dict(
     lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, clip_grad=0.5
 )
@@ -50,20 +30,9 @@ ADAM: dict[str, Any] = dict(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {}
-    for name, settings in MODELS.items():
-        torch.manual_seed(len(name))
-        config = LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=256, rms_norm_eps=1e-5, initializer_range=0.2, **settings,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                torch.nn.init.normal_(parameter, 1.0, 0.1)
-        folders[name] = tmp_path_factory.mktemp(f"hf_{name}")
-        # One model in several files with an index, one in a single file.
-        model.save_pretrained(folders[name], max_shard_size="20KB" if name == "untied" else "1GB")
+    folders = {name: tmp_path_factory.mktemp(f"hf_{name}") for name in MODELS}
+    for name, folder in folders.items():
+        save_model(name, folder)
     return folders
 
 
@@ -71,7 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with everything the ranks saved."""
     out = tmp_path_factory.mktemp("runs")
-    checkpoint = str(out / "checkpoint")
 
     def gradients(world: int) -> list[dict[str, Any]]:
         return [
@@ -80,13 +48,14 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
             if LAYOUTS[name][0] == world
         ]
 
-    def load(name: str, zero: int = 1, **topology: int) -> dict[str, Any]:
-        topology["zero"] = zero
-        return dict(run="load", name=f"load{zero}.{name}", model=str(models["tied"]), topology=topology, checkpoint=f"{checkpoint}{zero}")
+    def checkpoint(run: str, name: str, layout: str) -> dict[str, Any]:
+        _, topology, settings = LAYOUTS[layout]
+        model = str(models[CHECKPOINTS[name][0]])
+        of_layout = dict(model=model, topology=topology, trainer=settings, checkpoint=str(out / f"checkpoint.{name}"))
+        return dict(run=run, name=f"{run}.{name}" + (f".{layout}" if run == "load" else ""), **of_layout)
 
-    def save(zero: int) -> dict[str, Any]:
-        topology = dict(tp=2, zero=zero)
-        return dict(run="save", name=f"saved{zero}", model=str(models["tied"]), topology=topology, checkpoint=f"{checkpoint}{zero}")
+    def loads(world: int) -> list[dict[str, Any]]:
+        return [checkpoint("load", name, layout) for name, layout in LOADS if LAYOUTS[layout][0] == world]
 
     untied = str(models["untied"])
     torch.save(LOGPROBS, out / "logprob_inputs.pt")
@@ -99,58 +68,20 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
     spawn(2, out, [
         *gradients(2),
-        dict(run="gradients", name="bf16", model=untied, topology=dict(tp=2), dtype="bfloat16"),
-        save(zero=1), load("tp2", tp=2), load("pp2", pp=2), load("dp2", dp=2),
-        save(zero=0), load("pp2", zero=0, pp=2), load("dp2", zero=0, dp=2),
+        *(dict(run="gradients", name=f"bf16.{m}", model=str(models[m]), topology=topology, dtype="bfloat16") for m, topology in BF16),
+        *(checkpoint("save", name, layout) for name, (_, layout, _) in CHECKPOINTS.items()), *loads(2),
         dict(run="init", name="init.tp2", model=untied, topology=dict(tp=2), seed=3),
         train("tp2", tp=2), train("dp2", dp=2), logprobs(2),
     ])  # fmt: skip
     spawn(1, out, [
         *gradients(1),
-        load("single"), logprobs(1), dict(run="refused", name="refused", model=untied),
+        *loads(1), logprobs(1), dict(run="refused", name="refused", model=untied),
         dict(run="init", name="init.single", model=untied, topology={}, seed=3),
         dict(run="init", name="init.other_seed", model=untied, topology={}, seed=4),
         dict(run="killed_while_saving", name="killed", model=untied, topology={}, run_dir=str(out)),
     ], expected_status=-signal.SIGKILL)  # fmt: skip
-    spawn(4, out, [*gradients(4), load("tp2_pp2", tp=2, pp=2), logprobs(4)])
+    spawn(4, out, [*gradients(4), *loads(4), logprobs(4)])
     return out
-
-
-def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0) -> None:
-    plan = out / f"scenarios.{world_size}.json"
-    plan.write_text(json.dumps(scenarios))
-    worker = Path(__file__).with_name("trainer_worker.py")
-    logs = [out / f"world{world_size}.{rank}.log" for rank in range(world_size)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, str(worker), str(rank), str(world_size), str(out / f"rendezvous.{world_size}"), str(plan), str(out)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            output = dict(stdout=log.open("w"), stderr=subprocess.STDOUT)
-            processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **output))
-        for process in processes:
-            process.wait(timeout=DEADLINE_S)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    for process, log in zip(processes, logs):
-        assert process.returncode == expected_status, log.read_text()[-4000:]
-
-
-def saved(runs: Path, name: str) -> list[dict[str, Any]]:
-    """What every rank saved, in rank order."""
-    count = len(list(runs.glob(f"{name}.[0-9].pt")))
-    return [torch.load(runs / f"{name}.{rank}.pt", weights_only=False) for rank in range(count)]
-
-
-def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 5e-6) -> None:
-    scale = max(grad.abs().max().item() for grad in expected.values())
-    assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        error = (found[name] - grad).abs().max().item()
-        assert error <= tolerance * scale, f"{name}: gradient off by {error:.2e}, largest gradient {scale:.2e}"
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -195,55 +126,56 @@ def test_a_step_without_sequences_has_zero_gradient(runs: Path, model: str, layo
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
-    want = LlamaForCausalLM.from_pretrained(models[model], dtype=torch.float32)
-    got = LlamaForCausalLM.from_pretrained(runs / f"{model}.{layout}.hf", dtype=torch.float32)
+    want = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32)
+    got = AutoModelForCausalLM.from_pretrained(runs / f"{model}.{layout}.hf", dtype=torch.float32)
     assert want.config.to_dict().keys() == got.config.to_dict().keys()
     for name, tensor in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], tensor), name
 
 
-def test_bf16(models: dict[str, Path], runs: Path) -> None:
-    want = LlamaForCausalLM.from_pretrained(models["untied"], dtype=torch.bfloat16)
-    got = LlamaForCausalLM.from_pretrained(runs / "bf16.hf", dtype="auto")
+@pytest.mark.parametrize(("model", "topology"), BF16)
+def test_bf16(models: dict[str, Path], runs: Path, model: str, topology: dict[str, int]) -> None:
+    want = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.bfloat16)
+    got = AutoModelForCausalLM.from_pretrained(runs / f"bf16.{model}.hf", dtype="auto")
     for name, tensor in want.state_dict().items():
         assert got.state_dict()[name].dtype == torch.bfloat16 and torch.equal(got.state_dict()[name], tensor), name
-    ranks = [rank["all"]["grads"] for rank in saved(runs, "bf16")]
-    found = hf_gradients(models["untied"], TrainerTopology(tp=2), ranks)
-    expected = reference(models["untied"], torch.bfloat16)["grads"]
+    ranks = [rank["all"]["grads"] for rank in saved(runs, f"bf16.{model}")]
+    found = hf_gradients(models[model], TrainerTopology(**topology), ranks)
+    expected = reference(models[model], torch.bfloat16)["grads"]
     error = math.sqrt(sum(((found[name] - grad) ** 2).sum().item() for name, grad in expected.items()))
-    assert error <= 0.05 * math.sqrt(sum((grad**2).sum().item() for grad in expected.values()))
+    # A rounded score may choose another expert, which moves the gradient more than rounding itself.
+    tolerance = 0.15 if model == "mixtral" else 0.05
+    assert error <= tolerance * math.sqrt(sum((grad**2).sum().item() for grad in expected.values()))
 
 
 def test_reference_model_stays_where_it_was_held(runs: Path) -> None:
-    for rank in saved(runs, "saved1"):
+    for rank in saved(runs, "save.zero1"):
         assert rank["reference"] == rank["start"]
         assert rank["after"] != rank["start"] and rank["still"] == rank["after"]
 
 
-@pytest.mark.parametrize(
-    ("zero", "layout"), [(1, "single"), (1, "tp2"), (1, "pp2"), (1, "dp2"), (1, "tp2_pp2"), (0, "pp2"), (0, "dp2")]
-)
-def test_checkpoint_continues_under_another_topology(runs: Path, zero: int, layout: str) -> None:
-    """Saved at tp=2 after two steps: the third step, and one of momentum alone, are those of the uninterrupted run."""
-    base = saved(runs, f"saved{zero}")[0]
-    weights = {k: LlamaForCausalLM.from_pretrained(runs / f"saved{zero}.{k}.hf", dtype=torch.float32).state_dict() for k in (3, 4)}
-    assert any(not torch.equal(weights[3][name], weights[4][name]) for name in weights[3])  # momentum alone moves weights
-    for rank in saved(runs, f"load{zero}.{layout}"):
+@pytest.mark.parametrize(("name", "layout"), LOADS)
+def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layout: str) -> None:
+    """After two steps under one topology: the third step, and one of momentum alone, are those of the uninterrupted run."""
+    base = saved(runs, f"save.{name}")[0]
+    weights = {k: AutoModelForCausalLM.from_pretrained(runs / f"save.{name}.{k}.hf", dtype=torch.float32).state_dict() for k in (3, 4)}
+    assert any(not torch.equal(weights[3][key], weights[4][key]) for key in weights[3])  # momentum alone moves weights
+    for number, rank in enumerate(saved(runs, f"load.{name}.{layout}")):
         assert rank["state"] == {"prompts": 17}
         assert rank["position"] == base["position"] == 4
         assert rank["loss"] == pytest.approx(base["loss"], rel=1e-5)
         assert rank["grad_norm"] == pytest.approx(base["grad_norm"], rel=1e-5)
         assert rank["idle"] == base["idle"] == (0.0, 0.0, {"tokens": 0.0, "weights": 0.0})
-        if layout == "tp2":
-            assert torch.equal(rank["random"], base["random"])
+        if layout == CHECKPOINTS[name][1]:
+            assert torch.equal(rank["random"], saved(runs, f"save.{name}")[number]["random"])
     for step in (3, 4):
-        got = LlamaForCausalLM.from_pretrained(runs / f"load{zero}.{layout}.{step}.hf", dtype=torch.float32).state_dict()
-        for name, tensor in weights[step].items():
-            torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        got = AutoModelForCausalLM.from_pretrained(runs / f"load.{name}.{layout}.{step}.hf", dtype=torch.float32).state_dict()
+        for key, tensor in weights[step].items():
+            torch.testing.assert_close(got[key], tensor, rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:
-    one, two, other = (LlamaForCausalLM.from_pretrained(runs / f"init.{n}.hf").state_dict() for n in ("single", "tp2", "other_seed"))
+    one, two, other = (AutoModelForCausalLM.from_pretrained(runs / f"init.{n}.hf").state_dict() for n in ("single", "tp2", "other_seed"))
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
         if tensor.dim() == 2:
@@ -262,7 +194,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout: str) -> None:
     """Four steps with warm-up, cosine, clipping and weight decay against PyTorch's own in float64."""
-    model = LlamaForCausalLM.from_pretrained(models["untied"], attn_implementation="eager").double()
+    model = AutoModelForCausalLM.from_pretrained(models["untied"], attn_implementation="eager", experts_implementation="eager").double()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": ADAM["weight_decay"]}, {"params": norms, "weight_decay": 0.0}]
@@ -282,7 +214,7 @@ def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout
         assert rank["rates"] == pytest.approx(rates)
         assert rank["grad_norms"] == pytest.approx(grad_norms, rel=1e-4)
         assert max(grad_norms) > ADAM["clip_grad"]
-    got = LlamaForCausalLM.from_pretrained(runs / f"train.{layout}.hf", dtype=torch.float32).state_dict()
+    got = AutoModelForCausalLM.from_pretrained(runs / f"train.{layout}.hf", dtype=torch.float32).state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(got[name].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -308,5 +240,7 @@ def test_vocab_parallel_logprobs(runs: Path, world_size: int) -> None:
 
 def test_refuses_what_it_cannot_build(runs: Path) -> None:
     ((problems),) = [rank["problems"] for rank in saved(runs, "refused")]
-    for wanted in ("trainer.vpp=2", "trainer.cp=2", "trainer.zero=3", "model.dtype=float16", "key/value heads (1)", "number of layers (3)"):
+    for wanted in (
+        "trainer.ep=2", "trainer.fsdp=rows", "trainer.zero=3", "model.dtype=float16", "key/value heads (1)", "num_hidden_layers = 3",
+    ):
         assert any(wanted in problem for problem in problems), (wanted, problems)

@@ -16,7 +16,7 @@ from megarl.reshard.layout import hf_layout, trainer_layout
 from megarl.types import TrainSequence
 
 cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
-from transformers import LlamaForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 
 @cache
@@ -25,21 +25,21 @@ def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, A
 
     `weights`: the precision that the weights are rounded to first.
     """
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager").double()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager", experts_implementation="eager").double()
     batch = sequences(model.config.vocab_size)
     loss, logprobs = hf_loss(model, batch, TEMPERATURE)
     loss.backward()
     return {
         "logprobs": logprobs,
         "loss": loss.item(),
-        "grads": {name: parameter.grad for name, parameter in model.named_parameters()},
+        "grads": checkpoint_tensors(folder, {name: parameter.grad for name, parameter in model.named_parameters()}),
         "logits": model(torch.tensor([batch[0].token_ids])).logits.detach(),
         "weights": sum(sum(s.advantages) for s in batch),
         "tokens": sum(sum(s.loss_mask) for s in batch),
     }
 
 
-def hf_loss(model: LlamaForCausalLM, batch: list[TrainSequence], temperature: float) -> tuple[torch.Tensor, list[list[float]]]:
+def hf_loss(model: PreTrainedModel, batch: list[TrainSequence], temperature: float) -> tuple[torch.Tensor, list[list[float]]]:
     """(loss as the written-out formula, log-prob of every token), one sequence at a time: no padding, no microbatches."""
     loss, logprobs = torch.zeros((), dtype=torch.float64), []
     for sequence in batch:
@@ -50,6 +50,25 @@ def hf_loss(model: LlamaForCausalLM, batch: list[TrainSequence], temperature: fl
         loss = loss - (weights[1:] * chosen).sum() / DENOMINATOR
         logprobs.append([0.0, *chosen.tolist()])
     return loss, logprobs
+
+
+def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names of the checkpoint: transformers stacks the experts of a layer, [expert, gate and up, hidden], and renames Mixtral's."""
+    names = {t.name for t in hf_layout(load_spec(folder), "float32").tensors(0)}
+    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if any("block_sparse_moe" in name for name in names):
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    found = {}
+    for name, tensor in tensors.items():
+        layer, experts, kind = name.partition(".mlp.experts.")
+        if not experts:
+            found[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = tensor
+            continue
+        for expert, rows in enumerate(tensor):
+            parts = {gate: rows.chunk(2)[0], up: rows.chunk(2)[1]} if kind == "gate_up_proj" else {down: rows}
+            found |= {f"{layer}.{block}.experts.{expert}.{part}.weight": values for part, values in parts.items()}
+    assert found.keys() == names
+    return found
 
 
 def hf_gradients(folder: Path, topology: TrainerTopology, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -67,6 +86,14 @@ def hf_gradients(folder: Path, topology: TrainerTopology, ranks: list[dict[str, 
                 left[piece.local.slices()] = 0.0
             assert (left.isnan() | (left == 0)).all(), f"{tensor.name}: gradient on padding"
     return whole
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 5e-6) -> None:
+    scale = max(grad.abs().max().item() for grad in expected.values())
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        error = (found[name] - grad).abs().max().item()
+        assert error <= tolerance * scale, f"{name}: gradient off by {error:.2e}, largest gradient {scale:.2e}"
 
 
 def logprob_inputs() -> dict[str, tuple[torch.Tensor, torch.Tensor, int, float]]:

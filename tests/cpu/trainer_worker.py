@@ -90,16 +90,20 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     found = {}
     from megarl.trainer.model import parameters_by_name
 
-    dp, size = trainer.coordinate.dp, trainer.topology.dp
-    for name, parameter in parameters_by_name(trainer.model).items():
+    t, here = trainer.topology, trainer.coordinate
+    dense = (here.dp * t.cp + here.cp, t.dp * t.cp)
+    expert = (t.expert_coordinate(dist.get_rank()).dp, t.expert_dp) if trainer.spec.num_experts else dense
+    buffers = [(b, dense) for chunk in trainer.ddp for b in chunk.buffers]
+    buffers += [(b, expert) for chunk in trainer.ddp for b in chunk.expert_parallel_buffers]
+    for name, parameter in parameters_by_name(trainer.chunks).items():
         grad = parameter.main_grad.detach().float().clone()
-        if trainer.topology.zero == 1 and size > 1:
-            (buffer,) = [b for b in trainer.ddp.buffers if parameter in b.param_index_map]
+        ((buffer, (rank, size)),) = [entry for entry in buffers if parameter in entry[0].param_index_map]
+        if t.zero == 1 and size > 1:
             start, end, number = buffer.param_index_map[parameter]
             bucket = buffer.buckets[number]
             shard = bucket.grad_data.numel() // size
             position = torch.arange(start, end) - bucket.offset
-            mine = (position >= dp * shard) & (position < (dp + 1) * shard)
+            mine = (position >= rank * shard) & (position < (rank + 1) * shard)
             grad = torch.where(mine.view_as(grad), grad, torch.nan)
         found[name] = grad
     return found
@@ -131,15 +135,20 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
     """[1, s, vocab] on the last stage, gathered over the tensor ranks; None elsewhere."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+    from megarl.trainer import context
     from megarl.trainer.microbatch import MicrobatchPlan, build
 
-    plan = [MicrobatchPlan((0,), 4 * len(chosen[0].token_ids) + 1)]
-    batch = build(plan[0], chosen, trainer.device)
+    plan = [MicrobatchPlan((0,), 8 * len(chosen[0].token_ids) + 1)] * (trainer.topology.pp if trainer.topology.vpp > 1 else 1)
+
+    def head(_: Any, z: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+        z = gather_from_tensor_model_parallel_region(z)
+        return context.join(z.flatten(0, 1).T, parallel_state.get_context_parallel_group()).T[None]  # vocabulary as batch
+
     with torch.no_grad():
-        head = lambda _, z, non_loss_data: gather_from_tensor_model_parallel_region(z)  # noqa: E731
-        results = trainer._run(iter([batch]), plan, head, forward_only=True)
+        results = trainer._run(plan, lambda p: build(p, chosen, trainer.device), head, forward_only=True)
     return results[0][:, : len(chosen[0].token_ids), : trainer.spec.vocab_size] if results else None
 
 
@@ -215,11 +224,11 @@ def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 def scenario_refused(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """What the trainer cannot build, all problems at once."""
     from megarl.config.errors import ConfigError
-    from megarl.trainer.model import check_supported
+    from megarl.trainer.supported import check_supported
 
     spec = dataclasses.replace(load_spec(scenario["model"]), num_kv_heads=1, num_layers=3)
     try:
-        check_supported(spec, TrainerTopology(tp=2, pp=2, vpp=2, cp=2, zero=3), "float16")
+        check_supported(spec, TrainerTopology(tp=2, pp=2, ep=2, zero=3, fsdp="rows"), "float16", False)
     except ConfigError as error:
         return {"problems": error.problems}
     return {"problems": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,12 @@ def sequence(*token_ids: int) -> TrainSequence:
 def test_the_last_token_is_only_predicted() -> None:
     (plan,) = plan_microbatches([21, 21], dp=1, max_tokens=40, multiple=1)
     assert plan == [MicrobatchPlan((0, 1), 21)] and plan[0].positions == 20 and plan[0].padded_tokens == 40
+
+
+@pytest.mark.parametrize(("lengths", "count"), [([], 4), ([9] * 4, 4), ([9] * 5, 8)])
+def test_number_of_microbatches_is_a_multiple_of_the_stages(lengths: list[int], count: int) -> None:
+    (plan,) = plan_microbatches(lengths, dp=1, max_tokens=8, multiple=1, count_multiple=4)
+    assert len(plan) == count and sorted(i for p in plan for i in p.indices) == list(range(len(lengths)))
 
 
 def test_build_pads_with_masked_columns() -> None:

@@ -12,7 +12,7 @@ from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
 from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import hf_layout, trainer_layout
-from megarl.trainer.hf_io import load_hf, owned_pieces
+from megarl.trainer.hf_io import load_hf
 
 SPEC = ModelSpec("llama", 2, 16, 24, 4, 2, 4, 11, 64, False, 1e-5, 10000.0)
 
@@ -46,7 +46,7 @@ def test_export_writes_every_element_once(tied: bool, axes: dict[str, int]) -> N
     layout = trainer_layout(spec, topology, "float32")
     written = {t.name: torch.zeros(t.shape) for t in hf_layout(spec, "float32").tensors(0)}
     for rank in range(topology.world_size):
-        for _, piece in owned_pieces(layout, rank):
+        for _, piece in layout.owned_pieces(rank):
             written[piece.logical_name][piece.logical.slices()] += 1
     for name, count in written.items():
         assert (count == 1).all(), name

@@ -1,0 +1,56 @@
+"""What the trainer refuses to build, before anything of Megatron is started or even imported."""
+
+from __future__ import annotations
+
+from megarl.config.errors import ConfigError
+from megarl.models.spec import ModelSpec
+from megarl.plan.checks import ROPE_TYPES, TRAINED_FAMILIES
+from megarl.plan.topology import TrainerTopology
+from megarl.reshard.layout import trainer_layout
+
+DTYPES = ("float32", "bfloat16")
+
+
+def check_supported(spec: ModelSpec, topology: TrainerTopology, dtype: str, sequence_parallel: bool) -> None:
+    """Raises ConfigError, all problems at once, where this trainer cannot build the model on the topology."""
+    t = topology
+    problems = []
+    if t.fsdp is not None:
+        problems.append(f"trainer.fsdp={t.fsdp}: only null can be trained")
+    if t.zero not in (0, 1):
+        problems.append(f"trainer.zero={t.zero}: allowed are 0 (plain data parallel) and 1 (distributed optimizer)")
+    if t.vpp > 1 and t.pp == 1:
+        problems.append(f"trainer.vpp={t.vpp}: needs trainer.pp of at least 2; it is 1")
+    if dtype not in DTYPES:
+        problems.append(f"model.dtype={dtype}: allowed are {', '.join(DTYPES)}")
+    if spec.family not in TRAINED_FAMILIES:
+        problems.append(f"model.path: family {spec.family!r} cannot be trained; can be: {', '.join(TRAINED_FAMILIES)}")
+    if spec.num_kv_heads % t.tp:
+        problems.append(f"trainer.tp={t.tp}: must divide the model's key/value heads ({spec.num_kv_heads})")
+    if rope_type(spec) not in ROPE_TYPES:
+        problems.append(f"model.path: rope_scaling type {rope_type(spec)!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    problems += _expert_problems(spec, t, sequence_parallel)
+    try:
+        trainer_layout(spec, t, "float32")
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def rope_type(spec: ModelSpec) -> str:
+    scaling = spec.rope_scaling or {}
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _expert_problems(spec: ModelSpec, topology: TrainerTopology, sequence_parallel: bool) -> list[str]:
+    problems = []
+    if not spec.num_experts:
+        sizes = (("ep", topology.ep), ("etp", topology.etp))
+        return [f"trainer.{key}={size}: must be 1: a {spec.family} model has no experts" for key, size in sizes if size > 1]
+    if topology.tp > 1 and not sequence_parallel:
+        # Without it every tensor rank would send the same tokens to the experts.
+        problems.append(f"trainer.sequence_parallel=false: must be true for a model with experts at trainer.tp={topology.tp}")
+    if spec.experts_per_token == 1 and spec.norm_topk_prob:
+        problems.append("model.path: norm_topk_prob=true with one expert per token: the router would never learn")
+    return problems

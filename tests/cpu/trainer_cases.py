@@ -1,0 +1,86 @@
+"""The models and the layouts that the trainer is tested with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import trainer_reference  # noqa: F401  makes transformers importable without CUDA
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+VOCAB = 50  # padded to 128 per tensor rank: at tp=2 the second rank holds padding only
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+COMMON: dict[str, Any] = dict(
+    hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, rms_norm_eps=1e-5, initializer_range=0.2,
+)  # fmt: skip
+UNTIED = dict(tie_word_embeddings=False, vocab_size=VOCAB)
+MODELS: dict[str, PretrainedConfig] = {
+    "untied": LlamaConfig(intermediate_size=48, **UNTIED, **COMMON),
+    "tied": LlamaConfig(
+        intermediate_size=48, tie_word_embeddings=True, vocab_size=140, rope_parameters=dict(rope_theta=500.0, **LLAMA3), **COMMON
+    ),
+    "qwen2": Qwen2Config(intermediate_size=48, tie_word_embeddings=True, vocab_size=140, **COMMON),
+    "qwen3": Qwen3Config(intermediate_size=48, head_dim=16, **UNTIED, **COMMON),
+    "qwen3_moe": Qwen3MoeConfig(
+        moe_intermediate_size=24, head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False, **UNTIED, **COMMON
+    ),
+    "mixtral": MixtralConfig(intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **UNTIED, **COMMON),
+}
+SP = dict(sequence_parallel=True)
+# name -> (world size, topology, trainer settings)
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "single": (1, {}, {}),
+    "tp2": (2, dict(tp=2, zero=0), {}),
+    "tp2_zero1": (2, dict(tp=2), {}),
+    "tp2_sp_recompute": (2, dict(tp=2), dict(sequence_parallel=True, recompute=True)),
+    "pp2": (2, dict(pp=2), {}),
+    "pp2_zero0": (2, dict(pp=2, zero=0), {}),
+    "dp2_zero0": (2, dict(dp=2, zero=0), {}),
+    "dp2_zero1": (2, dict(dp=2, zero=1), {}),
+    "pp2_uneven": (2, dict(pp=2, first_stage_layers=1), {}),
+    "pp2_vpp2": (2, dict(pp=2, vpp=2), {}),
+    "cp2": (2, dict(cp=2), {}),
+    "ep2": (2, dict(dp=2, ep=2), {}),
+    "ep2_zero0": (2, dict(dp=2, ep=2, zero=0), {}),
+    "cp2_ep2": (2, dict(cp=2, ep=2), {}),
+    "tp2_etp1": (2, dict(tp=2), SP),  # every tensor rank holds all of every expert
+    "tp2_etp2": (2, dict(tp=2, etp=2), SP),
+    "tp2_ep2": (2, dict(tp=2, ep=2), dict(sequence_parallel=True, recompute=True)),
+    "tp2_pp2": (4, dict(tp=2, pp=2), {}),
+    "tp2_cp2": (4, dict(tp=2, cp=2), SP),
+    "tp2_dp2_ep2": (4, dict(tp=2, dp=2, ep=2), SP),
+    "dp2_tp2_etp2_ep2": (4, dict(tp=2, dp=2, etp=2, ep=2), SP),
+    "pp2_vpp2_ep2": (4, dict(pp=2, vpp=2, dp=2, ep=2), {}),
+}
+# What each model is tested with: its own traits on every axis that treats them in its own way.
+TESTED = {
+    "untied": "single tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_vpp2 cp2",
+    "tied": "single tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_uneven pp2_vpp2",
+    "qwen2": "single tp2_sp_recompute",
+    "qwen3": "single tp2 tp2_cp2",
+    "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_etp2 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
+    "mixtral": "single ep2",
+}
+CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
+
+# name -> (model, layout that saves, layouts that load)
+CHECKPOINTS = {
+    "zero1": ("tied", "tp2_zero1", "single tp2_zero1 pp2 dp2_zero1 tp2_pp2 pp2_vpp2"),
+    "zero0": ("tied", "tp2", "pp2_zero0 dp2_zero0"),
+    "experts": ("qwen3_moe", "ep2", "single ep2 tp2_etp2 pp2_vpp2_ep2"),
+    "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
+}
+LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
+
+
+def save_model(name: str, folder: Path) -> None:
+    """Random weights; also of norms and biases, which would else be ones and zeros."""
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(MODELS[name])
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") else 1.0, 0.1)
+    # One model in several files with an index, the others in a single file.
+    model.save_pretrained(folder, max_shard_size="20KB" if name == "untied" else "1GB")
