@@ -170,9 +170,9 @@ class ObserveConfig:
 @dataclass
 class SftConfig:
     steps: int = setting(0, "optimizer steps of megarl sft", at_least(0))
-    tp: Optional[int] = setting(None, "tensor parallel size of the warm start; null: trainer.tp", at_least(1))
-    pp: Optional[int] = setting(None, "pipeline parallel size of the warm start; null: trainer.pp", at_least(1))
-    dp: Optional[int] = setting(None, "data parallel size of the warm start; null: trainer.dp", at_least(1))
+    tp: Optional[int] = setting(None, "tensor parallel size of the warm start; null: trainer.tp, or 1 where sft sets another", at_least(1))
+    pp: Optional[int] = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 where sft sets another", at_least(1))
+    dp: Optional[int] = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 where sft sets another", at_least(1))
     batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
     max_tokens_per_microbatch: Optional[int] = setting(
         None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)

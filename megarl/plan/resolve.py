@@ -84,9 +84,17 @@ def _holds_weights(path: str) -> bool:
 
 
 def as_warm_start(config: RunConfig) -> RunConfig:
-    """The config with the parallel sizes of the warm start in the trainer's place: it exports to HF, so its sizes are its own."""
+    """The config with the parallel sizes of the warm start in the trainer's place: it exports to HF, so its sizes are its own.
+
+    Where `sft` sets any size, the warm start has those sizes and no other axis; where it sets none, it has the trainer's.
+    """
     own = {axis: size for axis in ("tp", "pp", "dp") if (size := getattr(config.sft, axis)) is not None}
-    return replace(config, trainer=replace(config.trainer, **own))
+    if not own:
+        return config
+    sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | own
+    plain = dict(first_stage_layers=None, last_stage_layers=None, fsdp=None)
+    sequence_parallel = config.trainer.sequence_parallel and sizes["tp"] > 1
+    return replace(config, trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel))
 
 
 def find_spec(config: RunConfig) -> ModelSpec:

@@ -17,6 +17,7 @@ from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.plan.checks import check_pipeline, check_tensor_parallel
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topology import TrainerTopology
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import generator_layout, trainer_layout
 
@@ -171,6 +172,15 @@ def test_command_checks(tmp_path: Path) -> None:
         "sft.batch_size=2: must be at least trainer.dp=4",
     ]
     assert resolve(config(tmp_path, weights, "sft.steps=1"), "sft").config.sft.steps == 1
+
+
+def test_the_warm_start_has_parallel_sizes_of_its_own(tmp_path: Path) -> None:
+    weights = f"model.path={with_weights(tmp_path / 'weights')}"
+    sizes = ["trainer.tp=2", "trainer.pp=2", "trainer.sequence_parallel=true", "sft.steps=1"]
+    own = resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "sft")
+    assert own.trainer_topology == TrainerTopology(dp=2) and not own.config.trainer.sequence_parallel
+    assert resolve(config(tmp_path, weights, *sizes), "sft").trainer_topology == TrainerTopology(tp=2, pp=2)
+    assert resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "train").trainer_topology == TrainerTopology(tp=2, pp=2)
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
