@@ -175,7 +175,7 @@ def test_command_checks(tmp_path: Path) -> None:
 
 
 def test_the_warm_start_has_parallel_sizes_of_its_own(tmp_path: Path) -> None:
-    weights = f"model.path={with_weights(tmp_path / 'weights')}"
+    weights = with_weights(tmp_path / "weights")
     sizes = ["trainer.tp=2", "trainer.pp=2", "trainer.sequence_parallel=true", "sft.steps=1"]
     own = resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "sft")
     assert own.trainer_topology == TrainerTopology(dp=2) and not own.config.trainer.sequence_parallel
