@@ -15,10 +15,11 @@ from megarl.reshard.audit import MASK, hash_slice
 from megarl.reshard.execute import payload
 from megarl.reshard.map import Copy
 
-SHARED_MEMORY, GLOO = "shared_memory", "gloo"
+SHARED_MEMORY, GLOO, MOONCAKE = "shared_memory", "gloo", "mooncake"
 _BUILT_IN = {
     SHARED_MEMORY: "megarl.transports.shared_memory:SharedMemoryTransport",
     GLOO: "megarl.transports.gloo:GlooTransport",
+    MOONCAKE: "megarl.transports.mooncake:MooncakeTransport",
 }
 
 
@@ -32,14 +33,23 @@ class RemoteTensor(msgspec.Struct, frozen=True):
     offset_bytes: int = 0  # in the endpoint's memory, where it has one
 
 
+class Landing(msgspec.Struct, frozen=True, array_like=True):
+    """Where the box of `tensor` that begins at `start` is to be put in one piece; the worker then spreads it."""
+
+    tensor: str
+    start: tuple[int, ...]
+    offset_bytes: int  # in the endpoint's memory
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """Where the weights of one generator rank can be written. Travels as JSON text."""
 
     rank: int  # generator rank
-    kind: str  # SHARED_MEMORY | GLOO
-    address: str  # a file to map, or host:port of the store where the group meets
+    kind: str  # SHARED_MEMORY | GLOO | MOONCAKE
+    address: str  # a file to map; the store where a group meets (gloo.address_of); a transfer engine (mooncake.address_of)
     size_bytes: int
     tensors: list[RemoteTensor]
+    landings: list[Landing] = []
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -111,7 +121,7 @@ def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, .
 
 
 def transport_class(name: str, one_host: bool) -> type[Transport]:
-    """The class behind `weights.transport`: auto | shared_memory | gloo | package.module:Class.
+    """The class behind `weights.transport`: auto | shared_memory | gloo | mooncake | package.module:Class.
 
     auto is shared memory where trainer and engines share one host, else gloo. Raises ConfigError for a path that does not import.
     """
