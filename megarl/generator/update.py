@@ -117,7 +117,7 @@ async def open_memory(workers: Workers, kind: str, map: ReshardMap, host: str = 
         landing = {rank: [_message(copy) for copy in _landing(map, rank)] for rank in range(workers.count)}
         payloads = await workers.run_all(Register(host, None, landing, workers.timeout_s))
     else:
-        workers.store = _store(host)
+        workers.store = open_store(host)
         trainers = map.source.world_size
         incoming = {rank: [_message(copy) for copy in map.writes_to(rank)] for rank in range(workers.count)}
         address = address_of(host, workers.store.port, trainers)
@@ -178,7 +178,7 @@ def compare(found: Sequence[Mapping[str, int]], shares: Iterable[Mapping[int, Ma
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
 
 
-def _store(host: str) -> dist.TCPStore:
+def open_store(host: str) -> dist.TCPStore:
     """Listens on `host` alone; by itself torch would listen on every interface."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
