@@ -9,7 +9,7 @@ import multiprocessing
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import torch
 
@@ -173,6 +173,9 @@ class Nowhere:
     """A transport whose writes are lost."""
 
     kind = "nowhere"
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        pass
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         pass

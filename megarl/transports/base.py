@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Mapping, Optional, Protocol, Sequence
+from typing import Iterable, Mapping, Optional, Protocol, Sequence
 
 import msgspec
 import torch
@@ -73,6 +73,10 @@ class Transport(Protocol):
         """Opens the way to every generator rank, by index."""
         ...
 
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        """Before the first write of an update: values that are views of `sources` stay in place and unchanged until the fence."""
+        ...
+
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         """Puts `values`, of the box's shape and the destination's dtype, into the destination box. May return before it is there."""
         ...
@@ -103,6 +107,7 @@ def send(
     shares are hashes of the values as they should arrive, taken from the source, so they witness the whole way.
     """
     shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    transport.prepare(sources.values())
     for copy in copies:
         source = None if copy.source_tensor is None else sources[copy.source_tensor].detach()
         values = payload(copy, source)

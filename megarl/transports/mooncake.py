@@ -1,7 +1,8 @@
 """One-sided writes by Mooncake's transfer engine: over RDMA where there is CUDA, else over TCP, with the same calls.
 
-The engine worker registers its parameters, once. The trainer rank registers one staging buffer, once, packs boxes into it, and a
-thread of its own writes one half of it out while the other half is being filled. Neighbouring boxes leave as one write.
+The engine worker registers its parameters, once; the trainer rank its own, once. What is contiguous on both sides leaves from where
+it lies. What has to be cast, quantised or packed goes through a staging buffer: a thread of its own writes one half of it out while
+the other half is being filled.
 
 A box whose rows are short in the destination (a column slice) would be thousands of small writes. It is written in one piece into
 the worker's *landing* memory instead, and the worker spreads it when all is written (`commands.Spread`). Which boxes those are,
@@ -16,7 +17,7 @@ import queue
 import socket
 import threading
 import time
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Iterable, Iterator, Optional, Sequence
 
 import torch
 
@@ -26,7 +27,8 @@ from megarl.reshard.map import Copy
 from megarl.transports.base import MOONCAKE, Endpoint, RemoteTensor
 
 SHORTEST_RUN_BYTES = 64 << 10  # of contiguous destination memory that is worth a write of its own
-HALF_BYTES = 16 << 20  # of the staging buffer
+LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends those of a call in parallel, and RDMA cuts them up anyway
+HALF_BYTES = 32 << 20  # of the staging buffer
 _MOST_RUNS = 512  # in one call: the TCP transport refuses a few thousand, and then works no more
 _ALIGNMENT = 64
 
@@ -39,7 +41,8 @@ class MooncakeTransport:
     def __init__(self, rank: int, timeout_s: float):
         self._rank, self._timeout_s = rank, timeout_s
         self._staging: Optional[torch.Tensor] = None  # [2, HALF_BYTES], on the device of what is written
-        self._half, self._filled = 0, 0
+        self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
+        self._sources: dict[int, torch.UntypedStorage] = {}  # registered, by address; kept, so that no address is used again
         self._runs: dict[int, list[Run]] = {}  # generator rank → what lies in the current half for it
         self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None: the end
         self._free = [threading.Semaphore(1), threading.Semaphore(1)]  # of the halves
@@ -54,9 +57,19 @@ class MooncakeTransport:
         self._free[self._half].acquire()
         threading.Thread(target=self._send_jobs, name=f"mooncake trainer {self._rank}", daemon=True).start()
 
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        storages = {storage.data_ptr(): storage for storage in (source.untyped_storage() for source in sources)}
+        if gone := self._sources.keys() - storages.keys():
+            self._engine.batch_unregister_memory(list(gone))
+        if new := storages.keys() - self._sources.keys():
+            register(self._engine, [(address, storages[address].nbytes()) for address in new])
+        self._sources = storages
+
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         rank, start = copy.destination_rank, copy.destination_box.start
         base = self._peers[rank][2]
+        if self._noted >= HALF_BYTES:
+            self._flush()
         if (landing := self._landings[rank].get((copy.destination_tensor, start))) is not None:
             self._stage_run(rank, base + landing, as_bytes(values.contiguous()))
             return
@@ -78,14 +91,18 @@ class MooncakeTransport:
         self._staging = None
 
     def _stage_run(self, rank: int, address: int, run: torch.Tensor) -> None:
-        """Splits what is longer than what is left of the half."""
+        """In parts that fit into what is left of the half."""
+        if run.untyped_storage().data_ptr() in self._sources:
+            for first in range(0, run.numel(), LONGEST_RUN_BYTES):
+                self._note(rank, run.data_ptr() + first, address + first, min(LONGEST_RUN_BYTES, run.numel() - first))
+            return
         while run.numel():
             if self._staging is None:
                 self._staging = torch.empty(2, HALF_BYTES, dtype=torch.uint8, device=run.device)
                 register(self._engine, [(self._staging.data_ptr(), 2 * HALF_BYTES)])
             if self._filled >= HALF_BYTES:
                 self._flush()
-            part = run[: HALF_BYTES - self._filled]
+            part = run[: min(HALF_BYTES - self._filled, LONGEST_RUN_BYTES)]
             place = self._staging[self._half, self._filled : self._filled + part.numel()]
             place.copy_(part)
             self._note(rank, place.data_ptr(), address, part.numel())
@@ -95,10 +112,12 @@ class MooncakeTransport:
 
     def _note(self, rank: int, source: int, destination: int, size: int) -> None:
         runs = self._runs.setdefault(rank, [])
-        if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (source, destination):
+        follows = bool(runs) and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (source, destination)
+        if follows and runs[-1][2] + size <= LONGEST_RUN_BYTES:
             runs[-1] = (*runs[-1][:2], runs[-1][2] + size)
         else:
             runs.append((source, destination, size))
+        self._noted += size
 
     def _flush(self) -> None:
         """Hands the current half to the thread and takes over the other."""
@@ -106,7 +125,7 @@ class MooncakeTransport:
             torch.cuda.current_stream().synchronize()
         self._raise_failure()
         self._jobs.put((self._half, self._runs))
-        self._half, self._filled, self._runs = 1 - self._half, 0, {}
+        self._half, self._filled, self._noted, self._runs = 1 - self._half, 0, 0, {}
         if not self._free[self._half].acquire(timeout=self._timeout_s):
             raise self._late()
 
