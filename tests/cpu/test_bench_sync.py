@@ -8,7 +8,8 @@ from megarl.cli import main
 
 
 def test_all_ways_are_reported_with_their_ceilings(capfd):
-    assert main(["bench", "sync", "--json", "--model-size", "tiny", "--repeats", "1", "--transport", "shared_memory", "--transport", "gloo"]) == 0
+    transports = ["--transport", "shared_memory", "--transport", "gloo"]
+    assert main(["bench", "sync", "--json", "--model-size", "tiny", "--repeats", "1", *transports]) == 0
     facts = json.loads(capfd.readouterr().out.splitlines()[-1])
     ways = {way["name"]: way for way in facts["ways"]}
     assert {"direct shared_memory", "direct gloo", "gather + broadcast", "gather + bucket", "ceiling memcpy"} <= ways.keys()
