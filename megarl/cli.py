@@ -87,7 +87,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     by_name["bench"] = bench = commands.add_parser("bench", help=BENCH, description=BENCH, epilog=_examples("bench"), formatter_class=_RAW)
     bench.add_argument("what", choices=("sync",), help="sync: new weights into a live engine, ours and others' ways")
     bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    bench.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; may be repeated; default: all")
+    bench.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
     bench.add_argument("--model-size", choices=("tiny", "small", "medium"), default="small", help="of a random Llama; default: small")
     bench.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
     arguments, rest = parser.parse_known_args(argv)
