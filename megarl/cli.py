@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": "what a config means: ranks, parameters, bytes of weights on each of them",
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
 }
+BENCH = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
     "train": ["megarl train configs/quickstart.yaml", "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b"],
@@ -41,6 +42,7 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
     ],
+    "bench": ["megarl bench sync", "megarl bench sync --model-size medium --transport mooncake --json"],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -49,8 +51,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command; returns the exit status."""
     arguments = parse(argv)
     try:
-        plan = resolve(load_config(arguments.config, arguments.overrides), arguments.command)
-        RUN[arguments.command](plan, arguments)
+        if arguments.command == "bench":
+            _bench(arguments)
+        else:
+            plan = resolve(load_config(arguments.config, arguments.overrides), arguments.command)
+            RUN[arguments.command](plan, arguments)
     except ConfigError as error:
         return _fail(error.problems, 2)
     except (RuntimeError, TimeoutError) as error:
@@ -79,7 +84,17 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
     reshard.add_argument("--dump", metavar="FILE", help="write every copy, one JSON object a line")
     reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
+    by_name["bench"] = bench = commands.add_parser("bench", help=BENCH, description=BENCH, epilog=_examples("bench"), formatter_class=_RAW)
+    bench.add_argument("what", choices=("sync",), help="sync: new weights into a live engine, ours and others' ways")
+    bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    bench.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
+    bench.add_argument("--model-size", choices=("tiny", "small", "medium"), default="small", help="of a random Llama; default: small")
+    bench.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "bench":
+        if rest:
+            bench.error(f"unknown argument: {' '.join(rest)}")
+        return arguments
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         by_name[arguments.command].error(f"unknown option: {' '.join(unknown)}")
@@ -152,6 +167,12 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
         return
     print(render(reshard_map))
     print("proven: every destination byte is written exactly once")
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from megarl.bench.sync import TRANSPORTS, run
+
+    run(arguments.model_size, arguments.transport or TRANSPORTS, arguments.repeats, arguments.json)
 
 
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {

@@ -14,8 +14,7 @@ from megarl.generator import update
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
-from megarl.transports.base import Endpoint, transport_class
-from megarl.transports.gloo import GLOO
+from megarl.transports.base import GLOO, MOONCAKE, Endpoint, transport_class
 
 
 class WeightsReceiver:
@@ -91,6 +90,8 @@ class WeightsReceiver:
             if self._kind == GLOO:
                 executor.run(session.receive())
             written = [self._await_written(version) for _ in self._trainers]
+            if self._kind == MOONCAKE:
+                executor.run(session.spread())
             if config.weights.audit:
                 executor.run(session.audit([message.shares for message in written], self._map))
             executor.run(session.close(version))

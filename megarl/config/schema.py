@@ -141,8 +141,8 @@ class RewardConfig:
 class WeightsConfig:
     transport: str = setting(
         "auto",
-        "how weights reach the engines; auto: shared_memory on one host",
-        one_of("auto", "shared_memory", "gloo", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:Class"),
+        "how weights reach the engines; auto: shared_memory on one host; mooncake: RDMA with CUDA, else TCP",
+        one_of("auto", "shared_memory", "gloo", "mooncake", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:Class"),
     )
     audit: bool = setting(True, "compare hashes of what was sent and of what is in the engines' memory after every update")
 

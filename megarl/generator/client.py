@@ -184,6 +184,10 @@ class EngineClient:
         """SGLang's own way: reads an HF checkpoint. For comparisons; runs of ours write directly."""
         await self._admin_call("/update_weights_from_disk", {"model_path": path}, timeout_s)
 
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        """Any other of SGLang's administrative endpoints. For comparisons."""
+        await self._admin_call(path, body, timeout_s)
+
     async def close(self) -> None:
         await self._session.close()
 

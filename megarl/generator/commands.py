@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Optional, Union
 
 import msgspec
 
@@ -38,6 +38,19 @@ class ExpectMessages(_Command, frozen=True):
     timeout_s: float
 
 
+class Register(_Command, frozen=True):
+    """Opens all parameters to one-sided writes by Mooncake, where they lie. Answer: an Endpoint."""
+
+    host: str  # to listen on
+    protocol: Optional[str]  # tcp | rdma; None: see transports.mooncake
+    landing: dict[int, list[Incoming]]  # by generator rank: the boxes that are to be written in one piece and then spread
+    timeout_s: float
+
+
+class Spread(_Command, frozen=True):
+    """Everything is written: puts what lies in landing memory into the parameters."""
+
+
 class Incoming(msgspec.Struct, frozen=True, array_like=True):
     """One message: from `source_rank` of the trainer, into the box start .. start + shape of `tensor`."""
 
@@ -55,7 +68,7 @@ class Audit(_Command, frozen=True):
     """Answer: dict[str, int], the audit hash of every live parameter."""
 
 
-Command = Union[Connect, Describe, ShareMemory, ExpectMessages, Receive, Audit]
+Command = Union[Connect, Describe, ShareMemory, ExpectMessages, Receive, Register, Spread, Audit]
 
 Description = list[RemoteTensor]
 Hashes = dict[str, int]

@@ -44,6 +44,7 @@ class EngineSettings:
     context_length: int  # tokens, prompt and response together
     max_running_requests: int
     tp: int = 1
+    ep: int = 1  # of the tp ranks: the experts are dealt out over so many
     host: str = "127.0.0.1"
     quantization: Optional[str] = None
     kv_cache_tokens: Optional[int] = None
@@ -79,6 +80,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "dtype": settings.dtype,
         "device": device,
         "tp_size": settings.tp,
+        "ep_size": settings.ep,
         "host": settings.host,
         "port": settings.port,
         "base_gpu_id": settings.base_gpu,

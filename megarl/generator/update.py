@@ -2,7 +2,7 @@
 
     update = WeightUpdate(workers, timeout_s)
     await update.open()                # pause → SGLang's update session
-    … the trainer ranks write (one-sided), or `await update.receive()` while they send …
+    … the trainer ranks write (one-sided; Mooncake: then `await update.spread()`), or `await update.receive()` while they send …
     await update.audit(shares, map)    # raises AuditError
     await update.close(version)        # end of session → version → prefix cache emptied → resume
 """
@@ -23,12 +23,13 @@ from megarl.channels.link import Hub
 from megarl.channels.messages import WorkerReply
 from megarl.generator import commands
 from megarl.generator.client import EngineClient
-from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, ShareMemory
+from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, Register, ShareMemory, Spread
 from megarl.reshard.audit import MASK
-from megarl.reshard.kinds import Layout
-from megarl.reshard.map import ReshardMap
-from megarl.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor
+from megarl.reshard.kinds import ITEM_BYTES, Layout
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.transports.base import MOONCAKE, SHARED_MEMORY, Endpoint, RemoteTensor
 from megarl.transports.gloo import address_of
+from megarl.transports.mooncake import lands
 from megarl.types import Version
 
 
@@ -108,14 +109,17 @@ def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None
 async def open_memory(workers: Workers, kind: str, map: ReshardMap, host: str = "127.0.0.1") -> list[Endpoint]:
     """Makes the live parameters writable by transports of `kind`, once; the endpoint of every generator rank.
 
-    Needs an open update session. `host` is where a gloo group meets: an address of this machine.
+    Needs an open update session. `host` is where a gloo group meets and Mooncake listens: an address of this machine.
     """
     if kind == SHARED_MEMORY:
         payloads = await workers.run_all(ShareMemory())
+    elif kind == MOONCAKE:
+        landing = {rank: [_message(copy) for copy in _landing(map, rank)] for rank in range(workers.count)}
+        payloads = await workers.run_all(Register(host, None, landing, workers.timeout_s))
     else:
-        workers.store = _store(host)
+        workers.store = open_store(host)
         trainers = map.source.world_size
-        incoming = {rank: _incoming(map, rank) for rank in range(workers.count)}
+        incoming = {rank: [_message(copy) for copy in map.writes_to(rank)] for rank in range(workers.count)}
         address = address_of(host, workers.store.port, trainers)
         command = ExpectMessages(address, trainers + workers.count, incoming, workers.timeout_s)
         payloads = await workers.run_all(command)
@@ -138,6 +142,10 @@ class WeightUpdate:
     async def receive(self) -> None:
         """Two-sided transports only: the workers take in what the trainer ranks send meanwhile."""
         await self.workers.run_all(Receive())
+
+    async def spread(self) -> None:
+        """Mooncake only, when the trainer ranks have written all: the workers put the boxes of short rows where they belong."""
+        await self.workers.run_all(Spread())
 
     async def audit(self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap) -> None:
         """Compares the senders' hash shares with the live parameters' hashes; raises AuditError naming tensors and ranks."""
@@ -170,7 +178,7 @@ def compare(found: Sequence[Mapping[str, int]], shares: Iterable[Mapping[int, Ma
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
 
 
-def _store(host: str) -> dist.TCPStore:
+def open_store(host: str) -> dist.TCPStore:
     """Listens on `host` alone; by itself torch would listen on every interface."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -182,11 +190,14 @@ def _senders(map: ReshardMap, rank: int, name: str) -> str:
     return ", ".join(str(source) for source in sorted(ranks))
 
 
-def _incoming(map: ReshardMap, rank: int) -> list[Incoming]:
-    return [
-        Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box.start, copy.destination_box.shape)
-        for copy in map.writes_to(rank)
-    ]
+def _landing(map: ReshardMap, rank: int) -> list[Copy]:
+    shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
+    writes = map.writes_to(rank)
+    return [copy for copy in writes if lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])]
+
+
+def _message(copy: Copy) -> Incoming:
+    return Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box.start, copy.destination_box.shape)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

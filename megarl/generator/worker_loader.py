@@ -6,6 +6,7 @@ the engine, so each is caught here, once, and travels back as the answer.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
@@ -18,11 +19,12 @@ import torch
 from megarl.channels.link import Peer, RunKey
 from megarl.channels.messages import WorkerReply
 from megarl.generator import commands
-from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Receive, ShareMemory
+from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, Register, ShareMemory, Spread
 from megarl.generator.wire import content_of
 from megarl.reshard.audit import hash_tensor
-from megarl.transports import gloo, shared_memory
-from megarl.transports.base import GLOO, SHARED_MEMORY, Endpoint, RemoteTensor
+from megarl.reshard.box import Box
+from megarl.transports import gloo, mooncake, shared_memory
+from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, Landing, RemoteTensor
 
 
 class Worker:
@@ -35,6 +37,8 @@ class Worker:
         self.memory_file = -1  # kept open: the file lives as long as this process
         self.expected: Optional[ExpectMessages] = None
         self.group: Any = None
+        self.engine: Any = None  # Mooncake's
+        self.landed: list[tuple[Incoming, torch.Tensor]] = []  # a box, and the landing memory for it
 
     def run(self, model: torch.nn.Module, command: Command) -> None:
         """Executes a command and sends the answer."""
@@ -94,14 +98,41 @@ class Worker:
             self.group = gloo.join(expected.address, trainers + self.rank, expected.group_size, expected.timeout_s)
         pending = []
         for message in expected.incoming[self.rank]:
-            box = tuple(slice(start, start + extent) for start, extent in zip(message.start, message.shape))
-            target = parameters[message.tensor].data[box]
+            target = parameters[message.tensor].data[box_of(message)]
             pending.append((message, target, *gloo.receive(self.group, target, message.source_rank)))
         for message, target, work, buffer in pending:
             whence = f"trainer rank {message.source_rank} to generator rank {self.rank}, {message.tensor}"
             gloo.wait(work, expected.timeout_s, whence)
             if buffer is not target:
                 target.copy_(buffer)
+
+    def register(self, parameters: dict[str, torch.nn.Parameter], command: Register) -> Endpoint:
+        """Parameters must stay where they are from now on."""
+        protocol = command.protocol or mooncake.default_protocol()
+        self.engine = mooncake.open_engine(command.host, protocol, command.timeout_s)
+        self.landed, landings = [], []
+        sizes = [math.prod(box.shape) * parameters[box.tensor].itemsize for box in command.landing[self.rank]]
+        offsets, total = shared_memory.aligned_offsets(sizes)
+        device = next(iter(parameters.values())).device
+        landing = torch.empty(max(1, total), dtype=torch.uint8, device=device)
+        storages = [parameter.untyped_storage() for parameter in parameters.values()] + [landing.untyped_storage()]
+        blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        mooncake.register(self.engine, list(blocks.items()))
+        base = min(blocks)
+        for box, offset, size in zip(command.landing[self.rank], offsets, sizes):
+            place = landing[offset : offset + size].view(parameters[box.tensor].dtype).view(box.shape)
+            self.landed.append((box, place))
+            landings.append(Landing(box.tensor, box.start, place.data_ptr() - base))
+        tensors = [
+            msgspec.structs.replace(describe(name, parameter), offset_bytes=parameter.data_ptr() - base)
+            for name, parameter in parameters.items()
+        ]
+        address = mooncake.address_of(command.host, self.engine, protocol, base)
+        return Endpoint(self.rank, MOONCAKE, address, sum(blocks.values()), tensors, landings)
+
+    def spread(self, parameters: dict[str, torch.nn.Parameter], command: Spread) -> None:
+        for box, place in self.landed:
+            parameters[box.tensor].data[box_of(box)].copy_(place)
 
     def audit(self, parameters: dict[str, torch.nn.Parameter], command: Audit) -> dict[str, int]:
         return {name: hash_tensor(parameter.data) for name, parameter in parameters.items()}
@@ -113,6 +144,8 @@ _HANDLERS: dict[type, Callable[[Worker, dict[str, torch.nn.Parameter], Any], Any
     ShareMemory: Worker.share_memory,
     ExpectMessages: Worker.expect_messages,
     Receive: Worker.receive,
+    Register: Worker.register,
+    Spread: Worker.spread,
     Audit: Worker.audit,
 }
 
@@ -127,6 +160,10 @@ def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Ten
 def describe(name: str, parameter: torch.Tensor) -> RemoteTensor:
     dtype = str(parameter.dtype).removeprefix("torch.")
     return RemoteTensor(name, tuple(parameter.shape), dtype, tuple(parameter.stride()))
+
+
+def box_of(message: Incoming) -> tuple[slice, ...]:
+    return Box(message.start, message.shape).slices()
 
 
 def _tp_rank() -> int:

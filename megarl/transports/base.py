@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Mapping, Optional, Protocol, Sequence
+from typing import Iterable, Mapping, Optional, Protocol, Sequence
 
 import msgspec
 import torch
@@ -15,10 +15,11 @@ from megarl.reshard.audit import MASK, hash_slice
 from megarl.reshard.execute import payload
 from megarl.reshard.map import Copy
 
-SHARED_MEMORY, GLOO = "shared_memory", "gloo"
+SHARED_MEMORY, GLOO, MOONCAKE = "shared_memory", "gloo", "mooncake"
 _BUILT_IN = {
     SHARED_MEMORY: "megarl.transports.shared_memory:SharedMemoryTransport",
     GLOO: "megarl.transports.gloo:GlooTransport",
+    MOONCAKE: "megarl.transports.mooncake:MooncakeTransport",
 }
 
 
@@ -32,14 +33,23 @@ class RemoteTensor(msgspec.Struct, frozen=True):
     offset_bytes: int = 0  # in the endpoint's memory, where it has one
 
 
+class Landing(msgspec.Struct, frozen=True, array_like=True):
+    """Where the box of `tensor` that begins at `start` is to be put in one piece; the worker then spreads it."""
+
+    tensor: str
+    start: tuple[int, ...]
+    offset_bytes: int  # in the endpoint's memory
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """Where the weights of one generator rank can be written. Travels as JSON text."""
 
     rank: int  # generator rank
-    kind: str  # SHARED_MEMORY | GLOO
-    address: str  # a file to map, or host:port of the store where the group meets
+    kind: str  # SHARED_MEMORY | GLOO | MOONCAKE
+    address: str  # a file to map; the store where a group meets (gloo.address_of); a transfer engine (mooncake.address_of)
     size_bytes: int
     tensors: list[RemoteTensor]
+    landings: list[Landing] = []
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -61,6 +71,10 @@ class Transport(Protocol):
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         """Opens the way to every generator rank, by index."""
+        ...
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        """Before the first write of an update: values that are views of `sources` stay in place and unchanged until the fence."""
         ...
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
@@ -93,6 +107,7 @@ def send(
     shares are hashes of the values as they should arrive, taken from the source, so they witness the whole way.
     """
     shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    transport.prepare(sources.values())
     for copy in copies:
         source = None if copy.source_tensor is None else sources[copy.source_tensor].detach()
         values = payload(copy, source)
@@ -111,7 +126,7 @@ def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, .
 
 
 def transport_class(name: str, one_host: bool) -> type[Transport]:
-    """The class behind `weights.transport`: auto | shared_memory | gloo | package.module:Class.
+    """The class behind `weights.transport`: auto | shared_memory | gloo | mooncake | package.module:Class.
 
     auto is shared memory where trainer and engines share one host, else gloo. Raises ConfigError for a path that does not import.
     """

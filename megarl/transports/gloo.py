@@ -7,7 +7,7 @@ same order, so messages need no names.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Sequence
+from typing import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ class GlooTransport:
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._trainer_ranks = trainer_ranks(endpoints[0])
         self._group = join(endpoints[0].address, self._rank, self._trainer_ranks + len(endpoints), self._timeout_s)
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        """Nothing to do."""
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         message = as_bytes(values.contiguous())

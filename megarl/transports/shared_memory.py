@@ -22,6 +22,9 @@ class SharedMemoryTransport:
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._tensors = [self._map(endpoint) for endpoint in endpoints]
 
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        """Nothing to do."""
+
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         self._tensors[copy.destination_rank][copy.destination_tensor][copy.destination_box.slices()].copy_(values)
 

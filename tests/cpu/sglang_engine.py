@@ -1,62 +1,88 @@
-"""Helpers of the tests that run a real SGLang engine: tiny Llama checkpoints, an engine process, trainer ranks played by processes."""
+"""Helpers of the tests that run a real SGLang engine: tiny checkpoints, an engine process, trainer ranks played by processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import psutil
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.reshard.quantise import quantise
+from megarl.reshard.quantise_rules import block_rule
 from megarl.launch.rendezvous import free_ports
 
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT = 96
 
 
-def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool) -> Path:
-    """A random Llama whose vocabulary (500) is not a multiple of SGLang's padding (64)."""
+def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, family: str = "llama", **shape: Any) -> Path:
+    """A random model, llama | qwen2 | qwen3 | qwen3_moe, whose vocabulary (500) is not a multiple of SGLang's padding (64)."""
     cpu_support.install()
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    common = {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    config = AutoConfig.for_model(family, **{**common, **(experts if family == "qwen3_moe" else {}), **shape})
+    model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones otherwise: a norm that was not written would go unnoticed
+        if "norm" in name or name.endswith("bias"):  # all ones or zeros otherwise: one that was not written would go unnoticed
             parameter.data.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    if "num_local_experts" in config:  # as transformers 5 calls it; checkpoints that are out there say num_experts
+        config["num_experts"] = config.pop("num_local_experts")
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def quantise_checkpoint(model: Path, folder: Path, block: int, names: Callable[[str], bool]) -> Path:
+    """The checkpoint with the tensors that `names` admits in fp8, in blocks of block x block: whole tensors, quantised one by one."""
+    shutil.copytree(model, folder)
+    config = json.loads((model / "config.json").read_text())
+    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    tensors = {}
+    for name, values in load_file(model / "model.safetensors").items():
+        if names(name):
+            tensors[name], tensors[f"{name}_scale_inv"] = quantise(values, block_rule(block, block), name)
+        else:
+            tensors[name] = values
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def hf_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     cpu_support.install()
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 @torch.no_grad()
@@ -90,11 +116,11 @@ class Engine:
         return [main, *main.children(recursive=True)]
 
 
-def start_engine(model: Path, dtype: str, tp: int, log: Path, **extra: Any) -> Iterator[Engine]:
+def start_engine(model: Path, dtype: str, tp: int, log: Path, ep: int = 1, **extra: Any) -> Iterator[Engine]:
     """Body of a fixture."""
     port, keys = free_port(), EngineKeys.generate()
     settings = EngineSettings(
-        model_path=str(model), dtype=dtype, port=port, context_length=CONTEXT, max_running_requests=64, tp=tp
+        model_path=str(model), dtype=dtype, port=port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep
     )
     argv, env = server_command(settings, keys, extra)
     with open(log, "wb") as output:
@@ -110,11 +136,12 @@ def start_engine(model: Path, dtype: str, tp: int, log: Path, **extra: Any) -> I
 
 
 def write_as_trainer(
-    transport: str, model: Path, dtype: str, topology: dict[str, int], tp: int, endpoints: list[str]
+    transport: str, model: Path, dtype: str, topology: dict[str, int], tp: int, endpoints: list[str], ep: int = 1, fp8_block: int = 0
 ) -> list[subprocess.Popen]:
     """Starts one process per trainer rank; each writes its part of `model` and prints its shares. See `shares_of`."""
     ranks = topology.get("tp", 1) * topology.get("pp", 1) * topology.get("dp", 1)
-    job = {"transport": transport, "model": str(model), "dtype": dtype, "topology": topology, "tp": tp, "endpoints": endpoints}
+    job = {"transport": transport, "model": str(model), "dtype": dtype, "topology": topology, "tp": tp, "ep": ep, "fp8_block": fp8_block}
+    job["endpoints"] = endpoints
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WRITER.parent)}
     return [
         subprocess.Popen(

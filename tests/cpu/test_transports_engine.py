@@ -15,11 +15,20 @@ from sglang_engine import hf_logprobs, hf_model, make_checkpoint, shares_of, sta
 from sglang_writer import reshard_map
 
 from megarl.channels.link import Hub, RunKey
+from megarl.config.errors import ConfigError
 from megarl.generator.client import Sampling
 from megarl.generator.update import WeightUpdate, Workers, check_layout, connect, describe, open_memory
 from megarl.reshard.audit import hash_tensor
 from megarl.transports.base import Endpoint
+from megarl.transports.mooncake import open_engine
 from megarl.transports.shared_memory import view_at
+
+
+try:
+    open_engine("127.0.0.1", "tcp", 60)
+    HAS_MOONCAKE = True
+except ConfigError:  # test_transports_mooncake.py is skipped with the reason
+    HAS_MOONCAKE = False
 
 
 @dataclass(frozen=True)
@@ -29,11 +38,12 @@ class Case:
     tied: bool
     shared_memory: dict[str, int]  # trainer topology that writes by shared memory
     gloo: dict[str, int]
+    mooncake: dict[str, int]
 
 
 CASES = [
-    Case(1, "float32", False, shared_memory={"tp": 2}, gloo={"dp": 2}),
-    Case(2, "bfloat16", True, shared_memory={"pp": 2}, gloo={"tp": 2}),
+    Case(1, "float32", False, shared_memory={"tp": 2}, gloo={"dp": 2}, mooncake={"tp": 2}),
+    Case(2, "bfloat16", True, shared_memory={"pp": 2}, gloo={"tp": 2}, mooncake={"tp": 1}),
 ]
 
 
@@ -57,11 +67,13 @@ async def write_and_compare(engine, hub: Hub, folder, case: Case, new) -> None:
     workers = Workers([client], case.tp, hub, 60)
     by_shared_memory = reshard_map(new, case.dtype, case.shared_memory, case.tp)
     by_gloo = reshard_map(new, case.dtype, case.gloo, case.tp)
+    by_mooncake = reshard_map(new, case.dtype, case.mooncake, case.tp)
     await client.begin_update(60)
     await connect(workers, str(folder / "key"))
     check_layout(await describe(workers), by_gloo.destination)
     mapped = await open_memory(workers, "shared_memory", by_shared_memory)
     met = await open_memory(workers, "gloo", by_gloo)
+    registered = await open_memory(workers, "mooncake", by_mooncake) if HAS_MOONCAKE else []
     await client.end_update(60)
     live = [parameters(endpoint) for endpoint in mapped]
 
@@ -78,6 +90,8 @@ async def write_and_compare(engine, hub: Hub, folder, case: Case, new) -> None:
         if kind == "gloo":
             await session.receive()
         shares = shares_of(writers)
+        if kind == "mooncake":
+            await session.spread()
         await session.audit(shares, map)
         await session.close(version)
         return [{name: values.clone() for name, values in of_rank.items()} for of_rank in live]
@@ -91,6 +105,9 @@ async def write_and_compare(engine, hub: Hub, folder, case: Case, new) -> None:
         "shared_memory": await update("shared_memory", case.shared_memory, mapped, by_shared_memory, 1),
         "gloo": await update("gloo", case.gloo, met, by_gloo, 2),
     }
+    if HAS_MOONCAKE:
+        assert any(endpoint.landings for endpoint in registered) == (case.tp == 1)  # column slices, where two ranks fill a row
+        written["mooncake"] = await update("mooncake", case.mooncake, registered, by_mooncake, 2)
     for kind, ranks in written.items():
         for rank, tensors in enumerate(ranks):
             assert tensors.keys() == loaded[rank].keys()

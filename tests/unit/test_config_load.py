@@ -117,7 +117,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
         ("rollout.top_k=0", "rollout.top_k=0: must be -1, or at least 1"),
-        ("weights.transport=pigeon", "weights.transport=pigeon: must be one of auto, shared_memory, gloo, package.module:Class"),
+        ("weights.transport=pigeon", "weights.transport=pigeon: must be one of auto, shared_memory, gloo, mooncake, package.module:Class"),
         ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
         ("eval.every=-5", "eval.every=-5: must be at least 0"),
         ("run_dir=", "run_dir=: must not be empty"),

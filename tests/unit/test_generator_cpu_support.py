@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megarl.generator.cpu_support import attention
+from megarl.generator.cpu_support import attention, fp8, moe
+from megarl.reshard.quantise import quantise
+from megarl.reshard.quantise_rules import block_rule
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 8, 200
 
@@ -75,6 +78,7 @@ def test_other_kinds_of_attention_are_left_to_sglang():
 
 STAND_INS = """
 import sys
+from types import SimpleNamespace
 from megarl.generator import cpu_support
 assert not cpu_support.active()
 cpu_support.install(); cpu_support.install()
@@ -103,3 +107,28 @@ def test_importing_the_package_changes_nothing():
     before = list(sys.meta_path)
     importlib.reload(importlib.import_module("megarl.generator.cpu_support"))
     assert sys.meta_path == before
+
+
+def test_experts_of_other_ranks_add_nothing():
+    generator = torch.Generator().manual_seed(4)
+    x, w13, w2 = (torch.randn(shape, generator=generator) for shape in ((5, 8), (2, 12, 8), (2, 8, 6)))
+    ids = torch.tensor([[0, -1, 1], [-1, -1, -1], [1, 0, -1], [-1, 1, -1], [-1, -1, 0]])
+    weights = torch.rand(ids.shape, generator=generator)
+    expected = torch.zeros(5, 8, dtype=torch.float64)
+    for t, k in (ids >= 0).nonzero().tolist():
+        gate, up = (w13[ids[t, k]].double() @ x[t].double()).chunk(2)
+        expected[t] += weights[t, k] * (w2[ids[t, k]].double() @ (gate * torch.sigmoid(gate) * up))
+    config = SimpleNamespace(activation="silu", gemm1_alpha=None)
+    topk = SimpleNamespace(topk_ids=ids, topk_weights=weights)
+    assert (moe.forward(None, SimpleNamespace(w13_weight=w13, w2_weight=w2), x, topk, config) - expected).abs().max() < 1e-5
+
+
+def test_dequantised_weights_are_within_the_rounding_of_their_blocks():
+    values = torch.randn(2, 50, 70, generator=torch.Generator().manual_seed(5)).bfloat16()
+    codes, scales = quantise(values, block_rule(16, 32), "values")
+    found = fp8.dequantised(codes, scales, (16, 32))
+    for i in range(0, 50, 16):
+        for j in range(0, 70, 32):
+            block, original = (each[:, i : i + 16, j : j + 32].double() for each in (found, values))
+            largest = original.abs().amax((1, 2), keepdim=True)
+            assert ((block - original).abs() <= original.abs() / 16 + largest / 448 / 512).all()  # 3 bits of mantissa; subnormals

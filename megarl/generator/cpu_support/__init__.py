@@ -39,12 +39,17 @@ def register_hooks() -> None:
     """Hooks into SGLang itself, by its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention
+    from megarl.generator.cpu_support import attention, fp8, moe
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
+    quantised = "sglang.srt.layers.quantization.fp8."
+    for layer, apply in (("Fp8LinearMethod", fp8.apply_linear), ("Fp8MoEMethod", fp8.apply_experts)):
+        HookRegistry.register(f"{quantised}{layer}.process_weights_after_loading", fp8.keep, HookType.AROUND)
+        HookRegistry.register(f"{quantised}{layer}.apply", apply, HookType.AROUND)
 
 
 def _fork_workers(result: None, server_args: object) -> None:

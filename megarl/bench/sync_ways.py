@@ -1,0 +1,226 @@
+"""The ways that `megarl bench sync` compares, on one live engine. See `sync` for what they are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Awaitable, Callable, Sequence
+
+import msgspec
+import torch
+
+from megarl.bench.sync_ranks import CHUNK_BYTES, RUN_BYTES, Ranks, build_map
+from megarl.channels.link import Hub, RunKey
+from megarl.generator import commands, update
+from megarl.generator.client import EngineClient
+from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.generator.sglang_updates import FLATTENED, GROUP
+from megarl.transports import gloo
+from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
+from megarl.transports.shared_memory import view_at
+
+TIMEOUT_S = 300.0
+BARE = {SHARED_MEMORY: "ceiling memcpy", GLOO: "ceiling gloo send", MOONCAKE: "ceiling mooncake write"}
+
+
+@dataclass(frozen=True)
+class Way:
+    run: Callable[[], Awaitable[Any]]
+    bytes_moved: int
+    messages: int
+    ceiling: str = ""  # name of the way that is this one's limit
+
+
+class Bench:
+    """`job`: model, dtype, trainer_tp, engine_tp. What it starts ends with `stack`."""
+
+    def __init__(self, job: tuple[str, str, int, int], folder: Path, stack: ExitStack):
+        self.job, self.folder, self.stack = job, folder, stack
+        self.map = build_map(*job)
+        self.trainers = list(range(job[2]))
+        self.everyone = [*self.trainers, job[2]]  # the last one plays the far end of a bare medium
+        self.sent = [sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers]
+        self.writes = sum(len(self.map.writes_from(rank)) for rank in self.trainers)
+        self.bytes = sum(self.sent)
+        self.ranks = Ranks(len(self.everyone), job, TIMEOUT_S)
+        stack.callback(self.ranks.close)
+
+    async def measure(
+        self, transports: Sequence[str], repeats: int
+    ) -> tuple[dict[str, Way], dict[str, list[float]], dict[str, float]]:
+        """The ways, the seconds of each run of each, and what an audit adds to the direct ones."""
+        await self.start_engine()
+        self.live = await update.open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
+        direct = {f"direct {kind}": await self.direct(kind) for kind in transports}
+        through_sglang = await self.gather_ways()
+        ways = {**direct, **through_sglang, **{BARE[kind]: await getattr(self, f"bare_{kind}")() for kind in transports}}
+        await self.check({**direct, **through_sglang})
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for name, way in [*ways.items()] * (repeats + 1):
+            began = time.perf_counter()
+            await way.run()
+            times[name].append(time.perf_counter() - began)
+        audit_s = {f"direct {kind}": await self.audit_seconds(kind, repeats) for kind in transports}
+        await self.client.end_update(TIMEOUT_S)
+        await self.client.close()
+        return ways, {name: seconds[1:] for name, seconds in times.items()}, audit_s  # the first round warms up
+
+    async def start_engine(self) -> None:
+        port, keys, log = free_port(), EngineKeys.generate(), self.folder / "engine.log"
+        model, dtype, _, tp = self.job
+        argv, environment = server_command(EngineSettings(model, dtype, port, context_length=64, max_running_requests=4, tp=tp), keys)
+        with open(log, "wb") as output:
+            process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
+        self.stack.callback(process.wait, 10)
+        self.stack.callback(process.kill)
+        key = RunKey.generate()
+        key.save(self.folder / "key")
+        hub = Hub("generator.0", key)
+        self.stack.callback(hub.close)
+        self.client = EngineClient(f"http://127.0.0.1:{port}", keys.api, keys.admin)
+        await self.client.wait_ready(TIMEOUT_S, log, lambda: None if process.poll() is None else f"exited with {process.returncode}")
+        self.workers = update.Workers([self.client], tp, hub, TIMEOUT_S)
+        self.session = update.WeightUpdate(self.workers)
+        await self.session.open()
+        await update.connect(self.workers, str(self.folder / "key"))
+        update.check_layout(await update.describe(self.workers), self.map.destination)
+
+    # Ours
+
+    async def direct(self, kind: str) -> Way:
+        """Sets a transport up; its first update connects it."""
+        endpoints = self.live if kind == SHARED_MEMORY else await update.open_memory(self.workers, kind, self.map)
+        encoded = [endpoint.encode() for endpoint in endpoints]
+        if kind == GLOO:  # the group meets while the workers receive
+            await asyncio.gather(self.on_trainers("connect_and_write", kind, encoded), self.session.receive())
+        else:
+            await self.on_trainers("connect_and_write", kind, encoded)
+        return Way(partial(self.write, kind, False), self.bytes, self.writes, BARE[kind])
+
+    async def write(self, kind: str, audit: bool) -> list[Any]:
+        if kind == GLOO:
+            sent, _ = await asyncio.gather(self.on_trainers("write", kind, audit), self.session.receive())
+            return sent
+        sent = await self.on_trainers("write", kind, audit)
+        if kind == MOONCAKE:
+            await self.session.spread()
+        return sent
+
+    async def audit_seconds(self, kind: str, repeats: int) -> float:
+        """Difference of the medians of updates with and without audit."""
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for audit in [False, True] * repeats:
+            began = time.perf_counter()
+            sent = await self.write(kind, audit)
+            if audit:
+                await self.session.audit([each.shares for each in sent], self.map)
+            seconds[audit].append(time.perf_counter() - began)
+        without, with_audit = (sorted(seconds[audit])[repeats // 2] for audit in (False, True))
+        return with_audit - without
+
+    # SGLang's
+
+    async def gather_ways(self) -> dict[str, Way]:
+        store = update.open_store("127.0.0.1")
+        await self.on_trainers("join_trainers", gloo.address_of("127.0.0.1", store.port, len(self.trainers)))
+        logical = (await self.on_trainers("logical"))[0]
+        size = 1 + self.job[3]
+        group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": size}
+        group |= {"group_name": GROUP, "backend": "gloo"}
+        joining = self.on_ranks([0], "join_engines", group["master_port"], size)
+        await asyncio.gather(joining, self.client.call("/init_weights_update_group", group, TIMEOUT_S))
+        names = {"names": [name for name, _, _ in logical], "shapes": [list(shape) for _, shape, _ in logical]}
+        body = {**names, "dtypes": [self.job[1]] * len(logical), "group_name": GROUP, "flush_cache": False}
+        gathered, pieces = self.bytes - self.bytes // len(self.trainers), len(logical)
+        moved = gathered + self.bytes * self.job[3]
+        return {
+            "gather + broadcast": Way(partial(self.broadcast, body, False), moved, pieces * 2),
+            "gather + broadcast flattened": Way(partial(self.broadcast, {**body, "load_format": FLATTENED}, True), moved, pieces + 1),
+            "gather + bucket": Way(self.bucket, moved, pieces + 1),
+        }
+
+    async def broadcast(self, body: dict[str, Any], flattened: bool) -> None:
+        await self.on_trainers("gather")
+        receiving = self.client.call("/update_weights_from_distributed", body, TIMEOUT_S)
+        await asyncio.gather(receiving, self.on_ranks([0], "broadcast", flattened))
+
+    async def bucket(self) -> None:
+        await self.on_trainers("gather")
+        payloads = (await self.on_ranks([0], "buckets", self.job[3]))[0]
+        body = {"serialized_named_tensors": payloads, "load_format": FLATTENED, "flush_cache": False}
+        await self.client.call("/update_weights_from_tensor", body, TIMEOUT_S)
+
+    # The bare media
+
+    async def bare_shared_memory(self) -> Way:
+        descriptor = os.memfd_create("megarl-bench")
+        self.stack.callback(os.close, descriptor)
+        os.posix_fallocate(descriptor, 0, self.bytes)
+        await self.on_trainers("hold", each=self.sent)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        await self.on_trainers("map_file", path, self.bytes, each=self.offsets)
+        return Way(partial(self.on_trainers, "copy_block"), self.bytes, len(self.trainers))
+
+    async def bare_gloo(self) -> Way:
+        await self.hold_everywhere()
+        self.bare_store = update.open_store("127.0.0.1")
+        address = gloo.address_of("127.0.0.1", self.bare_store.port, len(self.everyone))
+        await self.on_ranks(self.everyone, "join_bare", address)
+
+        async def run() -> None:
+            far = self.on_ranks([self.everyone[-1]], "receive_blocks", self.sent)
+            await asyncio.gather(self.on_trainers("send_block"), far)
+
+        return Way(run, self.bytes, sum(-(-size // CHUNK_BYTES) for size in self.sent))
+
+    async def bare_mooncake(self) -> Way:
+        await self.hold_everywhere()
+        addresses = await self.on_ranks(self.everyone, "open_block")
+        run = partial(self.on_trainers, "write_block", addresses[-1], each=self.offsets)
+        return Way(run, self.bytes, sum(-(-size // RUN_BYTES) for size in self.sent))
+
+    async def hold_everywhere(self) -> None:
+        await self.on_ranks(self.everyone, "hold", each=[*self.sent, self.bytes])
+
+    @property
+    def offsets(self) -> list[int]:
+        return [sum(self.sent[:rank]) for rank in self.trainers]
+
+    # Checks
+
+    async def check(self, ways: dict[str, Way]) -> None:
+        """Every way must leave in the engine what the trainer ranks hold. Raises AuditError."""
+        live = [tensor for endpoint in self.live for tensor in parameters(endpoint)]
+        sent = await self.on_trainers("shares", shapes_of(self.live))
+        for name, way in ways.items():
+            for tensor in live:
+                tensor.view(-1).view(torch.uint8).fill_(1)
+            await way.run()
+            hashes = [msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in await self.workers.run_all(commands.Audit())]
+            update.compare(hashes, sent, self.map)
+
+    async def on_trainers(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
+        return await self.on_ranks(self.trainers, method, *arguments, each=each)
+
+    async def on_ranks(self, ranks: Sequence[int], method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
+        """`arguments` are the same for all; of `each`, a rank gets its own as the last one."""
+        own = [(*arguments, *each[i : i + 1]) for i in range(len(ranks))]
+        return await asyncio.to_thread(self.ranks.call, method, *own, ranks=ranks)
+
+
+def parameters(endpoint: Endpoint) -> list[torch.Tensor]:
+    storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+    return [view_at(storage, tensor) for tensor in endpoint.tensors]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,37 @@
+"""SGLang's own ways to take new weights, seen from the sender: what direct writes are compared with."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megarl.generator import cpu_support
+
+GROUP = "weight_update_group"
+FLATTENED = "flattened_bucket"  # a load_format of SGLang
+
+
+def join_update_group(port: int, size: int, backend: str) -> dist.ProcessGroup:
+    """Rank 0 of the group over which `/update_weights_from_distributed` receives; its store listens on `port` of this host."""
+    cpu_support.install()
+    from sglang.srt.utils import init_custom_process_group
+
+    address = f"tcp://127.0.0.1:{port}"
+    return init_custom_process_group(backend=backend, init_method=address, world_size=size, rank=0, group_name=GROUP)
+
+
+def bucket_payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """`tensors` as an entry of `/update_weights_from_tensor` with load_format FLATTENED: a handle to shared memory, as text.
+
+    The memory lives as long as the handle: a bucket is to be taken by exactly one worker.
+    """
+    cpu_support.install()
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    torch.multiprocessing.set_sharing_strategy("file_system")  # the default shares a descriptor that only relatives can open
+    bucket = FlattenedTensorBucket(named_tensors=list(tensors))
+    content: dict[str, Any] = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    return MultiprocessingSerializer.serialize(content, output_str=True)

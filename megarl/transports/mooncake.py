@@ -1,0 +1,235 @@
+"""One-sided writes by Mooncake's transfer engine: over RDMA where there is CUDA, else over TCP, with the same calls.
+
+The engine worker registers its parameters, once; the trainer rank its own, once. What is contiguous on both sides leaves from where
+it lies. What has to be cast, quantised or packed goes through a staging buffer: a thread of its own writes one half of it out while
+the other half is being filled.
+
+A box whose rows are short in the destination (a column slice) would be thousands of small writes. It is written in one piece into
+the worker's *landing* memory instead, and the worker spreads it when all is written (`commands.Spread`). Which boxes those are,
+`lands` says, to both sides alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from typing import Any, Iterable, Iterator, Optional, Sequence
+
+import torch
+
+from megarl.config.errors import ConfigError
+from megarl.reshard.box import Box
+from megarl.reshard.map import Copy
+from megarl.transports.base import MOONCAKE, Endpoint, RemoteTensor
+
+SHORTEST_RUN_BYTES = 64 << 10  # of contiguous destination memory that is worth a write of its own
+LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends those of a call in parallel, and RDMA cuts them up anyway
+HALF_BYTES = 32 << 20  # of the staging buffer
+_MOST_RUNS = 512  # in one call: the TCP transport refuses a few thousand, and then works no more
+_ALIGNMENT = 64
+
+Run = tuple[int, int, int]  # staging address, destination address, bytes
+
+
+class MooncakeTransport:
+    kind = MOONCAKE
+
+    def __init__(self, rank: int, timeout_s: float):
+        self._rank, self._timeout_s = rank, timeout_s
+        self._staging: Optional[torch.Tensor] = None  # [2, HALF_BYTES], on the device of what is written
+        self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
+        self._sources: dict[int, torch.UntypedStorage] = {}  # registered, by address; kept, so that no address is used again
+        self._runs: dict[int, list[Run]] = {}  # generator rank → what lies in the current half for it
+        self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None: the end
+        self._free = [threading.Semaphore(1), threading.Semaphore(1)]  # of the halves
+        self._failure = ""
+
+    def connect(self, endpoints: Sequence[Endpoint]) -> None:
+        self._peers = [address_parts(endpoint.address) for endpoint in endpoints]
+        self._tensors = [{tensor.name: tensor for tensor in endpoint.tensors} for endpoint in endpoints]
+        self._landings = [{(landing.tensor, landing.start): landing.offset_bytes for landing in e.landings} for e in endpoints]
+        protocol, peer, _ = self._peers[0]
+        self._engine = open_engine(_own_address(peer), protocol, self._timeout_s)
+        self._free[self._half].acquire()
+        threading.Thread(target=self._send_jobs, name=f"mooncake trainer {self._rank}", daemon=True).start()
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        storages = {storage.data_ptr(): storage for storage in (source.untyped_storage() for source in sources)}
+        if gone := self._sources.keys() - storages.keys():
+            self._engine.batch_unregister_memory(list(gone))
+        if new := storages.keys() - self._sources.keys():
+            register(self._engine, [(address, storages[address].nbytes()) for address in new])
+        self._sources = storages
+
+    def write(self, copy: Copy, values: torch.Tensor) -> None:
+        rank, start = copy.destination_rank, copy.destination_box.start
+        base = self._peers[rank][2]
+        if self._noted >= HALF_BYTES:
+            self._flush()
+        if (landing := self._landings[rank].get((copy.destination_tensor, start))) is not None:
+            self._stage_run(rank, base + landing, as_bytes(values.contiguous()))
+            return
+        tensor = self._tensors[rank][copy.destination_tensor]
+        for address, run in destination_runs(values, start, tensor):
+            self._stage_run(rank, base + address, run)
+
+    def fence(self) -> None:
+        self._flush()
+        deadline = time.monotonic() + self._timeout_s
+        other = self._free[1 - self._half]  # the thread works in order: when it has given this back, all is through
+        if not other.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._late()
+        other.release()
+        self._raise_failure()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._staging = None
+
+    def _stage_run(self, rank: int, address: int, run: torch.Tensor) -> None:
+        """In parts that fit into what is left of the half."""
+        if run.untyped_storage().data_ptr() in self._sources:
+            for first in range(0, run.numel(), LONGEST_RUN_BYTES):
+                self._note(rank, run.data_ptr() + first, address + first, min(LONGEST_RUN_BYTES, run.numel() - first))
+            return
+        while run.numel():
+            if self._staging is None:
+                self._staging = torch.empty(2, HALF_BYTES, dtype=torch.uint8, device=run.device)
+                register(self._engine, [(self._staging.data_ptr(), 2 * HALF_BYTES)])
+            if self._filled >= HALF_BYTES:
+                self._flush()
+            part = run[: min(HALF_BYTES - self._filled, LONGEST_RUN_BYTES)]
+            place = self._staging[self._half, self._filled : self._filled + part.numel()]
+            place.copy_(part)
+            self._note(rank, place.data_ptr(), address, part.numel())
+            self._filled += part.numel()
+            address += part.numel()
+            run = run[part.numel() :]
+
+    def _note(self, rank: int, source: int, destination: int, size: int) -> None:
+        runs = self._runs.setdefault(rank, [])
+        follows = bool(runs) and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (source, destination)
+        if follows and runs[-1][2] + size <= LONGEST_RUN_BYTES:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + size)
+        else:
+            runs.append((source, destination, size))
+        self._noted += size
+
+    def _flush(self) -> None:
+        """Hands the current half to the thread and takes over the other."""
+        if self._staging is not None and self._staging.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._raise_failure()
+        self._jobs.put((self._half, self._runs))
+        self._half, self._filled, self._noted, self._runs = 1 - self._half, 0, 0, {}
+        if not self._free[self._half].acquire(timeout=self._timeout_s):
+            raise self._late()
+
+    def _send_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            half, runs_of = job
+            for rank, runs in runs_of.items():
+                for first in range(0, len(runs), _MOST_RUNS):
+                    if not self._failure and self._engine.batch_transfer_sync_write(
+                        self._peers[rank][1], *map(list, zip(*runs[first : first + _MOST_RUNS]))
+                    ):
+                        self._failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {self._peers[rank][1]}"
+            self._free[half].release()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise RuntimeError(f"weights from {self._failure} by Mooncake: is its engine alive? see the log on stderr")
+
+    def _late(self) -> TimeoutError:
+        ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in enumerate(self._peers))
+        return TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: not through within {self._timeout_s:.0f} s")
+
+
+def lands(box: Box, shape: tuple[int, ...], item_bytes: int) -> bool:
+    """Whether a box of a destination tensor, contiguous and of `shape`, goes through landing memory: its runs are short and many."""
+    run = item_bytes
+    for dim in reversed(range(len(shape))):
+        run *= box.shape[dim]
+        if box.shape[dim] != shape[dim]:
+            break
+    return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
+
+
+def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(offset in the endpoint's memory, bytes) of each contiguous run of a box of `tensor` that begins at `start`."""
+    dim = len(tensor.shape)  # from here on the box is contiguous in the destination
+    extent = 1
+    while dim and tensor.strides[dim - 1] == extent:
+        dim -= 1
+        extent *= tensor.shape[dim]
+        if values.shape[dim] != tensor.shape[dim]:
+            break
+    item = values.element_size()
+    first = tensor.offset_bytes + item * sum(s * stride for s, stride in zip(start, tensor.strides))
+    rows = values.reshape(math.prod(values.shape[:dim]), -1)
+    for row, index in zip(rows, _indices(values.shape[:dim])):
+        yield first + item * sum(i * stride for i, stride in zip(index, tensor.strides)), as_bytes(row)
+
+
+def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return (tuple(i) for i in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()) if shape else iter([()])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def open_engine(host: str, protocol: Optional[str], timeout_s: float) -> Any:
+    """A transfer engine of this process that listens on `host`. protocol: "tcp" | "rdma"; None: rdma where there is CUDA.
+
+    Raises ConfigError when Mooncake or its system libraries are missing, RuntimeError when it cannot start.
+    """
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ["MC_TRANSFER_TIMEOUT"] = str(max(1, math.ceil(timeout_s)))  # of one call, in seconds; read when an engine is made
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise ConfigError(
+            f"weights.transport = 'mooncake': {error}. It needs the package mooncake-transfer-engine (without CUDA: "
+            "mooncake-transfer-engine-non-cuda), and of Debian or Ubuntu: apt-get install libibverbs1 libcurl4 libnuma1"
+        ) from error
+    engine = TransferEngine()
+    protocol = protocol or default_protocol()
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+        raise RuntimeError(f"Mooncake's transfer engine does not start on {host} by {protocol}; see the log on stderr")
+    return engine
+
+
+def default_protocol() -> str:
+    return "rdma" if torch.cuda.is_available() else "tcp"
+
+
+def register(engine: Any, blocks: Sequence[tuple[int, int]]) -> None:
+    """Makes memory, (address, bytes) each, known to the engine; it must stay where it is."""
+    if engine.batch_register_memory([address for address, _ in blocks], [size for _, size in blocks]):
+        raise RuntimeError(f"Mooncake could not register {sum(size for _, size in blocks)} bytes of memory in {len(blocks)} blocks")
+
+
+def address_of(host: str, engine: Any, protocol: str, base: int) -> str:
+    """Address of an Endpoint: protocol, where the engine listens, and the address in its memory from which offsets count."""
+    return f"{protocol}://{host}:{engine.get_rpc_port()}/{base}"
+
+
+def address_parts(address: str) -> tuple[str, str, int]:
+    """(protocol, host:port, base)"""
+    protocol, _, rest = address.partition("://")
+    peer, _, base = rest.partition("/")
+    return protocol, peer, int(base)
+
+
+def _own_address(peer: str) -> str:
+    """This machine's address on the way to `peer`."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return probe.getsockname()[0]

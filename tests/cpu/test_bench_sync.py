@@ -1,0 +1,18 @@
+"""`megarl bench sync` on a tiny model: every way runs, leaves the right weights (it checks that itself), and is reported."""
+
+from __future__ import annotations
+
+import json
+
+from megarl.cli import main
+
+
+def test_all_ways_are_reported_with_their_ceilings(capfd):
+    transports = ["--transport", "shared_memory", "--transport", "gloo"]
+    assert main(["bench", "sync", "--json", "--model-size", "tiny", "--repeats", "1", *transports]) == 0
+    facts = json.loads(capfd.readouterr().out.splitlines()[-1])
+    ways = {way["name"]: way for way in facts["ways"]}
+    assert {"direct shared_memory", "direct gloo", "gather + broadcast", "gather + bucket", "ceiling memcpy"} <= ways.keys()
+    for name in ("direct shared_memory", "direct gloo"):
+        assert ways[name]["bytes_moved"] == facts["bytes"] and ways[name]["of_ceiling"] > 0 and ways[name]["times_faster"] > 0
+    assert ways["gather + broadcast"]["bytes_moved"] == facts["bytes"] * 3 // 2  # half of the model to rank 0, all of it to the engine

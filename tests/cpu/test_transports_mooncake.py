@@ -1,0 +1,115 @@
+"""Mooncake's transfer engine over TCP between two ends of one process: boxes arrive where they should, and nothing else changes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megarl.config.errors import ConfigError
+from megarl.reshard.box import Box
+from megarl.reshard.map import Copy
+from megarl.transports import mooncake
+from megarl.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor, send, shapes_of
+
+try:
+    mooncake.open_engine("127.0.0.1", "tcp", 20)
+except ConfigError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+LONG = mooncake.SHORTEST_RUN_BYTES // 4  # elements of a row that is worth a write
+ROWS = 2 * mooncake.HALF_BYTES // (4 * 2 * LONG) + 3  # more than both halves of the staging buffer hold
+
+
+class Receiver:
+    """Memory of 'generator rank' 0: `wide` [ROWS, 2 * LONG] f32, `thin` [40, 30] bf16, and a landing place for one box of thin."""
+
+    def __init__(self) -> None:
+        self.wide = torch.full((ROWS, 2 * LONG), -1.0)
+        self.thin = torch.full((40, 30), -1.0, dtype=torch.bfloat16)
+        self.landing = torch.zeros(40 * 10, dtype=torch.bfloat16)
+        self.engine = mooncake.open_engine("127.0.0.1", "tcp", 20)
+        blocks = [(tensor.data_ptr(), tensor.nbytes) for tensor in (self.wide, self.thin, self.landing)]
+        mooncake.register(self.engine, blocks)
+        base = min(address for address, _ in blocks)
+        tensors = [
+            RemoteTensor("wide", tuple(self.wide.shape), "float32", self.wide.stride(), blocks[0][0] - base),
+            RemoteTensor("thin", tuple(self.thin.shape), "bfloat16", self.thin.stride(), blocks[1][0] - base),
+        ]
+        landings = [Landing("thin", (0, 20), blocks[2][0] - base)]
+        address = mooncake.address_of("127.0.0.1", self.engine, "tcp", base)
+        self.endpoint = Endpoint(0, MOONCAKE, address, sum(size for _, size in blocks), tensors, landings)
+
+
+def copy(source: str | None, source_box: Box | None, target: str, box: Box, transform: str, dtype: str) -> Copy:
+    return Copy(0, source, source_box, 0, target, box, transform, dtype, 0)
+
+
+def test_boxes_arrive_in_place_over_several_updates():
+    receiver = Receiver()
+    transport = mooncake.MooncakeTransport(0, 20)
+    transport.connect([Endpoint.decode(receiver.endpoint.encode())])
+    left, whole = Box((1, 0), (ROWS - 2, LONG)), Box((0, 0), (ROWS - 2, LONG))
+    copies = [
+        copy("x", whole, "wide", left, "identity", "float32"),  # rows of the shortest run, half of each row
+        copy("y", Box((0, 0), (7, 30)), "thin", Box((3, 0), (7, 30)), "cast", "bfloat16"),
+        copy(None, None, "thin", Box((10, 0), (2, 20)), "zeros", "bfloat16"),  # short rows without a landing place
+        copy("y", Box((0, 0), (40, 10)), "thin", Box((0, 20), (40, 10)), "cast", "bfloat16"),  # lands
+    ]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        sources = {"x": torch.randn(ROWS, 2 * LONG), "y": torch.randn(40, 30)}
+        wide, thin = torch.full_like(receiver.wide, -1), torch.full_like(receiver.thin, -1)
+        wide[1 : ROWS - 1, :LONG] = sources["x"][: ROWS - 2, :LONG]
+        thin[3:10] = sources["y"][:7].bfloat16()
+        thin[10:12, :20] = 0
+        sent = send(transport, copies, sources, shapes_of([receiver.endpoint]), audit=False)
+        assert sent.bytes == sum(each.bytes for each in copies)
+        assert torch.equal(receiver.wide, wide) and torch.equal(receiver.thin, thin)
+        assert torch.equal(receiver.landing.view(40, 10), sources["y"][:, :10].bfloat16())
+    transport.close()
+
+
+def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
+    receiver = Receiver()
+    transport = mooncake.MooncakeTransport(3, 2)
+    transport.connect([receiver.endpoint])
+    receiver.engine = None  # ends it
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="trainer rank 3 could not write to generator rank 0 at 127.0.0.1"):
+        for _ in range(2):
+            transport.write(copy(None, None, "wide", Box((0, 0), (1, 2 * LONG)), "zeros", "float32"), torch.zeros(1, 2 * LONG))
+            transport.fence()
+    assert time.monotonic() - began < 10
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    "start, shape, of, runs, through_landing",
+    [
+        ((0, 0), (8, 64), (64, 64), 1, False),  # whole rows
+        ((8,), (8,), (64,), 1, False),
+        ((0, 0), (64, 32), (64, 64), 64, True),  # half of each row: runs of 128 bytes
+        ((0, 0), (1, 32), (64, 64), 1, False),  # a single short run
+        ((0, 0), (64, LONG), (64, 2 * LONG), 64, False),
+        ((0, 0, 0), (4, 8, 64), (4, 16, 64), 4, True),  # 2 KiB of each expert
+    ],
+)
+def test_which_boxes_land(start, shape, of, runs, through_landing):
+    assert mooncake.lands(Box(start, shape), of, 4) is through_landing
+    remote = RemoteTensor("t", of, "float32", torch.empty(of).stride(), 256)
+    found = [run.numel() for _, run in mooncake.destination_runs(torch.zeros(shape), start, remote)]
+    assert len(found) == runs and sum(found) == 4 * torch.Size(shape).numel()
+
+
+def test_runs_name_every_byte_of_the_box_once():
+    whole = torch.arange(3 * 5 * 8.0).view(3, 5, 8)
+    remote = RemoteTensor("t", (3, 5, 8), "float32", whole.stride(), 0)
+    for box in (Box((1, 1, 2), (2, 3, 4)), Box((0, 2, 0), (3, 2, 8)), Box((2, 0, 0), (1, 5, 8))):
+        memory = torch.full_like(whole, -1)
+        for offset, run in mooncake.destination_runs(whole[box.slices()], box.start, remote):
+            memory.view(-1).view(torch.uint8)[offset : offset + run.numel()] = run
+        expected = torch.full_like(whole, -1)
+        expected[box.slices()] = whole[box.slices()]
+        assert torch.equal(memory, expected)
