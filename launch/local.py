@@ -157,6 +157,7 @@ def start_engines(processes: ProcessGroup, plan: RunPlan, rendezvous: Rendezvous
             context_length=plan.spec.max_position_embeddings,
             max_running_requests=config.generator.max_concurrency,
             tp=config.generator.tp,
+            ep=config.generator.ep,
             host=HOST,
             quantization=config.generator.quantization,
             kv_cache_tokens=config.generator.kv_cache_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from typing import Any, Callable, Optional, Sequence
@@ -62,6 +63,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return _fail([str(error)], 1)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader (head, less) has seen enough; keep Python from flushing into the closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
