@@ -60,7 +60,7 @@ TESTED = {
     "tied": "single tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_uneven pp2_vpp2",
     "qwen2": "single tp2_sp_recompute",
     "qwen3": "single tp2 tp2_cp2",
-    "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_etp2 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
+    "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
     "mixtral": "single ep2",
 }
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
@@ -69,7 +69,7 @@ CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layo
 CHECKPOINTS = {
     "zero1": ("tied", "tp2_zero1", "single tp2_zero1 pp2 dp2_zero1 tp2_pp2 pp2_vpp2"),
     "zero0": ("tied", "tp2", "pp2_zero0 dp2_zero0"),
-    "experts": ("qwen3_moe", "ep2", "single ep2 tp2_etp2 pp2_vpp2_ep2"),
+    "experts": ("qwen3_moe", "ep2", "single ep2 pp2_vpp2_ep2"),
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
 }
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
