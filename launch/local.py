@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from megarl.channels.link import RunKey
+from megarl.messaging.link import RunKey
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.data.check import check_data

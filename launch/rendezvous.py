@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from megarl.channels.link import RunKey
+from megarl.messaging.link import RunKey
 
 LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services listen below
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -17,7 +17,7 @@ from megarl.protocols import Channel, Executor
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
     """One trainer rank of a run."""
     prepare_megatron()
-    from megarl.channels.link import Peer
+    from megarl.messaging.link import Peer
     from megarl.channels.rollouts import RolloutsChannel
     from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
@@ -31,7 +31,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
     """The generator executor of a run."""
-    from megarl.channels.link import Hub
+    from megarl.messaging.link import Hub
     from megarl.channels.rollouts import RolloutsChannel
     from megarl.channels.weights_receiver import SynchronousWeightsReceiver, WeightsReceiver
     from megarl.executors.generator import GeneratorExecutor

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from megarl.bench.sync_ranks import CHUNK_BYTES, RUN_BYTES, Ranks, build_map
-from megarl.channels.link import Hub, RunKey
+from megarl.messaging.link import Hub, RunKey
 from megarl.generator import commands, update
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command

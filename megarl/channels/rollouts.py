@@ -9,8 +9,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megarl.channels.link import Hub, Peer
-from megarl.channels.messages import BatchReady
+from megarl.messaging.link import Hub, Peer
+from megarl.messaging.messages import BatchReady
 from megarl.protocols import ChannelType, Executor
 from megarl.types import Batch
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from megarl.channels.link import Hub
-from megarl.channels.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.channels.weights_sender import is_probe_version, weights_map
 from megarl.generator import update
 from megarl.plan.resolve import RunPlan

@@ -20,8 +20,8 @@ from typing import Optional
 
 import torch
 
-from megarl.channels.link import Peer
-from megarl.channels.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
+from megarl.messaging.link import Peer
+from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout, generator_layout

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megarl.channels.messages import ProbeReady
+from megarl.messaging.messages import ProbeReady
 from megarl.data.prompts import eval_prompts, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.evaluate import pass_at_1

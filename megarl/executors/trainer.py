@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
-from megarl.channels.messages import ProbeReady, WeightsApplied
+from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.channels.weights_sender import SyncReport
 from megarl.executors.checkpoints import checkpoint_path, prune_checkpoints
 from megarl.launch.rendezvous import Rendezvous

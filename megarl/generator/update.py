@@ -19,8 +19,8 @@ from typing import Awaitable, Callable, Iterable, Mapping, Optional, Sequence
 import msgspec
 import torch.distributed as dist
 
-from megarl.channels.link import Hub
-from megarl.channels.messages import WorkerReply
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import WorkerReply
 from megarl.generator import commands
 from megarl.generator.client import EngineClient
 from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, Register, ShareMemory, Spread

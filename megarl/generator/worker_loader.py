@@ -16,8 +16,8 @@ from typing import Any, Callable, Optional
 import msgspec
 import torch
 
-from megarl.channels.link import Peer, RunKey
-from megarl.channels.messages import WorkerReply
+from megarl.messaging.link import Peer, RunKey
+from megarl.messaging.messages import WorkerReply
 from megarl.generator import commands
 from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, Register, ShareMemory, Spread
 from megarl.generator.wire import content_of

@@ -17,7 +17,7 @@ import torch
 from sglang_engine import hf_logprobs, hf_model, make_checkpoint, shares_of, start_engine, write_as_trainer
 from sglang_writer import reshard_map
 
-from megarl.channels.link import Hub, RunKey
+from megarl.messaging.link import Hub, RunKey
 from megarl.generator.client import EngineClient, EngineError, Sampling
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import AuditError, LayoutError, Workers, WeightUpdate, check_layout, connect, describe, open_memory

@@ -11,7 +11,7 @@ import torch
 from sglang_engine import Engine, hf_logprobs, hf_model, make_checkpoint, quantise_checkpoint, shares_of, start_engine, write_as_trainer
 from sglang_writer import reshard_map
 
-from megarl.channels.link import Hub, RunKey
+from megarl.messaging.link import Hub, RunKey
 from megarl.generator.client import EngineClient, Sampling
 from megarl.generator.update import WeightUpdate, Workers, check_layout, connect, describe, open_memory
 from megarl.transports.base import Endpoint

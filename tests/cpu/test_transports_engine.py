@@ -14,7 +14,7 @@ import torch
 from sglang_engine import hf_logprobs, hf_model, make_checkpoint, shares_of, start_engine, write_as_trainer
 from sglang_writer import reshard_map
 
-from megarl.channels.link import Hub, RunKey
+from megarl.messaging.link import Hub, RunKey
 from megarl.config.errors import ConfigError
 from megarl.generator.client import Sampling
 from megarl.generator.update import WeightUpdate, Workers, check_layout, connect, describe, open_memory

@@ -24,8 +24,8 @@ from run_tools import wait_until
 from sglang_engine import Engine, free_port, hf_logprobs, hf_model, make_checkpoint, start_engine
 from weights_worker import DEADLINE_S, Job
 
-from megarl.channels.link import Hub, RunKey
-from megarl.channels.messages import Message, WeightsGrant
+from megarl.messaging.link import Hub, RunKey
+from megarl.messaging.messages import Message, WeightsGrant
 from megarl.channels.weights_receiver import WeightsReceiver
 from megarl.generator.client import Completion, EngineClient, Sampling
 from megarl.generator.fleet import Fleet

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megarl.channels.link import Peer, RunKey
+from megarl.messaging.link import Peer, RunKey
 from megarl.config.schema import (
     GeneratorConfig,
     ModelConfig,

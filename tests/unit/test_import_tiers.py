@@ -27,6 +27,7 @@ TIERS = {
     "rewards": 3,
     "data": 3,
     "kernels": 3,
+    "messaging": 3,
     "transports": 4,
     "channels": 4,
     "trainer": 4,

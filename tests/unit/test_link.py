@@ -1,8 +1,8 @@
 import zmq
 import pytest
 
-from megarl.channels.link import Hub, Peer, RunKey
-from megarl.channels.messages import Hello, WeightsOffer
+from megarl.messaging.link import Hub, Peer, RunKey
+from megarl.messaging.messages import Hello, WeightsOffer
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import TypeVar
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from megarl.channels.messages import Message, decode, encode
+from megarl.messaging.messages import Message, decode, encode
 
 M = TypeVar("M", bound=Message)
 
