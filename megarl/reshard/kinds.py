@@ -7,6 +7,7 @@ asked for. In the statement of a shard, experts are a leading dim of both boxes,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Iterator, Optional
@@ -99,6 +100,16 @@ class Kind:
     @property
     def instances(self) -> int:
         return len(self.stages)
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks.shape[2]
+
+    @property
+    def bytes(self) -> int:
+        """Of all instances, shards and replicas."""
+        sizes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.shards]
+        return sum(sizes) * self.instances * self.replicas
 
     @property
     def layers(self) -> Optional[Layers]:

@@ -1,11 +1,17 @@
-"""Writing out a rank's own part of a reshard map: from template rows to copies, layer by layer, expert by expert."""
+"""Writing out a rank's own part of a reshard map: from template rows to copies, layer by layer, expert by expert.
+
+This is where layers are expanded, so it is what a rank waits for at start-up: names are made once per kind and layer, and copies are
+put where they belong by depth instead of being sorted.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator, Optional
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
 import numpy as np
-from msgspec.structs import replace
 
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
 from megarl.reshard.box import Box
@@ -17,89 +23,114 @@ from megarl.reshard.scales import of_whole_tensor
 if TYPE_CHECKING:
     from megarl.reshard.map import ReshardMap
 
-_Entry = tuple[int, int, list[tuple[int, int]]]  # instance, index into row.holders, (sender, receiver) pairs
-_Group = tuple[tuple[int, int], list[Copy]]  # (depth, number of the row), its copies by receiver
+_Pairs = list[tuple[int, int]]  # sender, receiver
+_Entry = tuple[int, int, _Pairs]  # instance, index into row.holders
+_Served = Callable[[Row], Optional[list[_Entry]]]  # a rank's share of a row; None: it has no part in it
 
 
-def sent(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
-    """What `rank` of the source sends, unordered."""
+def sent(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+    """What `rank` of the source sends, in forward order."""
     seats = {(k, s) for k, kind in enumerate(map.source.kinds) for _, s, _ in kind.seats(rank)}
-    mine: dict[tuple, list[_Entry]] = {}  # by route
-    for number, row in enumerate(rows):
-        if not any([(h.kind, h.shard) in seats for h in row.holders]):
-            continue
-        route = row.route
-        if route not in mine:
-            mine[route] = _served(map, rank, row)
-        yield from _groups(map, number, row, mine[route])
+    return _List(map).of(rows, partial(_given, map, rank, seats))
 
 
-def _served(map: ReshardMap, rank: int, row: Row) -> list[_Entry]:
-    """What `rank` sends of a row."""
-    holders, ranks = map.senders(row)
-    found = np.nonzero(ranks == rank)
-    receivers: dict[tuple[int, int], list[int]] = {}
-    for instance, holder, receiver in zip(found[0].tolist(), holders[found].tolist(), map.receivers(row)[found].tolist()):
-        receivers.setdefault((instance, holder), []).append(receiver)
-    return [(instance, holder, [(rank, receiver) for receiver in own]) for (instance, holder), own in receivers.items()]
-
-
-def received(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> Iterator[_Group]:
-    """What `rank` of the destination receives, unordered."""
+def received(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+    """What `rank` of the destination receives, in forward order."""
     seats: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for k, kind in enumerate(map.destination.kinds):
         for stage, s, e in kind.seats(rank):
             seats.setdefault((k, s), []).append((stage, e))
-    mine: dict[tuple, list[_Entry]] = {}  # by route
-    for number, row in enumerate(rows):
-        if (row.kind, row.shard) not in seats:
-            continue
-        route = row.route
-        if route not in mine:
-            mine[route] = [entry for stage, replica in seats[row.kind, row.shard] for entry in _taken(map, rank, row, stage, replica)]
-        yield from _groups(map, number, row, mine[route])
+    return _List(map).of(rows, partial(_taken, map, rank, seats))
 
 
-def _taken(map: ReshardMap, rank: int, row: Row, stage: int, replica: int) -> Iterator[_Entry]:
-    """What `rank` receives of a row in this seat."""
-    instances = np.flatnonzero(map.destination.kinds[row.kind].stages == stage)
-    holders, ranks = map.senders(row, instances, replica)
-    for instance, holder, sender in zip(instances.tolist(), holders[:, 0].tolist(), ranks[:, 0].tolist()):
-        yield instance, holder, [(sender, rank)]
+def _given(map: ReshardMap, rank: int, seats: set[tuple[int, int]], row: Row) -> Optional[list[_Entry]]:
+    if not any([(holder.kind, holder.shard) in seats for holder in row.holders]):
+        return None
+    service = map.service(row)
+    of_class: dict[int, list[tuple[int, _Pairs]]] = {}
+    for c, e in np.argwhere(service.senders == rank).tolist():
+        groups = of_class.setdefault(c, [])
+        holder = int(service.holders[c, e])
+        if not groups or groups[-1][0] != holder:
+            groups.append((holder, []))
+        groups[-1][1].append((rank, int(service.receivers[c, e])))
+    classes = service.class_of.tolist()
+    return [(i, holder, pairs) for i, c in enumerate(classes) if c in of_class for holder, pairs in of_class[c]]
 
 
-def _groups(map: ReshardMap, number: int, row: Row, entries: list[_Entry]) -> Iterator[_Group]:
-    target, transform, box = map.destination.kinds[row.kind], row.transform, row.box
-    dtype, apart, zeros = target.shards[row.shard].dtype, map.of_experts(row), transform == ZEROS
-    first_depth = map.destination.depth(target, 0)
-    before, layered, after = target.name.partition(LAYER_FIELD)
-    origins = [map.source.kinds[holder.kind].name.partition(LAYER_FIELD) for holder in row.holders]
-    quantised, how = row.logical is not None, None
-    if quantised:
-        weights = target if row.travels_with is None else map.destination.kinds[row.travels_with]
-        tiles = tile_space(weights, row.logical_name).partition(LAYER_FIELD)
+def _taken(map: ReshardMap, rank: int, seats: dict[tuple[int, int], list[tuple[int, int]]], row: Row) -> Optional[list[_Entry]]:
+    if (row.kind, row.shard) not in seats:
+        return None
+    stages = map.destination.kinds[row.kind].stages.tolist()
+    entries: list[_Entry] = []
+    for stage, replica in seats[row.kind, row.shard]:
+        service = map.service(row, replica)
+        of_class = [(h, [(s, rank)]) for h, s in zip(service.holders[:, 0].tolist(), service.senders[:, 0].tolist())]
+        entries += [(i, *of_class[c]) for i, c in enumerate(service.class_of.tolist()) if stages[i] == stage]
+    return entries
+
+
+@dataclass
+class _List:
+    """One rank's list in the making."""
+
+    map: ReshardMap
+    names: dict[str, list[str]] = field(default_factory=dict)  # template → name at each layer
+    by_depth: list[list[Copy]] = field(default_factory=list)
+
+    def of(self, rows: tuple[Row, ...], served: _Served) -> list[Copy]:
+        """Forward order: by depth, then as rows stand."""
+        self.by_depth = [[] for _ in range(self.map.destination.num_layers + 2)]
+        known: dict[tuple, Optional[list[_Entry]]] = {}  # by route
+        for row in rows:
+            route = row.route
+            if route not in known:
+                known[route] = served(row)
+            entries = known[route]
+            if entries:
+                self._add(row, entries)
+        return list(chain.from_iterable(self.by_depth))
+
+    def _add(self, row: Row, entries: list[_Entry]) -> None:
+        target, transform, box = self.map.destination.kinds[row.kind], row.transform, row.box
+        dtype, layer, depth = target.shards[row.shard].dtype, target.first_layer, self.map.destination.depth(target, 0)
+        by_depth, names = self.by_depth, self._names(target.name)
+        if transform == ZEROS:
+            for i, _, pairs in entries:
+                name, at = names[layer + i], depth + i
+                for s, r in pairs:
+                    by_depth[at].append(Copy(s, None, None, r, name, box, transform, dtype, at))
+            return
+        origins = [(self._names(self.map.source.kinds[holder.kind].name), holder) for holder in row.holders]
+        apart = self.map.of_experts(row)
+        hows = self._hows(row, target, [i for i, _, _ in entries])
+        for (i, h, pairs), how in zip(entries, hows):
+            at, name = depth + i, names[layer + i]
+            source_names, held = origins[h]
+            source_name, here = source_names[layer + i], held.box
+            if apart:
+                items = list(_of_each_expert(self.map, row, held, source_name, name, how))
+                by_depth[at] += [Copy(s, x, a, r, y, b, transform, dtype, at, q) for s, r in pairs for x, a, y, b, q in items]
+                continue
+            for s, r in pairs:
+                by_depth[at].append(Copy(s, source_name, here, r, name, box, transform, dtype, at, how))
+
+    def _hows(self, row: Row, target: Kind, instances: list[int]) -> list[Optional[Quantisation]]:
+        if row.logical is None:
+            return [None] * len(instances)
+        weights = target if row.travels_with is None else self.map.destination.kinds[row.travels_with]
+        tiles, first = self._names(tile_space(weights, row.logical_name)), target.first_layer
         rule, corner, cut = weights.rule, row.logical.start[-2:], row.cut
-    for instance, holder, pairs in entries:
-        depth, layer = first_depth + instance, target.first_layer + instance
-        name = f"{before}{layer}{after}" if layered else before
-        if zeros:
-            yield (depth, number), [Copy(s, None, None, r, name, box, transform, dtype, depth) for s, r in pairs]
-            continue
-        origin = origins[holder]
-        source_name = f"{origin[0]}{layer}{origin[2]}" if origin[1] else origin[0]
-        if quantised:
-            how = Quantisation(rule, f"{tiles[0]}{layer}{tiles[2]}" if tiles[1] else tiles[0], corner, cut)
-        if apart:
-            items = list(_of_each_expert(map, row, row.holders[holder], source_name, name, how))
-            copies = [
-                Copy(s, source, here, r, there, target_box, transform, dtype, depth, of_expert)
-                for s, r in pairs
-                for source, here, there, target_box, of_expert in items
-            ]
-        else:
-            here = row.holders[holder].box
-            copies = [Copy(s, source_name, here, r, name, box, transform, dtype, depth, how) for s, r in pairs]
-        yield (depth, number), copies
+        assert rule is not None
+        return [Quantisation(rule, tiles[first + i], corner, cut) for i in instances]
+
+    def _names(self, template: str) -> list[str]:
+        """By global layer. A template that is not of layers stands in all places."""
+        if template not in self.names:
+            before, layered, after = template.partition(LAYER_FIELD)
+            layers = range(max(1, self.map.destination.num_layers))
+            self.names[template] = [f"{before}{n}{after}" for n in layers] if layered else [before] * len(layers)
+        return self.names[template]
 
 
 def _of_each_expert(
@@ -112,9 +143,9 @@ def _of_each_expert(
         source_expert, source_box = _one_expert(here, held.box, e)
         expert, box = _one_expert(there, row.box, e)
         assert source_expert == expert
-        field = str(expert)
-        own = None if how is None else replace(how, tiles_of=how.tiles_of.replace(EXPERT_FIELD, field))
-        yield source_name.replace(EXPERT_FIELD, field), source_box, name.replace(EXPERT_FIELD, field), box, own
+        number = str(expert)
+        own = None if how is None else Quantisation(how.rule, how.tiles_of.replace(EXPERT_FIELD, number), how.origin, how.cut)
+        yield source_name.replace(EXPERT_FIELD, number), source_box, name.replace(EXPERT_FIELD, number), box, own
 
 
 def tile_space(weights: Kind, logical_name: str) -> str:

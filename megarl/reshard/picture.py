@@ -18,8 +18,9 @@ def traffic(map: ReshardMap, most_cells: int = MOST_CELLS) -> np.ndarray:
     shape = [-(-layout.world_size // n) for layout, n in zip((map.source, map.destination), per)]
     matrix = np.zeros(shape[0] * shape[1], dtype=np.int64)
     for row, size in map.routes():
-        cells = map.senders(row)[1] // per[0] * shape[1] + map.receivers(row) // per[1]
-        matrix += size * np.bincount(cells.ravel(), minlength=len(matrix))
+        service = map.service(row)
+        cells = service.senders // per[0] * shape[1] + service.receivers // per[1]
+        np.add.at(matrix, cells, size * service.sizes[:, None])
     return matrix.reshape(shape)
 
 

@@ -15,7 +15,7 @@ from typing import Iterable, Optional, Sequence
 import numpy as np
 
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import Layout, LocalTensor, Piece
+from megarl.reshard.kinds import Kind, Layout, LocalTensor, Piece
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Row
@@ -52,8 +52,10 @@ def prove_exactly_once(map: ReshardMap) -> None:
         _check_rows(map, rows)
     checked: set[tuple] = set()
     for row in map.rows:
-        if (row.kind, row.route) not in checked:
-            checked.add((row.kind, row.route))
+        target = map.destination.kinds[row.kind]
+        seats = row.route, id(target.stages), id(target.ranks)  # scales have those of their weights
+        if seats not in checked:
+            checked.add(seats)
             _check_senders(map, row)
 
 
@@ -224,9 +226,9 @@ def _check_seats(layout: Layout) -> None:
     if len(set(names)) != len(names):
         raise ProofError(f"{layout.name}: two kinds have one name")
     for kind in layout.kinds:
-        for stage in np.unique(kind.stages):
-            ranks = kind.ranks[stage].ravel()
-            if ranks.min() < 0 or ranks.max() >= layout.world_size or len(np.unique(ranks)) != len(ranks):
+        for stage in set(kind.stages.tolist()):
+            ranks = kind.ranks[stage].ravel().tolist()
+            if min(ranks) < 0 or max(ranks) >= layout.world_size or len(set(ranks)) != len(ranks):
                 raise ProofError(f"{layout.name}: ranks of {kind.name} on stage {stage} are not distinct ranks")
         for shard, tensor in enumerate(kind.shards):
             if (clash := _overlap([piece.local for piece in tensor.pieces])) is not None:
@@ -234,24 +236,43 @@ def _check_seats(layout: Layout) -> None:
 
 
 def _check_senders(map: ReshardMap, row: Row) -> None:
-    """Every instance and replica has one sender, and that rank holds the sending shard of that instance."""
-    target = map.destination.kinds[row.kind]
-    chosen, ranks = map.senders(row)
-    if ranks.shape != (target.instances, target.ranks.shape[2]):
-        raise ProofError(f"{target.name}: senders of shape {ranks.shape}")
+    """Every instance and replica has one sender, and that rank holds the sending shard of that instance; and the right receiver.
+
+    Checked class by class, after the instances of a class are found to live on the same stages.
+    """
+    target, service = map.destination.kinds[row.kind], map.service(row)
+    seats = len(service.first), target.replicas
+    if len(service.class_of) != target.instances or not service.holders.shape == service.senders.shape == seats:
+        raise ProofError(f"{target.name}: senders of shape {service.senders.shape} for {target.instances} instances")
+    alike = service.first[service.class_of]
+    _check_same_stages(target, alike)
+    wrong = service.receivers != target.ranks[target.stages[service.first], row.shard]
+    known = np.zeros_like(wrong)
     for h, holder in enumerate(row.holders):
         origin = map.source.kinds[holder.kind]
-        seated = np.zeros((origin.ranks.shape[0], map.source.world_size), dtype=bool)  # [stages, ranks]
-        np.put_along_axis(seated, origin.ranks[:, holder.shard], True, axis=1)
-        stages = origin.stages if origin.instances == target.instances else np.zeros(target.instances, int)
-        wrong = (chosen == h) & ~seated[stages[:, None], ranks]
-        if wrong.any():
-            i, e = (int(x) for x in np.argwhere(wrong)[0])
-            receiver = target.ranks[target.stages[i], row.shard, e]
-            raise ProofError(
-                f"{target.name_of(i)} on {map.destination.name} rank {receiver}: "
-                f"{map.source.name} rank {ranks[i, e]} does not hold {origin.name_of(i)}"
-            )
+        _check_same_stages(origin, alike)
+        here = service.holders == h
+        ranks = origin.ranks[origin.stages[service.first], holder.shard]  # [classes, source replicas]
+        held = np.zeros_like(wrong)
+        for replica in range(ranks.shape[1]):
+            held |= service.senders == ranks[:, replica : replica + 1]
+        known |= here
+        wrong |= here & ~held
+    if (wrong | ~known).any():
+        c, e = (int(x) for x in np.argwhere(wrong | ~known)[0])
+        instance = int(service.first[c])
+        receiver = target.ranks[target.stages[instance], row.shard, e]
+        name = map.source.kinds[row.holders[0].kind].name_of(instance)
+        raise ProofError(
+            f"{target.name_of(instance)} on {map.destination.name} rank {receiver}: "
+            f"{map.source.name} rank {service.senders[c, e]} does not hold {name}"
+        )
+
+
+def _check_same_stages(kind: Kind, alike: np.ndarray) -> None:
+    """alike: [instances], of each the one that stands for it."""
+    if len(alike) != kind.instances or (kind.stages[alike] != kind.stages).any():
+        raise ProofError(f"{kind.name}: layers of different stages are taken for alike")
 
 
 def _quantises(map: ReshardMap) -> bool:

@@ -7,11 +7,9 @@ the same one. Layers go in forward order; within a wave every sender starts with
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Callable
-
-import numpy as np
 
 from megarl.models.parameters import LAYER
 from megarl.reshard.kinds import ITEM_BYTES
@@ -62,7 +60,7 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
     layout = map.destination
     sizes = [0] * (layout.num_layers + 2)
     for kind in layout.kinds:
-        size = max(int(np.prod(tensor.shape, dtype=np.int64)) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards)
+        size = max(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards)
         for instance in range(kind.instances if kind.place == LAYER else 1):
             sizes[layout.depth(kind, instance)] += size
     result, wave, filled = [], 0, 0
@@ -78,18 +76,23 @@ def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTE
     """What source rank `rank` sends, in the order it sends."""
     own = rank * map.destination.world_size // map.source.world_size
     receivers = map.destination.world_size
-    return _batches(map.writes_from(rank), waves(map, wave_bytes), lambda write: (write.destination_rank - own) % receivers)
+    groups: dict[tuple[int, int], list[Copy]] = defaultdict(list)
+    wave_of = waves(map, wave_bytes)
+    for write in map.writes_from(rank):
+        groups[wave_of[write.depth], (write.destination_rank - own) % receivers].append(write)
+    return _batches(groups)
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
     """What destination rank `rank` receives, wave by wave."""
-    return _batches(map.writes_to(rank), waves(map, wave_bytes), lambda write: write.source_rank)
+    groups: dict[tuple[int, int], list[Copy]] = defaultdict(list)
+    wave_of = waves(map, wave_bytes)
+    for write in map.writes_to(rank):
+        groups[wave_of[write.depth], write.source_rank].append(write)
+    return _batches(groups)
 
 
-def _batches(writes: list[Copy], wave_of: tuple[int, ...], peer_order: Callable[[Copy], int]) -> tuple[Batch, ...]:
-    def key(write: Copy) -> tuple[int, int]:
-        return wave_of[write.depth], peer_order(write)
-
-    ordered = sorted(writes, key=key)  # stable: forward order within a batch
-    groups = [tuple(group) for _, group in groupby(ordered, key=key)]
-    return tuple(Batch(wave_of[group[0].depth], group[0].source_rank, group[0].destination_rank, group) for group in groups)
+def _batches(groups: dict[tuple[int, int], list[Copy]]) -> tuple[Batch, ...]:
+    """Groups by wave and place of the peer within it, each in forward order."""
+    ordered = [(wave, tuple(groups[wave, peer])) for wave, peer in sorted(groups)]
+    return tuple([Batch(wave, writes[0].source_rank, writes[0].destination_rank, writes) for wave, writes in ordered])

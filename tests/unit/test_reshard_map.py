@@ -19,6 +19,7 @@ from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
 from megarl.reshard.report import render, to_json
 from megarl.reshard.rows import Holder, Row, coalesce
 from megarl.reshard.schedule import batches_from, batches_to
+from megarl.reshard.turns import Service
 
 TINY = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
@@ -105,16 +106,42 @@ def test_proof_of_the_template_refuses_a_damaged_row(change):
         prove_exactly_once(dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :]))
 
 
-def test_proof_refuses_a_sender_that_does_not_hold_the_layer():
+def other_stage(service: Service) -> Service:
+    senders = service.senders.copy()
+    senders[-1, -1] = (senders[-1, -1] + 4) % 8
+    return dataclasses.replace(service, senders=senders)
+
+
+def other_receiver(service: Service) -> Service:
+    return dataclasses.replace(service, receivers=np.roll(service.receivers, 1, axis=1))
+
+
+def all_alike(service: Service) -> Service:
+    """Layers of the second stage taken for layers of the first."""
+    fields = {name: getattr(service, name)[:1] for name in ("first", "holders", "senders", "receivers")}
+    return Service(class_of=np.zeros_like(service.class_of), **fields)
+
+
+def nobody(service: Service) -> Service:
+    return dataclasses.replace(service, holders=service.holders + 2)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (other_stage, r"on generator rank \d+: trainer rank \d does not hold"),
+        (other_receiver, r"on generator rank \d+: trainer rank \d does not hold"),
+        (all_alike, "layers of different stages are taken for alike"),
+        (nobody, "does not hold"),
+    ],
+)
+def test_proof_refuses_senders_that_do_not_hold_the_layer_and_other_receivers(damage, message):
     class Wrong(ReshardMap):
-        def senders(self, row, instances=None, replica=None):
-            chosen, ranks = super().senders(row, instances, replica)
-            ranks = ranks.copy()
-            ranks[-1, -1] = (ranks[-1, -1] + 4) % 8  # the other stage
-            return chosen, ranks
+        def service(self, row, replica=None):
+            return damage(super().service(row, replica))
 
     map = tiny_map()
-    with pytest.raises(ProofError, match=r"on generator rank \d+: trainer rank \d does not hold"):
+    with pytest.raises(ProofError, match=message):
         prove_exactly_once(Wrong(map.source, map.destination, map.rows))
 
 
