@@ -84,7 +84,7 @@ class ReshardMap:
     @cached_property
     def plan_hash(self) -> str:
         """Equal on every rank of a run, and only for equal maps: covers copies, senders, names, shapes and dtypes."""
-        digest = hashlib.blake2b(b"megarl reshard map 2", digest_size=16)
+        digest = hashlib.blake2b(b"megarl reshard map 3", digest_size=16)
         digest.update(repr(self.rows).encode())
         digest.update(repr(self.nodes).encode())
         for layout in (self.source, self.destination):
@@ -149,7 +149,7 @@ class ReshardMap:
 
     @cached_property
     def _turns(self) -> Turns:
-        return Turns(self.source, self.destination, self.nodes)
+        return Turns(self.source, self.destination, self.rows, self.nodes)
 
 
 def _count(tensor: LocalTensor) -> int:

@@ -8,6 +8,7 @@ total, is written out.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Iterable, Optional
 
@@ -102,11 +103,11 @@ def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
     """Rows of zeros for what no piece covers. They travel with the largest row of their shard."""
     rows = []
     for t, tensor in enumerate(kind.shards):
+        if sum([piece.local.numel for piece in tensor.pieces]) == math.prod(tensor.shape):
+            continue  # the common case, without looking at boxes
         empty = [whole_box(tensor.shape)]
         for piece in tensor.pieces:
             empty = [rest for box in empty for rest in box.subtract(piece.local)]
-        if not empty:
-            continue
         own = [row for row in found if row.shard == t]
         if own:
             holders = max(own, key=lambda row: row.box.numel).holders
@@ -119,7 +120,7 @@ def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
 
 def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
     fed: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-    keys = [(row.route[0], row.holders[0].kind, row.holders[0].shard) for row in rows]
+    keys = [(row.weights, row.holders[0].kind, row.holders[0].shard) for row in rows]
     for row, key in zip(rows, keys):
         fed[key].add(row.shard)
     order = {key: {shard: i for i, shard in enumerate(sorted(shards))} for key, shards in fed.items()}

@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from typing import Iterator, Optional
 
-import numpy as np
 from msgspec import Struct
 
 from megarl.models.parameters import Layers
@@ -48,18 +47,14 @@ class Row(Struct, frozen=True, gc=False):
     travels_with: Optional[int] = None  # kind of the weights that a row of scales belongs to
 
     @property
+    def weights(self) -> int:
+        """The row's kind; of a row of scales, the kind of their weights."""
+        return self.kind if self.travels_with is None else self.travels_with
+
+    @property
     def route(self) -> tuple:
         """Rows of equal route have the same senders and receivers."""
-        kind = self.kind if self.travels_with is None else self.travels_with
-        return kind, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
-
-    def candidate(self, turn: np.ndarray, candidates: int) -> np.ndarray:
-        """Which of the candidates sends at each turn (any shape).
-
-        Turns go round robin, so each candidate serves every fed shard equally often, whatever the shards' sizes; in one turn
-        the fed shards lie evenly spaced over the candidates, so that few turns already use all of them.
-        """
-        return (turn + self.index * candidates // self.fan) % candidates
+        return self.weights, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
 
 
 def stripes_of(source: Layout) -> Stripes:

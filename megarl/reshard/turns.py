@@ -1,4 +1,4 @@
-"""Who sends: replicas of a source shard take turns, by a closed form that every rank evaluates for itself.
+"""Who sends: replicas of a source shard take turns, in orders that every rank works out for itself.
 
 Instances (layers) that are served alike form a *class*: senders are worked out per class, so that their cost grows with pipeline stages
 and receivers, not with layers.
@@ -12,9 +12,9 @@ from typing import Optional
 
 import numpy as np
 
-from megarl.models.parameters import LAYER
 from megarl.reshard.kinds import Layout
 from megarl.reshard.nodes import Nodes
+from megarl.reshard.orders import Ordering, Orders, candidates
 from megarl.reshard.template import Row
 
 
@@ -40,70 +40,49 @@ class Turns:
 
     source: Layout
     destination: Layout
+    rows: tuple[Row, ...]
     nodes: Optional[Nodes]
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def service(self, row: Row, replica: Optional[int] = None) -> Service:
-        """Of all destination replicas, or of one.
-
-        Replicas of the source take turns, so each sends an equal share of the bytes to within one instance of one parameter.
-        """
-        target = self.destination.kinds[row.kind]
-        class_of, first = self._classes_of(row)
+        """Of all destination replicas, or of one."""
+        target, held = self.destination.kinds[row.kind], row.holders[0].kind
+        orders = self._ordering.of(row)
+        class_of, first = self._classes_of(row, orders)
         chosen = np.arange(target.replicas) if replica is None else np.array([replica])
         receivers = target.ranks[target.stages[first], row.shard][:, chosen]
-        turn = self._ordinals[row.holders[0].kind][first][:, None] * target.replicas + chosen
-        holder_of, ranks_of = self._candidates(row, first)
-        picked = row.candidate(turn, len(holder_of))
+        turn = (self._ordinals[held][first] * target.replicas)[:, None] + chosen
+        stage = self.source.kinds[held].stages[first][:, None]
+        picked = orders.table[stage, orders.place(stage, turn)]
+        holder_of, ranks_of = candidates(self.source, row, first)
         if self.nodes is not None:
             picked = _on_same_node(self.nodes, ranks_of, receivers, turn, picked)
         return Service(class_of, first, holder_of[picked], np.take_along_axis(ranks_of, picked, axis=1), receivers)
 
-    def _classes_of(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """(class of each instance, first instance of each class): alike are equal stages on both sides and an equal turn."""
+    def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
+        """(class of each instance, first instance of each class): alike are equal stages on both sides and turns of equal place."""
         target = self.destination.kinds[row.kind]
         held = tuple([holder.kind for holder in row.holders])
-        key = held, id(target.stages), target.replicas
+        key = held, id(target.stages), target.replicas, orders.ahead.tobytes()
         if key not in self._classes:
             kinds = [self.source.kinds[k] for k in held]
-            candidates = sum(kind.replicas for kind in kinds)
             turn = self._ordinals[held[0]] * target.replicas
-            turn = turn % candidates if self.nodes is None else turn
-            columns = [array.tolist() for array in (turn, target.stages, *[kind.stages for kind in kinds])]
+            place = orders.place(kinds[0].stages, turn) if self.nodes is None else turn
+            columns = [array.tolist() for array in (place, target.stages, *[kind.stages for kind in kinds])]
             number: dict[tuple, int] = {}
             class_of = [number.setdefault(alike, len(number)) for alike in zip(*columns)]
-            self._classes[key] = np.array(class_of), np.array([class_of.index(c) for c in range(len(number))])
+            first = {c: i for i, c in reversed(list(enumerate(class_of)))}
+            self._classes[key] = np.array(class_of), np.array([first[c] for c in range(len(number))])
         return self._classes[key]
 
     @cached_property
     def _ordinals(self) -> list[np.ndarray]:
-        """Per source kind and instance, its number in its stage: layers first, then the others, largest first.
+        """Per source kind and instance, its number among the kind's instances on its stage."""
+        return [_rank_within(kind.stages) for kind in self.source.kinds]
 
-        The others go on counting where the layers ended, so the largest falls to a replica that has sent fewest layers.
-        """
-        kinds = self.source.kinds
-        layers = max((kind.stages for kind in kinds if kind.place == LAYER), key=len, default=np.zeros(0, int))
-        used = np.bincount(layers, minlength=kinds[0].ranks.shape[0])
-        ordinals = [_rank_within(kind.stages) if kind.place == LAYER else np.zeros(1, int) for kind in kinds]
-        others = [k for k, kind in enumerate(kinds) if kind.place != LAYER]
-        for k in sorted(others, key=lambda k: -kinds[k].bytes):
-            ordinals[k] = used[kinds[k].stages]
-            used[kinds[k].stages] += 1
-        return ordinals
-
-    def _candidates(self, row: Row, instances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Everyone who may send a row: index into row.holders [C] and source rank [instances, C]."""
-        holder_of, ranks_of = [], []
-        for h, holder in enumerate(row.holders):
-            kind = self.source.kinds[holder.kind]
-            ranks = kind.ranks[kind.stages[instances], holder.shard]
-            ranks_of.append(ranks)
-            holder_of += [h] * ranks.shape[1]
-        if len(row.holders) == 1:
-            return np.array(holder_of), ranks_of[0]
-        # Alternate between the holders, so that few turns already use all of them.
-        order = np.argsort(np.concatenate([np.arange(r.shape[1]) for r in ranks_of]), kind="stable")
-        return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
+    @cached_property
+    def _ordering(self) -> Ordering:
+        return Ordering(self.source, self.destination, self.rows)
 
 
 def _on_same_node(nodes: Nodes, candidates: np.ndarray, receivers: np.ndarray, turn: np.ndarray, picked: np.ndarray) -> np.ndarray:
