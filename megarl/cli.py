@@ -145,7 +145,8 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
-    from megarl.reshard.report import copies_of, copy_fields, dump_lines, render, render_copies, to_json
+    from megarl.reshard.report import LINK_BYTES_PER_S, copies_of, copy_fields, dump_lines, render_copies, to_json
+    from megarl.reshard.table import render
 
     reshard_map = ReshardMap.build(*_layouts(plan))
     facts = to_json(reshard_map) if arguments.json else None
@@ -168,7 +169,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if facts is not None:
         print(json.dumps(facts))
         return
-    print(render(reshard_map))
+    print(render(reshard_map, LINK_BYTES_PER_S))
     print("proven: every destination byte is written exactly once")
 
 

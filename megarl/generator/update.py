@@ -27,9 +27,9 @@ from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectM
 from megarl.reshard.audit import MASK
 from megarl.reshard.kinds import ITEM_BYTES, Layout
 from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.schedule import lands
 from megarl.transports.base import MOONCAKE, SHARED_MEMORY, Endpoint, RemoteTensor
 from megarl.transports.gloo import address_of
-from megarl.transports.mooncake import lands
 from megarl.types import Version
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Sequence
 
 from megarl.models.parameters import LAYER
+from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.map import Copy, ReshardMap
 
-DIRECT, PACKED = "direct", "packed"
-# A run shorter than this costs a NIC more in work requests than in bytes (a 400 Gb/s NIC moves 8 KiB in 160 ns, about one request).
-DIRECT_RUN_BYTES = 8 << 10
+SHORTEST_RUN_BYTES = 64 << 10  # of contiguous destination memory that is worth a message of its own
 DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 
 
@@ -35,24 +35,29 @@ class Batch:
         return sum(write.bytes for write in self.writes)
 
 
-def run_bytes(write: Copy, destination_shape: tuple[int, ...]) -> int:
-    """Bytes of the write's longest contiguous run in the destination tensor (and at least one element)."""
+def run_bytes(box: Box, shape: Sequence[int], item_bytes: int) -> int:
+    """Bytes of each contiguous run of a box of a contiguous tensor of `shape`."""
     elements = 1
-    for extent, whole in zip(reversed(write.destination_box.shape), reversed(destination_shape)):
+    for extent, whole in zip(reversed(box.shape), reversed(shape)):
         elements *= extent
         if extent != whole:
             break
-    return elements * ITEM_BYTES[write.dtype]
+    return elements * item_bytes
 
 
-def method(write: Copy, destination_shape: tuple[int, ...]) -> str:
-    """How a write should reach the destination's memory.
+def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
+    """Whether a box of a destination tensor travels packed, as one contiguous tile that the receiver spreads (landing memory).
 
-    DIRECT: it is contiguous there, or its runs are of DIRECT_RUN_BYTES and more: straight into the tensor, an operation per run
-    or one strided operation. PACKED: shorter runs: as one contiguous tile into a staging buffer, scattered there by a kernel.
+    The rule, for both sides alike: packed is what would be several messages of less than SHORTEST_RUN_BYTES. All else goes straight to
+    its place, a message per contiguous run. MEASURED
     """
-    run = run_bytes(write, destination_shape)
-    return DIRECT if run >= min(write.bytes, DIRECT_RUN_BYTES) else PACKED
+    run = run_bytes(box, shape, item_bytes)
+    return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
+
+
+def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
+    """What a one-sided transport sends for a box: one per contiguous run, or one in all where it lands."""
+    return 1 if lands(box, shape, item_bytes) else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
 
 
 def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ the other half is being filled.
 
 A box whose rows are short in the destination (a column slice) would be thousands of small writes. It is written in one piece into
 the worker's *landing* memory instead, and the worker spreads it when all is written (`commands.Spread`). Which boxes those are,
-`lands` says, to both sides alike.
+`schedule.lands` says, to both sides alike.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from typing import Any, Iterable, Iterator, Optional, Sequence
 import torch
 
 from megarl.config.errors import ConfigError
-from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
 from megarl.transports.base import MOONCAKE, Endpoint, RemoteTensor
 
-SHORTEST_RUN_BYTES = 64 << 10  # of contiguous destination memory that is worth a write of its own
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends those of a call in parallel, and RDMA cuts them up anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
 _MOST_RUNS = 512  # in one call: the TCP transport refuses a few thousand, and then works no more
@@ -147,16 +145,6 @@ class MooncakeTransport:
     def _late(self) -> TimeoutError:
         ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in enumerate(self._peers))
         return TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: not through within {self._timeout_s:.0f} s")
-
-
-def lands(box: Box, shape: tuple[int, ...], item_bytes: int) -> bool:
-    """Whether a box of a destination tensor, contiguous and of `shape`, goes through landing memory: its runs are short and many."""
-    run = item_bytes
-    for dim in reversed(range(len(shape))):
-        run *= box.shape[dim]
-        if box.shape[dim] != shape[dim]:
-            break
-    return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
 
 
 def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor) -> Iterator[tuple[int, torch.Tensor]]:

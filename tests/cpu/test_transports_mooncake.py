@@ -10,6 +10,7 @@ import torch
 from megarl.config.errors import ConfigError
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
+from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands
 from megarl.transports import mooncake
 from megarl.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor, send, shapes_of
 
@@ -18,7 +19,7 @@ try:
 except ConfigError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-LONG = mooncake.SHORTEST_RUN_BYTES // 4  # elements of a row that is worth a write
+LONG = SHORTEST_RUN_BYTES // 4  # elements of a row that is worth a write
 ROWS = 2 * mooncake.HALF_BYTES // (4 * 2 * LONG) + 3  # more than both halves of the staging buffer hold
 
 
@@ -97,7 +98,7 @@ def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
     ],
 )
 def test_which_boxes_land(start, shape, of, runs, through_landing):
-    assert mooncake.lands(Box(start, shape), of, 4) is through_landing
+    assert lands(Box(start, shape), of, 4) is through_landing
     remote = RemoteTensor("t", of, "float32", torch.empty(of).stride(), 256)
     found = [run.numel() for _, run in mooncake.destination_runs(torch.zeros(shape), start, remote)]
     assert len(found) == runs and sum(found) == 4 * torch.Size(shape).numel()

@@ -14,10 +14,10 @@ from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.box import Box
 from megarl.reshard.execute import apply_copy
 from megarl.reshard.layout import generator_layout, trainer_layout
-from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.map import ReshardMap
 from megarl.reshard.nodes import Nodes, forward_inside_nodes
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.schedule import DIRECT, PACKED, method
+from megarl.reshard.schedule import lands, messages
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 
@@ -70,15 +70,15 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
 
 
 @pytest.mark.parametrize(
-    "box, shape, dtype, expected",
+    "box, shape, item_bytes, packed, sent",
     [
-        (Box((0, 0), (4, 8)), (16, 8), "bfloat16", DIRECT),  # whole rows: contiguous
-        (Box((3, 0), (1, 4)), (16, 8), "bfloat16", DIRECT),  # part of one row: contiguous too
-        (Box((0, 0), (4, 4)), (16, 8), "bfloat16", PACKED),  # runs of 8 bytes
-        (Box((0, 0), (4, 4096)), (16, 8192), "bfloat16", DIRECT),  # runs of 8 KiB
-        (Box((0, 0), (4, 4096)), (16, 8192), "float8_e4m3fn", PACKED),
-        (Box((1, 0, 0), (1, 4, 8)), (4, 16, 8), "bfloat16", DIRECT),  # of one expert
+        (Box((0, 0), (4, 8)), (16, 8), 2, False, 1),  # whole rows: contiguous
+        (Box((3, 0), (1, 4)), (16, 8), 2, False, 1),  # part of one row: contiguous too
+        (Box((0, 0), (4, 4)), (16, 8), 2, True, 1),  # runs of 8 bytes
+        (Box((0, 0), (4, 32768)), (16, 65536), 2, False, 4),  # runs of 64 KiB
+        (Box((0, 0), (4, 32768)), (16, 65536), 1, True, 1),
+        (Box((1, 0, 0), (1, 4, 8)), (4, 16, 8), 2, False, 1),  # of one expert
     ],
 )
-def test_writes_of_short_runs_are_packed(box, shape, dtype, expected):
-    assert method(Copy(0, "x", box, 0, "y", box, "identity", dtype, 0), shape) == expected
+def test_what_would_be_many_short_messages_is_packed(box, shape, item_bytes, packed, sent):
+    assert lands(box, shape, item_bytes) is packed and messages(box, shape, item_bytes) == sent

@@ -1,0 +1,123 @@
+"""A reshard map in short, as a table for a person."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Iterator, Sequence
+
+from megarl.models.parameters import LAYER_FIELD
+from megarl.reshard.balance import sender_bound
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import ITEM_BYTES, Kind
+from megarl.reshard.map import ReshardMap, Summary
+from megarl.reshard.rows import ZEROS, Row
+from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands, messages, run_bytes
+
+Line = tuple[str, ...]
+_HEADER = ("shards", "copies", "writes", "run", "messages", "bytes")
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3"}
+_LEGEND = f"""\
+shards    with the shape of the first; names of a layer without model.layers.N. and decoder.layers.N.
+copies    boxes of one parameter from one rank to one other; writes: copies joined where they go on on both sides
+run       bytes that lie together in the receiver's memory; messages: what one-sided transports send, one per run;
+          runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the receiver spreads them"""
+
+
+def render(map: ReshardMap, link_bytes_per_s: float) -> str:
+    """One line per destination parameter, totals over all ranks, how evenly ranks share them, and what is meant by it all."""
+    rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))  # kind → its rows, its joined rows
+    for n, found in enumerate((map.rows, map.write_rows)):
+        for row in found:
+            rows[row.kind][n].append(row)
+    sections: dict[str, list[Line]] = defaultdict(list)
+    for k, kind in enumerate(map.destination.kinds):
+        sections[_when(kind)].append(_line(map, kind, *rows[k]))
+    summary = map.summary()
+    counts = [f"{n:,}" for n in (summary.copies, summary.writes, sum_messages(map, map.write_rows))]
+    total = "total", "", "", "", *counts[:2], "", counts[2], size(summary.bytes)
+    header = map.destination.name, _HEADER[0], f"from {map.source.name}", *_HEADER
+    lines = [header, *(line for section in sections.values() for line in section), total]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    rule = "  ".join("-" * width for width in widths)
+    body = [text for title, section in sections.items() for text in (title, *(_aligned(line, widths) for line in section))]
+    facts = [f"{key:<9} {text}" for key, text in _facts(map, summary, link_bytes_per_s)]
+    return "\n".join([_aligned(header, widths), rule, *body, rule, _aligned(total, widths), "", _LEGEND, "", *facts])
+
+
+def _when(kind: Kind) -> str:
+    if kind.layers is None:
+        return "once:"
+    first, end = kind.layers
+    return f"in each of layers {first} to {end - 1}:"
+
+
+def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Line:
+    sources = [map.source.kinds[s] for s in sorted({holder.kind for row in rows for holder in row.holders if row.transform != ZEROS})]
+    names, shards = "; ".join(_short(s.name) for s in sources), "; ".join(dict.fromkeys(_shards(s) for s in sources))
+    if kind.scales_of is not None:
+        names, shards = "(scales of the above)", ""
+    own = _shards(kind) + (" with zeros" if any(row.transform == ZEROS for row in rows) else "")
+    shards += ", tiles cut" if kind.scales_of is None and any(row.cut for row in rows) else ""
+    copies, writes = (sum(map.times(row) for row in found) for found in (rows, joined))
+    moved = kind.instances * kind.replicas * sum(map.row_bytes(row) for row in rows)
+    numbers = f"{copies:,}", f"{writes:,}", _run(map, joined), f"{sum_messages(map, joined):,}", size(moved)
+    return _short(kind.name), own, names, shards, *numbers
+
+
+def _facts(map: ReshardMap, summary: Summary, link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
+    (sent, received), bound = map.rank_bytes(), sender_bound(map)
+    for key, found, ratio in (("senders", sent, summary.sender_max_over_mean), ("receivers", received, summary.receiver_max_over_mean)):
+        yield key, f"{len(found)}, {size(found.mean())} each on average, {size(found.max())} the busiest: max/mean {ratio:.4f}"
+    yield "", (
+        f"of the senders' {summary.sender_max_over_mean:.4f} the trainer's layout forces {bound.max_over_mean:.4f}, "
+        f"the sizes of its pipeline stages alone {bound.of_stages:.4f}"
+    )
+    busiest = max(sent.max(), received.max())
+    yield "predicted", f"{busiest / link_bytes_per_s:.3g} s for the busiest rank's {size(busiest)} at {link_bytes_per_s / 1e9:g} GB/s"
+    yield "bytes", f"{summary.bytes / summary.bytes_minimum:.4f} times the least possible, every destination byte once"
+    yield "plan", map.plan_hash
+
+
+def sum_messages(map: ReshardMap, joined: Sequence[Row]) -> int:
+    """Messages of joined rows, over all ranks."""
+    return sum(map.times(row) * messages(*_in_memory(map, row)) for row in joined)
+
+
+def _run(map: ReshardMap, joined: list[Row]) -> str:
+    """Such as `27 MiB`, or `2 KiB packed`; of the row with the shortest run."""
+    run, packed = min((run_bytes(*memory), lands(*memory)) for memory in (_in_memory(map, row) for row in joined))
+    return size(run) + (" packed" if packed else "")
+
+
+def _in_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
+    """A written box of the row, the tensor it lies in, and bytes of an element."""
+    tensor, box = map.destination.kinds[row.kind].shards[row.shard], row.box
+    if tensor.experts is not None and row.transform != ZEROS:  # written expert by expert
+        box = Box(box.start, (1, *box.shape[1:]))
+    return box, tensor.shape, ITEM_BYTES[tensor.dtype]
+
+
+def _short(name: str) -> str:
+    """Without what all names of a layer begin with."""
+    _, layered, rest = name.partition(LAYER_FIELD + ".")
+    return rest if layered else name
+
+
+def _shards(kind: Kind) -> str:
+    """Such as `8 x 18x64 bf16`; the first shard speaks for all."""
+    tensor = kind.shards[0]
+    return f"{len(kind.shards)} x {'x'.join(map(str, tensor.shape))} {_SHORT.get(tensor.dtype, tensor.dtype)}"
+
+
+def _aligned(cells: Line, widths: list[int]) -> str:
+    """Four columns of text, then numbers."""
+    return "  ".join(cell.ljust(width) if i < 4 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths))).rstrip()
+
+
+def size(count: float) -> str:
+    """Such as `47.76 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
