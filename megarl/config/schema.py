@@ -82,6 +82,9 @@ class GeneratorConfig:
     engines: int = setting(1, "SGLang servers", at_least(1))
     tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
     ep: int = setting(1, "expert parallel size of an engine", at_least(1))
+    dp_attention: int = setting(
+        1, "replicas of attention inside an engine of a mixture of experts: SGLang's dp_size with enable_dp_attention", at_least(1)
+    )
     quantization: Optional[str] = setting(
         None,
         "weight format of the engines: e4m3 with a scale per 128x128 block, per output channel, or per tensor; null: model.dtype",

@@ -55,7 +55,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> lis
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
     """What does not divide by tp the CPU engine pads with heads of zeros; GPU engines replicate kv heads and refuse the rest."""
-    tp, heads, kv, replicas = topology.tp, spec.num_attention_heads, spec.num_kv_heads, 1
+    tp, heads, kv, replicas = topology.attention_tp, spec.num_attention_heads, spec.num_kv_heads, 1
     if device == "cpu":
         if heads % tp or kv % tp:
             heads, kv = round_up(kv, tp) * (heads // kv), round_up(kv, tp)
@@ -71,8 +71,8 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         q, k, v = (name + suffix for name in _QKV)
         parts = (Part(q, q_rows), Part(k, kv_rows, replicas), Part(v, kv_rows, replicas))
-        parameters.append(Parameter(SGLANG_QKV + suffix, LAYER, parts, dim=0, groups=tp))
-    parameters.append(Parameter(O, LAYER, (Part(O, q_rows),), dim=1, groups=tp))
+        parameters.append(Parameter(SGLANG_QKV + suffix, LAYER, parts, dim=0, groups=tp, of_attention=True))
+    parameters.append(Parameter(O, LAYER, (Part(O, q_rows),), dim=1, groups=tp, of_attention=True))
     if spec.qk_norm:
         parameters += [whole(name, LAYER, name) for name in QK_NORMS]
     return parameters

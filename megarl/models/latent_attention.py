@@ -57,14 +57,14 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> lis
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
     """Every rank holds both down projections whole, fused. Raises ConfigError when `tp` does not divide the heads."""
-    tp = topology.tp
+    tp = topology.attention_tp
     if problems := indivisible("generator.tp", tp, num_attention_heads=spec.num_attention_heads):
         raise ConfigError(problems)
     return [
         whole(SGLANG_DOWN, LAYER, Q_DOWN, KV_DOWN),
         whole(Q_NORM, LAYER, Q_NORM),
-        Parameter(Q_UP, LAYER, (Part(Q_UP),), dim=0, groups=tp),
-        Parameter(KV_UP, LAYER, (Part(KV_UP),), dim=0, groups=tp),
-        Parameter(O, LAYER, (Part(O),), dim=1, groups=tp),
+        Parameter(Q_UP, LAYER, (Part(Q_UP),), dim=0, groups=tp, of_attention=True),
+        Parameter(KV_UP, LAYER, (Part(KV_UP),), dim=0, groups=tp, of_attention=True),
+        Parameter(O, LAYER, (Part(O),), dim=1, groups=tp, of_attention=True),
         whole(KV_NORM, LAYER, KV_NORM),
     ]

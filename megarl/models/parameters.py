@@ -61,6 +61,7 @@ class Parameter:
     groups: int = 1
     layers: Optional[Layers] = None  # which layers have it; None: all
     dtype: Optional[str] = None  # where it is not the layout's
+    of_attention: bool = False  # cut over the ranks that share attention, where an engine runs attention data-parallel
 
     @property
     def of_expert(self) -> bool:

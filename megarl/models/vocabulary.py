@@ -38,7 +38,8 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, layers: li
         padded = padded if padded % tp == 0 else round_up(spec.vocab_size, SGLANG_PADDING * tp)
     elif problems := indivisible("generator.tp", tp, padded_vocab_size=padded):
         raise ConfigError(problems)
-    parameters = [Parameter(EMBED, FIRST, (Part(EMBED, padded),), dim=0, groups=tp), *layers, whole(NORM, LAST, NORM)]
+    embed = Parameter(EMBED, FIRST, (Part(EMBED, padded),), dim=0, groups=topology.attention_tp, of_attention=True)
+    parameters = [embed, *layers, whole(NORM, LAST, NORM)]
     if not spec.tie_word_embeddings:  # tied: lm_head is embed_tokens, one parameter under its first name
         parameters.append(Parameter(HEAD, LAST, (Part(HEAD, padded),), dim=0, groups=tp))
     return tuple(parameters)

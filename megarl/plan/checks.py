@@ -11,6 +11,7 @@ from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import round_up
 from megarl.plan.resume import check_resume
+from megarl.plan.topology import DP_ATTENTION_FAMILIES
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
@@ -24,6 +25,8 @@ SERVER_ARGS_BY_KEY = {
     "tp": "generator.tp",
     "tp_size": "generator.tp",
     "ep_size": "generator.ep",
+    "dp_size": "generator.dp_attention",
+    "enable_dp_attention": "generator.dp_attention",
     "quantization": "generator.quantization",
     "max_total_tokens": "generator.kv_cache_tokens",
     "max_running_requests": "generator.max_concurrency",
@@ -45,6 +48,8 @@ def check_generator_features(config: RunConfig) -> Iterable[str]:
     """What can be planned and resharded, but not generated with yet."""
     if config.generator.quantization is not None:
         yield f"generator.quantization={config.generator.quantization}: only null can run: engines run in model.dtype"
+    if config.generator.dp_attention != 1:
+        yield f"generator.dp_attention={config.generator.dp_attention}: only 1 can run"
 
 
 def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -110,14 +115,30 @@ def check_tensor_parallel(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     padded_vocab = {"vocabulary rows, padded": round_up(spec.vocab_size, SGLANG_VOCAB_PADDING)}
     kv_heads = {} if spec.kv_lora_rank else {"key-value heads": spec.num_kv_heads}
     yield from _indivisible("trainer.tp", config.trainer.tp, sizes | kv_heads)
-    tp = config.generator.tp
+    tp, key, attention_tp = config.generator.tp, "generator.tp", config.generator.tp
+    if config.generator.dp_attention > 1:
+        key, attention_tp = "generator.tp / generator.dp_attention", max(1, tp // config.generator.dp_attention)
+        yield from _indivisible(key, attention_tp, {"attention heads": spec.num_attention_heads})
+        sizes = ffn
     yield from _indivisible("generator.tp", tp, sizes | padded_vocab)
-    if kv_heads and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        yield f"generator.tp={tp}: must be a divisor or a multiple of the model's {spec.num_kv_heads} key-value heads"
+    if kv_heads and spec.num_kv_heads % attention_tp and attention_tp % spec.num_kv_heads:
+        yield f"{key}={attention_tp}: must be a divisor or a multiple of the model's {spec.num_kv_heads} key-value heads"
+    yield from _check_dp_attention(config, spec)
     per_expert = config.generator.tp // max(1, config.generator.ep)
     if spec.num_experts and per_expert and spec.expert_intermediate_size % per_expert:
         product = f"generator.tp={tp} / generator.ep={config.generator.ep}"
         yield f"{product}: must divide the {spec.expert_intermediate_size} ffn rows of an expert"
+
+
+def _check_dp_attention(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    tp, replicas = config.generator.tp, config.generator.dp_attention
+    if replicas == 1:
+        return
+    if spec.family not in DP_ATTENTION_FAMILIES:
+        allowed = ", ".join(DP_ATTENTION_FAMILIES)
+        yield f"generator.dp_attention={replicas}: must be 1 for a {spec.family} model; others are for {allowed}"
+    if tp % replicas:
+        yield f"generator.dp_attention={replicas}: must divide generator.tp={tp}"
 
 
 def _indivisible(key: str, tp: int, sizes: dict[str, int]) -> Iterable[str]:

@@ -55,7 +55,7 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
         trainer_topology=TrainerTopology(
             **{name: getattr(trainer, name) for name in TrainerTopology.__dataclass_fields__}  # the section has the same keys
         ),
-        generator_topology=GeneratorTopology(engines=generator.engines, tp=generator.tp, ep=generator.ep),
+        generator_topology=GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention),
         steps=config.max_steps,
         sequences_per_step=rollout.prompts_per_step * rollout.n,
         weights_path=find_weights(config),

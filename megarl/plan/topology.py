@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Optional
 
 
+DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")  # whose SGLang models can run attention data-parallel
+
+
 @dataclass(frozen=True)
 class TrainerCoordinate:
     """Place of one trainer rank on the mesh axes."""
@@ -80,13 +83,20 @@ class TrainerTopology:
 class GeneratorTopology:
     """`engines` SGLang servers of `tp` ranks each. Generator rank g is TP rank g % tp of engine g // tp.
 
-    Of an engine's ranks, each run of tp / ep holds the same experts, cut over that run.
+    Of an engine's ranks, each run of tp / ep holds the same experts, cut over that run. With data-parallel attention (SGLang's
+    enable_dp_attention, dp_size = dp_attention) each run of tp / dp_attention holds attention and embedding, cut over that run.
     """
 
     engines: int = 1
     tp: int = 1
     ep: int = 1
+    dp_attention: int = 1
 
     @property
     def world_size(self) -> int:
         return self.engines * self.tp
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks over which attention is cut."""
+        return self.tp // self.dp_attention

@@ -8,10 +8,10 @@ from typing import Optional, Sequence, Union
 import numpy as np
 
 from megarl.config.errors import ConfigError
-from megarl.models.parameters import FIRST, LAST, LAYER, LogicalTensor, Parameter, whole
+from megarl.models.parameters import FIRST, LAST, LAYER, LogicalTensor, Parameter, indivisible, whole
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.plan.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor, Piece
 from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 from megarl.reshard.scales import with_scales
@@ -22,7 +22,7 @@ __all__ = ["Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_lay
 NORM_NAMES = ("local", "te")
 DEVICES = ("cpu", "cuda")
 QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
-_DENSE, _EXPERT = False, True  # the two meshes
+_DENSE, _EXPERT, _ATTENTION = "dense", "expert", "attention"  # the meshes
 
 
 def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
@@ -75,10 +75,16 @@ def generator_layout(
     if isinstance(quantization, str) and quantization not in QUANTISATIONS:
         raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
+    if problems := indivisible("generator.dp_attention", topology.dp_attention, **{"generator.tp": topology.tp}):
+        raise ConfigError(problems)
+    if topology.dp_attention > 1 and spec.family not in DP_ATTENTION_FAMILIES:
+        allowed = ", ".join(DP_ATTENTION_FAMILIES)
+        raise ConfigError(f"generator.dp_attention = {topology.dp_attention}: only for {allowed}; this is {spec.family}")
     parameters = family(spec).sglang_parameters(spec, topology, device)
     ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
+    attention = np.arange(topology.world_size).reshape(-1, topology.attention_tp).T[None]
     stages = np.zeros(spec.num_layers, dtype=np.int64)
-    meshes = {_DENSE: ranks, _EXPERT: ranks}
+    meshes = {_DENSE: ranks, _EXPERT: ranks, _ATTENTION: ranks if topology.dp_attention == 1 else attention}
     kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
     if rule is not None:
         kinds = with_scales(kinds, family(spec).quantised_parameters(spec), rule, _logical(spec))
@@ -115,7 +121,7 @@ def _kinds(
     parameters: Sequence[Parameter],
     dtype: str,
     stages: np.ndarray,  # of layers, [num_layers]
-    meshes: dict[bool, np.ndarray],  # [stages, shards, replicas], of dense parameters and of experts
+    meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; attention has one of its own where it is data-parallel
     expert_shards: tuple[int, int],  # ep, etp
 ) -> list[Kind]:
     if dtype not in ITEM_BYTES:
@@ -127,7 +133,7 @@ def _kinds(
         first, end = parameter.layers or (0, spec.num_layers)
         if first == end:
             continue
-        ranks = meshes[parameter.of_expert]
+        ranks = meshes[_EXPERT if parameter.of_expert else _ATTENTION if parameter.of_attention else _DENSE]
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
         for shard in range(ranks.shape[1]):

@@ -170,14 +170,16 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
 def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str) -> HF:
     """TP rank `rank` of an engine."""
     tp, vocab = g.tp, -(-spec.vocab_size // 64) * 64
-    heads, kv, kv_rank, kv_parts = spec.num_attention_heads, spec.num_kv_heads, rank, tp
+    attn_tp = tp // g.dp_attention  # consecutive ranks that share attention and embedding
+    attn_rank = rank % attn_tp
+    heads, kv, kv_rank, kv_parts = spec.num_attention_heads, spec.num_kv_heads, attn_rank, attn_tp
     if device == "cpu":
         if heads % tp or kv % tp:
             heads, kv = -(-kv // tp) * tp * (heads // kv), -(-kv // tp) * tp
         if vocab % tp:
             vocab = -(-spec.vocab_size // (64 * tp)) * 64 * tp
-    elif tp > kv:
-        kv_rank, kv_parts = rank // (tp // kv), kv
+    elif attn_tp > kv:
+        kv_rank, kv_parts = attn_rank // (attn_tp // kv), kv
 
     def rows(tensor: torch.Tensor, size: int, parts: int = tp, index: int = rank) -> torch.Tensor:
         return pad(tensor, size, 0).chunk(parts, 0)[index]
@@ -188,7 +190,8 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
     def padded(size: int) -> int:
         return -(-size // (32 * tp)) * 32 * tp if device == "cpu" else size
 
-    local = {"model.embed_tokens.weight": rows(hf["model.embed_tokens.weight"], vocab), "model.norm.weight": hf["model.norm.weight"]}
+    embed = rows(hf["model.embed_tokens.weight"], vocab, attn_tp, attn_rank)
+    local = {"model.embed_tokens.weight": embed, "model.norm.weight": hf["model.norm.weight"]}
     if not spec.tie_word_embeddings:
         local["lm_head.weight"] = rows(hf["lm_head.weight"], vocab)
     for i in range(spec.num_layers):
@@ -199,14 +202,14 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             for x in ("q_a", "kv_a"):
                 local[f"{a}{x}_layernorm.weight"] = hf[f"{a}{x}_layernorm.weight"]
             for x in ("q_b", "kv_b"):
-                local[f"{a}{x}_proj.weight"] = hf[f"{a}{x}_proj.weight"].chunk(tp, 0)[rank]
-            local[a + "o_proj.weight"] = hf[a + "o_proj.weight"].chunk(tp, 1)[rank]
+                local[f"{a}{x}_proj.weight"] = hf[f"{a}{x}_proj.weight"].chunk(attn_tp, 0)[attn_rank]
+            local[a + "o_proj.weight"] = hf[a + "o_proj.weight"].chunk(attn_tp, 1)[attn_rank]
         else:
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q = rows(hf[f"{a}q_proj.{suffix}"], heads * spec.head_dim)
+                q = rows(hf[f"{a}q_proj.{suffix}"], heads * spec.head_dim, attn_tp, attn_rank)
                 k, v = (rows(hf[f"{a}{x}_proj.{suffix}"], kv * spec.head_dim, kv_parts, kv_rank) for x in "kv")
                 local[f"{a}qkv_proj.{suffix}"] = torch.cat([q, k, v])
-            local[a + "o_proj.weight"] = columns(hf[a + "o_proj.weight"], heads * spec.head_dim)
+            local[a + "o_proj.weight"] = columns(hf[a + "o_proj.weight"], heads * spec.head_dim, attn_tp, attn_rank)
             if spec.qk_norm:
                 for x in "qk":
                     local[f"{a}{x}_norm.weight"] = hf[f"{a}{x}_norm.weight"]

@@ -145,7 +145,7 @@ def test_the_papers_large_runs_can_be_planned_but_not_yet_run(
     facts = json.loads(capsys.readouterr().out)
     assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks and facts["exactly_once"] is True
     assert facts["bytes"] == facts["bytes_minimum"] and facts["receiver_max_over_mean"] == 1.0
-    assert facts["sender_max_over_mean"] < 1.04  # 405B: 1.0356, all of it the bf16 embedding on a stage of fp8 layers
+    assert facts["sender_max_over_mean"] < facts["sender_bound"] + 0.001  # 405B: 1.035, of the bf16 embedding on a stage of fp8 layers
     assert cli.main(["plan", path, "--json"]) == 0
     capsys.readouterr()
     assert cli.main(["train", path]) == 2
@@ -162,7 +162,7 @@ def test_reshard_reports_the_map(run_yaml: Path, capsys: pytest.CaptureFixture[s
     assert facts["bytes"] == facts["bytes_minimum"] == 8 * engine_rank
     assert cli.main(["reshard", str(run_yaml), *sizes]) == 0
     table = capsys.readouterr().out
-    assert "model.layers.{layer}.self_attn.qkv_proj.weight" in table and facts["plan_hash"] in table
+    assert "self_attn.qkv_proj.weight" in table and facts["plan_hash"] in table
     assert table.endswith("proven: every destination byte is written exactly once\n")
 
 

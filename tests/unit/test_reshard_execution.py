@@ -16,7 +16,7 @@ from reshard_reference import HF, full_tensors, megatron, sglang
 
 from megarl.models import ModelSpec
 from megarl.models.registry import family
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.plan.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.reshard.amax import amax_parts, peers
 from megarl.reshard.audit import MASK, hash_slice, hash_tensor
 from megarl.reshard.execute import AmaxTable, apply_copy, payload
@@ -47,6 +47,9 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     generator_tp = draw(st.sampled_from([1, 2, 4]))
     generator_ep = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0])) if sparse else 1
     device = "cuda" if fp8 or latent else draw(st.sampled_from(["cpu", "cuda"]))  # trainer and GPU engines refuse what does not divide
+    dp_attention = 1
+    if device == "cuda" and name in DP_ATTENTION_FAMILIES:
+        dp_attention = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0]))
     kv = draw(st.sampled_from([tp, 2 * tp, 4 * tp] if device == "cpu" or tp == 3 else [1, 2, 4, 8]))
     if device == "cuda" and (kv % generator_tp and generator_tp % kv or kv % tp and tp % kv):
         kv = tp * generator_tp
@@ -81,7 +84,7 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first, last_stage_layers=last,
         fsdp=draw(st.sampled_from([None, None, "rows", "flat"])),
     )  # fmt: skip
-    return spec, trainer, GeneratorTopology(draw(st.integers(1, 3)), generator_tp, generator_ep), device
+    return spec, trainer, GeneratorTopology(draw(st.integers(1, 3)), generator_tp, generator_ep, dp_attention), device
 
 
 def spread(layout: Layout, rank: int, tensors: HF) -> HF:
