@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib
 import numpy as np
 
 from megarl.config.errors import ConfigError
+from megarl.reshard.balance import sender_bound
 from megarl.reshard.map import ReshardMap
 
 FORMATS = (".svg", ".png")
@@ -36,33 +39,40 @@ def draw(map: ReshardMap, path: str, title: str) -> None:
 
     gib = 2.0**-30
     sent, received = (total * gib for total in map.rank_bytes())
-    matrix = traffic(map) * gib
     figure, axes = plt.subplots(
         2, 2, figsize=(10, 9), width_ratios=(1, 4), height_ratios=(1, 4), layout="constrained", sharex="col", sharey="row"
     )
-    above, left, main = axes[0][1], axes[1][0], axes[1][1]
-    axes[0][0].axis("off")
+    (corner, above), (left, main) = axes
+    figure.suptitle(f"{title}: {sent.sum():,.0f} GiB", fontsize=11)
+    corner.axis("off")
+    legend = "red: mean\ndashed: the least\nthat the layout\nallows the busiest"
+    corner.text(0, 0.5, legend, color="tab:red", va="center", fontsize=9, transform=corner.transAxes)
     extent = (-0.5, len(received) - 0.5, len(sent) - 0.5, -0.5)
-    shown = np.ma.masked_equal(matrix, 0)
+    shown = np.ma.masked_equal(traffic(map) * gib, 0)
     image = main.imshow(shown, aspect="auto", extent=extent, interpolation="nearest", cmap="viridis")
-    main.set_xlabel("generator rank")
-    left.set_ylabel("trainer rank")
-    for axis, values, by_row in ((above, received, False), (left, sent, True)):
-        steps = np.repeat(values, 2)
-        edges = np.repeat(np.arange(len(values) + 1) - 0.5, 2)[1:-1]
-        mean = values.mean()
-        if by_row:
-            axis.fill_betweenx(edges, steps, color="tab:blue", lw=0)
-            axis.axvline(mean, color="tab:red", lw=1)
-            axis.set_xlim(1.15 * values.max(), 0)
-            axis.set_xlabel(f"GiB sent\nmax/mean {values.max() / mean:.3f}")
-        else:
-            axis.fill_between(edges, steps, color="tab:blue", lw=0)
-            axis.axhline(mean, color="tab:red", lw=1)
-            axis.set_ylim(0, 1.15 * values.max())
-            axis.set_ylabel("GiB received")
-            axis.tick_params(labelleft=True)
-            axis.set_title(f"{title}\n{sent.sum():,.0f} GiB; receivers max/mean {values.max() / mean:.3f}", fontsize=10)
+    main.set_xlabel("receiver: generator rank")
+    _bars(above, received, by_row=False)
+    above.set_ylabel(f"GiB received\nmax/mean {received.max() / received.mean():.3f}")
+    above.tick_params(labelleft=True)
+    bound = sender_bound(map).max_over_mean
+    _bars(left, sent, by_row=True)
+    left.axvline(bound * sent.mean(), color="tab:red", lw=1, ls="--")
+    left.set_xlabel(f"GiB sent\nmax/mean {sent.max() / sent.mean():.3f}\n(least: {bound:.3f})")
+    left.set_ylabel("sender: trainer rank")
     figure.colorbar(image, ax=main, label="GiB from sender to receiver (white: none)")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _bars(axis: Any, values: np.ndarray, by_row: bool) -> None:
+    """A bar per rank, and the mean as a line; by_row: growing to the left."""
+    steps = np.repeat(values, 2)
+    edges = np.repeat(np.arange(len(values) + 1) - 0.5, 2)[1:-1]
+    if by_row:
+        axis.fill_betweenx(edges, steps, color="tab:blue", lw=0)
+        axis.axvline(values.mean(), color="tab:red", lw=1)
+        axis.set_xlim(1.15 * values.max(), 0)
+    else:
+        axis.fill_between(edges, steps, color="tab:blue", lw=0)
+        axis.axhline(values.mean(), color="tab:red", lw=1)
+        axis.set_ylim(0, 1.15 * values.max())

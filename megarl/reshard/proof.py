@@ -252,12 +252,10 @@ def _check_senders(map: ReshardMap, row: Row) -> None:
         origin = map.source.kinds[holder.kind]
         _check_same_stages(origin, alike)
         here = service.holders == h
-        ranks = origin.ranks[origin.stages[service.first], holder.shard]  # [classes, source replicas]
-        held = np.zeros_like(wrong)
-        for replica in range(ranks.shape[1]):
-            held |= service.senders == ranks[:, replica : replica + 1]
+        seated = np.zeros((seats[0], map.source.world_size), dtype=bool)
+        np.put_along_axis(seated, origin.ranks[origin.stages[service.first], holder.shard], True, axis=1)
         known |= here
-        wrong |= here & ~held
+        wrong |= here & ~np.take_along_axis(seated, service.senders, axis=1)
     if (wrong | ~known).any():
         c, e = (int(x) for x in np.argwhere(wrong | ~known)[0])
         instance = int(service.first[c])

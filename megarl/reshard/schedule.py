@@ -49,7 +49,7 @@ def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
     """Whether a box of a destination tensor travels packed, as one contiguous tile that the receiver spreads (landing memory).
 
     The rule, for both sides alike: packed is what would be several messages of less than SHORTEST_RUN_BYTES. All else goes straight to
-    its place, a message per contiguous run. MEASURED
+    its place, a message per contiguous run.
     """
     run = run_bytes(box, shape, item_bytes)
     return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes

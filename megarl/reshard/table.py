@@ -72,6 +72,8 @@ def _facts(map: ReshardMap, summary: Summary, link_bytes_per_s: float) -> Iterat
         f"of the senders' {summary.sender_max_over_mean:.4f} the trainer's layout forces {bound.max_over_mean:.4f}, "
         f"the sizes of its pipeline stages alone {bound.of_stages:.4f}"
     )
+    count = sum_messages(map, map.write_rows)
+    yield "messages", f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average"
     busiest = max(sent.max(), received.max())
     yield "predicted", f"{busiest / link_bytes_per_s:.3g} s for the busiest rank's {size(busiest)} at {link_bytes_per_s / 1e9:g} GB/s"
     yield "bytes", f"{summary.bytes / summary.bytes_minimum:.4f} times the least possible, every destination byte once"

@@ -161,6 +161,26 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
     check_lists(map, copies, joined)
 
 
+@pytest.mark.parametrize("name", DP_ATTENTION_FAMILIES)
+@pytest.mark.parametrize("dp_attention", [2, 4])
+def test_data_parallel_attention(name: str, dp_attention: int):
+    """Stated, because few random cases have attention both replicated and cut."""
+    spec = dataclasses.replace(
+        ModelSpec(name, 2, 8, 16, 8, 2, 8, 150, 16, False, 1e-6, 1e4), num_experts=4, expert_intermediate_size=8,
+        shared_intermediate_size=8 * (name == "deepseek_v3"), router_bias=name == "deepseek_v3",
+    )  # fmt: skip
+    if name == "deepseek_v3":
+        latent = dict(first_dense_layers=1, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, q_lora_rank=8, kv_lora_rank=12)
+        spec = dataclasses.replace(spec, num_kv_heads=8, **latent)
+    topology, generator = TrainerTopology(tp=2, ep=2, dp=2), GeneratorTopology(2, 4, 2, dp_attention)
+    map = ReshardMap.build(trainer_layout(spec, topology, "float32"), generator_layout(spec, generator, "float32"))
+    prove_exactly_once(map)
+    hf = full_tensors(spec, torch.float32)
+    found, copies = carry_out(map, [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(4)], True)
+    assert_equal(found, [sglang(spec, hf, generator, rank % 4, "cuda") for rank in range(8)])
+    check_lists(map, copies, True)
+
+
 def check_lists(map: ReshardMap, copies: list[Copy], joined: bool) -> None:
     """Both ends write out the same lists, the proof accepts them, and the summary counts them."""
     prove_copies(copies, map.source, map.destination)
