@@ -137,7 +137,7 @@ def _check_dp_attention(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     if spec.family not in DP_ATTENTION_FAMILIES:
         allowed = ", ".join(DP_ATTENTION_FAMILIES)
         yield f"generator.dp_attention={replicas}: must be 1 for a {spec.family} model; others are for {allowed}"
-    if tp % replicas:
+    elif tp % replicas:
         yield f"generator.dp_attention={replicas}: must divide generator.tp={tp}"
 
 

@@ -15,15 +15,14 @@ from typing import Iterable, Optional, Sequence
 import numpy as np
 
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import Kind, Layout, LocalTensor, Piece
+from megarl.reshard.kinds import Layout, LocalTensor, Piece
 from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.proof_senders import ProofError, check_senders
 from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Row
 from megarl.reshard.scales import of_whole_tensor, scale_name
 
-
-class ProofError(RuntimeError):
-    """The map would leave an element unwritten, write it twice, or write something else there."""
+__all__ = ["ProofError", "prove_copies", "prove_exactly_once"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def prove_exactly_once(map: ReshardMap) -> None:
         seats = row.route, id(target.stages), id(target.ranks)  # scales have those of their weights
         if seats not in checked:
             checked.add(seats)
-            _check_senders(map, row)
+            check_senders(map, row)
 
 
 def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) -> None:
@@ -233,44 +232,6 @@ def _check_seats(layout: Layout) -> None:
         for shard, tensor in enumerate(kind.shards):
             if (clash := _overlap([piece.local for piece in tensor.pieces])) is not None:
                 raise ProofError(f"{layout.name}: pieces {clash} of {kind.name}, shard {shard}, overlap")
-
-
-def _check_senders(map: ReshardMap, row: Row) -> None:
-    """Every instance and replica has one sender, and that rank holds the sending shard of that instance; and the right receiver.
-
-    Checked class by class, after the instances of a class are found to live on the same stages.
-    """
-    target, service = map.destination.kinds[row.kind], map.service(row)
-    seats = len(service.first), target.replicas
-    if len(service.class_of) != target.instances or not service.holders.shape == service.senders.shape == seats:
-        raise ProofError(f"{target.name}: senders of shape {service.senders.shape} for {target.instances} instances")
-    alike = service.first[service.class_of]
-    _check_same_stages(target, alike)
-    wrong = service.receivers != target.ranks[target.stages[service.first], row.shard]
-    known = np.zeros_like(wrong)
-    for h, holder in enumerate(row.holders):
-        origin = map.source.kinds[holder.kind]
-        _check_same_stages(origin, alike)
-        here = service.holders == h
-        seated = np.zeros((seats[0], map.source.world_size), dtype=bool)
-        np.put_along_axis(seated, origin.ranks[origin.stages[service.first], holder.shard], True, axis=1)
-        known |= here
-        wrong |= here & ~np.take_along_axis(seated, service.senders, axis=1)
-    if (wrong | ~known).any():
-        c, e = (int(x) for x in np.argwhere(wrong | ~known)[0])
-        instance = int(service.first[c])
-        receiver = target.ranks[target.stages[instance], row.shard, e]
-        name = map.source.kinds[row.holders[0].kind].name_of(instance)
-        raise ProofError(
-            f"{target.name_of(instance)} on {map.destination.name} rank {receiver}: "
-            f"{map.source.name} rank {service.senders[c, e]} does not hold {name}"
-        )
-
-
-def _check_same_stages(kind: Kind, alike: np.ndarray) -> None:
-    """alike: [instances], of each the one that stands for it."""
-    if len(alike) != kind.instances or (kind.stages[alike] != kind.stages).any():
-        raise ProofError(f"{kind.name}: layers of different stages are taken for alike")
 
 
 def _quantises(map: ReshardMap) -> bool:

@@ -71,6 +71,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("trainer.last_stage_layers=7", "trainer.last_stage_layers=7: needs trainer.pp of at least 2; it is 1"),
         ("trainer.ep=2", "trainer.ep=2: must be 1: a llama model has no experts"),
         ("generator.ep=4", "generator.ep=4: must be 1: a llama model has no experts"),
+        ("generator.dp_attention=2", "generator.dp_attention=2: must be 1 for a llama model; others are for deepseek_v3, qwen3_moe"),
         ("trainer.etp=2", "trainer.etp=2: must be 1: a llama model has no experts"),
         ("generator.quantization=fp8", "generator.quantization=fp8: must be one of fp8_block, fp8_channel, fp8_tensor"),
         ("trainer.tp=3", "trainer.tp=3: must divide the model's 32 attention heads and 14336 ffn rows and 8 key-value heads"),
