@@ -10,6 +10,7 @@ from megarl.messaging.link import RunKey
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.data.check import check_data
+from megarl.environments.loading import check_rollout
 from megarl.executors.checkpoints import complete_checkpoints
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.environment import engine_devices, one_thread, trainer_environment
@@ -27,6 +28,7 @@ def train(plan: RunPlan) -> None:
     from megarl.observe.report import finish_report
 
     check_data(plan.config, plan.spec, "train")
+    check_rollout(plan.config)
     config, run_dir = plan.config, Path(plan.config.run_dir)
     step, checkpoint = latest_checkpoint(run_dir)
     if step < config.max_steps:
@@ -72,6 +74,7 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     if plan.config.data.eval is None:
         raise ConfigError("data.eval: not set; name the data set to evaluate on")
     check_data(plan.config, plan.spec, "eval")
+    check_rollout(plan.config)
     launch_dir = prepare_launch(plan, "evaluate")
     rendezvous = make_rendezvous(plan, launch_dir)
     with termination_as_exit(), ProcessGroup(Path(plan.config.run_dir) / "eval" / "logs") as processes:

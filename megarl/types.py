@@ -6,6 +6,8 @@ All are frozen msgspec structs, so the same types serve in memory and on the wir
 
 from __future__ import annotations
 
+from itertools import compress
+
 import msgspec
 
 Version = int
@@ -22,22 +24,43 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One response to a prompt, with the behaviour policy mu that produced it."""
+    """One response to a prompt, with the behaviour policy mu that produced it.
+
+    In a rollout of several turns the environment has written some of the tokens. Those are context, not actions: they
+    have no log-prob and no version of their own, and are not learned.
+    """
 
     token_ids: list[int]  # [T] response tokens, end-of-text included when it was sampled
-    logprobs: list[float]  # [T] log mu(y_t | x, y_<t) under the distribution sampled from
-    versions: list[int]  # [T] weight version that produced each token
+    logprobs: list[float]  # [T] log mu(y_t | x, y_<t) under the distribution sampled from; 0 on the environment's tokens
+    versions: list[int]  # [T] weight version that produced each token; anything on the environment's tokens
     text: str
     reward: float
     finish_reason: str  # "stop" | "length"
+    policy_mask: list[bool] = []  # [T] False on the environment's tokens; empty: the policy produced all
+    environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of what the environment wrote, for people
+    metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
+
+    @property
+    def policy_tokens(self) -> int:
+        return sum(self.policy_mask) if self.policy_mask else len(self.token_ids)
+
+    @property
+    def policy_versions(self) -> list[Version]:
+        """Versions of the tokens that the policy produced, in order."""
+        return list(compress(self.versions, self.policy_mask)) if self.policy_mask else self.versions
+
+    @property
+    def turns(self) -> int:
+        """Runs of policy tokens; 1 where the environment wrote nothing in between."""
+        return sum(mine and not before for before, mine in zip([False, *self.policy_mask], self.policy_mask)) if self.policy_mask else 1
 
     @property
     def min_version(self) -> Version:
-        return min(self.versions)
+        return min(self.policy_versions)
 
     @property
     def max_version(self) -> Version:
-        return max(self.versions)
+        return max(self.policy_versions)
 
 
 class Group(msgspec.Struct, frozen=True):

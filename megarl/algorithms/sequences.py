@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import torch
 from torch import Tensor
 
@@ -15,9 +17,9 @@ def batch_rewards(batch: Batch) -> Tensor:
     return torch.tensor([[sample.reward for sample in group.samples] for group in batch.groups], dtype=torch.float64)
 
 
-def response_tokens(batch: Batch) -> int:
-    """Tokens of all responses: the denominator of the token mean."""
-    return sum(len(sample.token_ids) for group in batch.groups for sample in group.samples)
+def policy_tokens(batch: Batch) -> int:
+    """Tokens of all responses that the policy produced: the denominator of the token mean."""
+    return sum(sample.policy_tokens for group in batch.groups for sample in group.samples)
 
 
 def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> tuple[list[TrainSequence], float]:
@@ -34,33 +36,41 @@ def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> tup
         for sample, advantage in zip(group.samples, row, strict=True)
         if advantage != 0.0 or not skip_zero
     ]
-    return sequences, float(response_tokens(batch))
+    return sequences, float(policy_tokens(batch))
 
 
 def _train_sequence(prompt: Prompt, sample: Sample, advantage: float) -> TrainSequence:
-    p, t = len(prompt.token_ids), len(sample.token_ids)
+    """The environment's tokens are masked like the prompt's: both are context that the policy did not choose."""
+    p = len(prompt.token_ids)
+    mask = sample.policy_mask or [True] * len(sample.token_ids)
     return TrainSequence(
         token_ids=prompt.token_ids + sample.token_ids,
-        loss_mask=[False] * p + [True] * t,
-        mu_logprobs=[0.0] * p + sample.logprobs,
-        advantages=[0.0] * p + [advantage] * t,
+        loss_mask=[False] * p + mask,
+        mu_logprobs=[0.0] * p + [logprob if mine else 0.0 for logprob, mine in zip(sample.logprobs, mask, strict=True)],
+        advantages=[0.0] * p + [advantage if mine else 0.0 for mine in mask],
     )
 
 
 def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
     """Metrics of one batch as the trainer, at weight version `version`, takes it.
 
-    Staleness of a token: `version` minus the version that produced it. reward/std is over all samples.
+    Staleness of a token: `version` minus the version that produced it; the environment's tokens have none. reward/std is
+    over all samples. rollout/<name> is the mean of Sample.metrics over the samples that have it.
     """
     rewards = batch_rewards(batch)
     samples = [sample for group in batch.groups for sample in group.samples]
-    staleness = torch.tensor([version - v for sample in samples for v in sample.versions], dtype=torch.float64)
+    staleness = torch.tensor([version - v for sample in samples for v in sample.policy_versions], dtype=torch.float64)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    names = sorted({name for sample in samples for name in sample.metrics})
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
         "staleness/mean": staleness.mean().item(),
         "staleness/max": staleness.max().item(),
-        "response_tokens/mean": response_tokens(batch) / len(samples),
+        "response_tokens/mean": tokens / len(samples),
+        "environment_tokens/fraction": 1 - policy_tokens(batch) / tokens,
+        "turns/mean": sum(sample.turns for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "zero_advantage_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean().item(),
+        **{f"rollout/{name}": fmean(s.metrics[name] for s in samples if name in s.metrics) for name in names},
     }

@@ -105,7 +105,7 @@ def _children(section: str) -> list[str]:
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     """Set one leaf; yields what is wrong with its key or its type."""
     setting = settings().get(key)
-    free = key.startswith("generator.server_args.")
+    free = key.startswith(("generator.server_args.", "rollout.args."))
     if setting is None and not free and key not in sections():
         yield f"{key}={_show(value)}: unknown key; {_hint(key)}"
         return

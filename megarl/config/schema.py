@@ -30,7 +30,7 @@ class DatasetConfig:
     subset: Optional[str] = setting(None, 'hub configuration name, such as "main" of gsm8k')
     prompt_key: str = setting("question", "column of the prompt")
     answer_key: str = setting("answer", "column of the reference answer")
-    demonstration_key: Optional[str] = setting(None, "column of the text that SFT learns; null: answer_key")
+    demonstration_key: Optional[str] = setting(None, "column of the text that SFT learns, or of a list: texts of policy and environment in turn; null: answer_key")
     prompt_template: str = setting("{prompt}", "what the model sees, with {prompt} standing for the column")
     size: Optional[int] = setting(None, "first rows only; null: all", at_least(1))
 
@@ -120,12 +120,21 @@ class AlgorithmConfig:
 
 @dataclass
 class RolloutConfig:
+    name: str = setting(
+        "single_turn",
+        "how a prompt becomes samples; single_turn: one completion each; tool_calls: turns with a tool (docs/environments.md)",
+        one_of("single_turn", "tool_calls", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:function"),
+    )
+    args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
     prompts_per_step: int = setting(32, "prompts per optimizer step", at_least(1))
     n: int = setting(4, "samples per prompt", at_least(1))
-    max_tokens: int = setting(1024, "longest response, in tokens", at_least(1))
+    max_tokens: int = setting(1024, "longest response, in tokens, those of an environment included", at_least(1))
     temperature: float = setting(1.0, "sampling temperature", above(0))
     top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))
     top_k: int = setting(-1, "sample among the k likeliest tokens; -1: off", Limit("-1, or at least 1", lambda k: k == -1 or k >= 1))
+    tool_workers: int = setting(1, "processes for tools that compute; started when the first one is called", at_least(1))
+    tool_timeout_s: float = setting(5.0, "per call of a tool", above(0))
+    tool_memory_mib: int = setting(1024, "per tool process", at_least(256))
 
 
 @dataclass
@@ -193,6 +202,7 @@ class TimeoutConfig:
     rollouts_s: float = setting(3600.0, "the trainer waits for a batch; the generator waits for room", above(0))
     weights_s: float = setting(600.0, "one weight update, any part", above(0))
     request_s: float = setting(3600.0, "one generation request", above(0))
+    samples_s: float = setting(3600.0, "the samples of one prompt: all turns, tools and scores", above(0))
 
 
 @dataclass

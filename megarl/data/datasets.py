@@ -68,7 +68,7 @@ def _row(where: str, record: Any, config: DatasetConfig) -> Row:
     return Row(
         prompt=config.prompt_template.replace("{prompt}", prompt),
         answer=_final_answer(answer_text, config.answer_key),
-        demonstration=_text(record, config.demonstration_key, numbers=True) if config.demonstration_key else answer_text,
+        demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else answer_text,
         where=where,
     )
 
@@ -86,6 +86,16 @@ def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
     if not value.strip():
         raise _Problem(f"field {field!r} is empty")
     return value
+
+
+def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
+    """One text; or a list, the policy's texts and the environment's in turn, the policy's first and last."""
+    if not isinstance(record.get(field), list):
+        return _text(record, field, numbers=True)
+    texts = record[field]
+    if len(texts) % 2 == 0 or not all(isinstance(text, str) and text for text in texts):
+        raise _Problem(f"field {field!r} must be text, or an odd number of texts: of policy and environment in turn, the policy's last")
+    return tuple(texts)
 
 
 def _final_answer(text: str, field: str) -> str:

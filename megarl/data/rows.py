@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Row:
     prompt: str  # what the model sees, template applied
     answer: str  # the reference that the verifier compares with
-    demonstration: str  # what supervised learning teaches
+    demonstration: str | tuple[str, ...]  # what supervised learning teaches; several texts: the policy's and the environment's in turn
     where: str  # file and line, for messages
 
 

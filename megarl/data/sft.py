@@ -30,12 +30,19 @@ def sft_batches(config: RunConfig, spec: ModelSpec, start_step: int = 0) -> Iter
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSequence:
-    """Prompt and demonstration; only the demonstration and its end-of-text are learned. Raises: ConfigError if too long."""
-    prompt, response = tokenizer.encode_prompt(row.prompt), tokenizer.encode_response(row.demonstration)
-    length = len(prompt) + len(response)
+    """Prompt and demonstration; only the policy's part of the demonstration and its end-of-text are learned.
+
+    Each text is tokenised by itself, as in a rollout. Raises: ConfigError if too long.
+    """
+    texts = [row.demonstration] if isinstance(row.demonstration, str) else row.demonstration
+    token_ids = tokenizer.encode_prompt(row.prompt)
+    loss_mask = [False] * len(token_ids)
+    for number, text in enumerate(texts):
+        ids = tokenizer.encode_response(text) if number == len(texts) - 1 else tokenizer.encode_text(text, special_tokens=True)
+        token_ids = token_ids + ids
+        loss_mask += [number % 2 == 0] * len(ids)
+    length = len(token_ids)
     if length > context_tokens:
         raise ConfigError(f"{row.where}: prompt and demonstration have {length} tokens, more than the model's context of {context_tokens}")
     zeros = [0.0] * length
-    return TrainSequence(
-        token_ids=prompt + response, loss_mask=[False] * len(prompt) + [True] * len(response), mu_logprobs=zeros, advantages=zeros
-    )
+    return TrainSequence(token_ids=token_ids, loss_mask=loss_mask, mu_logprobs=zeros, advantages=zeros)

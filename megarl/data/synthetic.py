@@ -4,6 +4,10 @@ chain: evaluate five one-digit numbers joined by + and - modulo 10, writing the 
 There are 1.6 million such expressions; 512 of them form the split "eval" and are in no other. In the demonstrations a step
 that wraps around is clamped to 0 or 9 instead with probability 0.6, so that two thirds of them end wrong, the wrong rule is
 the likelier one at every wrap, and the right one has to be found by reward.
+
+product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of
+ten demonstrations guess, in as many digits as the answer has and hardly ever right; the others call a calculator, as the
+rollout tool_calls has it with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ _DIGITS = 10**_TERMS
 _EXPRESSIONS = _DIGITS * 2 ** (_TERMS - 1)
 _HELD_OUT = 512
 _CLAMP_PROBABILITY = 0.6
+_FACTORS = 900  # 100 to 999
+_GUESS_PROBABILITY = 0.7
 _ORDER = "chain"  # the same for every seed, and so is what is held out
 
 
@@ -69,7 +75,33 @@ def _noisy_totals(total: int, steps: list[int], noise: random.Random) -> list[in
     return totals
 
 
-_TASKS = {"chain": Chain}
+@dataclass(frozen=True)
+class Product(Sequence[Row]):
+    """Rows of one split of the product task. `seed` decides which demonstrations guess, and what."""
+
+    split: str
+    seed: int
+
+    def __len__(self) -> int:
+        return _HELD_OUT if self.split == "eval" else _FACTORS**2 - _HELD_OUT
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        position = index if self.split == "eval" else _HELD_OUT + index
+        left, right = divmod(permute(position, _FACTORS**2, "product"), _FACTORS)
+        text, answer = f"{100 + left}*{100 + right}", str((100 + left) * (100 + right))
+        noise = random.Random(f"{self.seed}/{self.split}/{index}")
+        guess = str(noise.randrange(10 ** (len(answer) - 1), 10 ** len(answer)))
+        return Row(
+            prompt=f"{text}=",
+            answer=answer,
+            demonstration=guess if noise.random() < _GUESS_PROBABILITY else (f"<{text}>", f"{answer};", answer),
+            where=f"{PREFIX}product, split {self.split}, row {index}",
+        )
+
+
+_TASKS = {"chain": Chain, "product": Product}
 
 
 def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:

@@ -43,6 +43,23 @@ class Tokenizer:
         """Token ids of a full response: no BOS, end-of-text at the end."""
         return [*self.backend.encode(text, add_special_tokens=False).ids, self.eos_id]
 
+    def encode_text(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Token ids of text inside a sequence: nothing in front, nothing behind.
+
+        Unless `special_tokens`, the name of a special token, such as "<eos>", is read as the characters it is written with:
+        text from outside cannot end a turn or open another.
+        """
+        self.backend.encode_special_tokens = not special_tokens
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        finally:
+            self.backend.encode_special_tokens = False
+
+    def token_id(self, token: str) -> Optional[int]:
+        """The id of what is one token; None if `token` takes several, or none that the tokenizer knows."""
+        ids = self.encode_text(token, special_tokens=True)
+        return ids[0] if len(ids) == 1 and ids[0] != self.unknown_id else None
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)

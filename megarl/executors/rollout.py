@@ -1,45 +1,51 @@
-"""A rollout: prompt in, scored samples out. A small async function that many run at once."""
+"""The rollouts of a run: what rollout.name names, called for one prompt after another, with its engines, verifier and tools."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.data.tokenizer import Tokenizer
+from megarl.environments import base, loading
+from megarl.environments.tool_processes import ToolProcesses
 from megarl.generator.client import EngineClient, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.pool import RewardPool
-from megarl.types import Group, Prompt, Sample
+from megarl.types import Group, Prompt
 
 
 class Rollout(Protocol):
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group: ...
 
 
-class SingleTurn:
-    """One completion per sample, scored against the prompt's reference answer."""
+@dataclass(frozen=True)
+class CheckedRollout:
+    """Calls a rollout under a deadline, and looks at what it returns before anything is trained on it."""
 
-    def __init__(self, fleet: Fleet, tokenizer: Tokenizer, rewards: RewardPool):
-        self._fleet, self._tokenizer, self._rewards = fleet, tokenizer, rewards
+    name: str
+    rollout: base.Rollout
+    context: base.RolloutContext
+    timeout_s: float
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        completions = await self._fleet.generate(prompt.token_ids, sampling, n)
-        texts = [self._tokenizer.decode(completion.token_ids) for completion in completions]
-        rewards = await self._rewards.score_many([(text, prompt.answer) for text in texts])
-        samples = [
-            Sample(
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-                text=text,
-                reward=reward,
-                finish_reason=completion.finish_reason,
-            )
-            for completion, text, reward in zip(completions, texts, rewards, strict=True)
-        ]
+        """Raises: TimeoutError past the deadline, RuntimeError for samples that are none, and whatever the rollout raises."""
+        where = f"rollout {self.name}, prompt {prompt.ordinal}"
+        try:
+            async with asyncio.timeout(self.timeout_s) as deadline:
+                samples = await self.rollout(self.context, prompt, sampling, n)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(f"{where}: not finished within timeouts.samples_s={self.timeout_s:g}") from error
+        except Exception as error:
+            error.add_note(f"in {where}")
+            raise
+        if problems := base.sample_problems(samples, n, sampling.max_tokens):
+            raise RuntimeError(f"{where}: {'; '.join(problems)}")
         return Group(prompt=prompt, samples=samples)
 
 
@@ -55,10 +61,15 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
 
 
 async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resources: AsyncExitStack) -> Rollout:
-    """The rollout of a run, with its reward workers, which end with `resources`."""
-    rewards = await RewardPool.start(plan.config.reward)
+    """The rollout of a run, with its reward workers and tool processes, which end with `resources`."""
+    config = plan.config
+    rollout = loading.load_rollout(config, tokenizer)
+    rewards = await RewardPool.start(config.reward)
     resources.push_async_callback(rewards.close)
-    return SingleTurn(fleet, tokenizer, rewards)
+    tools = ToolProcesses(config.rollout)
+    resources.push_async_callback(tools.close)
+    context = base.RolloutContext(tokenizer, fleet.generate, rewards.score, tools.run, config.rollout.tool_timeout_s)
+    return CheckedRollout(config.rollout.name, rollout, context, config.timeouts.samples_s)
 
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:

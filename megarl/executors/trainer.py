@@ -112,7 +112,7 @@ class TrainerExecutor:
                 "time/trainer_wait_s": self._batch_wait_s + self._sync.wait_s,
                 "time/generator_wait_s": batch.generator_wait_s,
                 "samples_per_s": len(samples) / step_s,
-                "tokens_per_s": sum(len(sample.token_ids) for sample in samples) / step_s,
+                "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,
                 "sync/bytes": applied.bytes_written,
                 "sync/audit_ok": applied.audited,

@@ -25,16 +25,27 @@ def _escape_character(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def _quoted(text: str) -> str:
+def _quoted(text: str, bar: str = "|") -> str:
     """Every line behind a bar, so that no model output can pass for the file's own lines."""
-    return "\n".join("  | " + line for line in escape(text).split("\n"))
+    return "\n".join(f"  {bar} {line}" for line in escape(text).split("\n"))
+
+
+def _quoted_turns(sample: Sample) -> str:
+    """The policy's text behind |, the environment's behind >, each on lines of its own."""
+    parts, end = [], 0
+    for start, stop in sample.environment_spans:
+        parts += [_quoted(sample.text[end:start]), _quoted(sample.text[start:stop], ">")]
+        end = stop
+    return "\n".join([*parts, _quoted(sample.text[end:])])
 
 
 def format_sample(number: int, sample: Sample) -> str:
     """Reward, the oldest and newest weight version among its tokens, and the text."""
     versions = f"versions {sample.min_version} to {sample.max_version}" if sample.versions else "no version"
     head = f"response {number}: reward {sample.reward:g}, {versions}, {len(sample.token_ids)} tokens, finish reason {sample.finish_reason}"
-    return f"{head}\n{_quoted(sample.text)}\n"
+    if sample.policy_mask:
+        head += f", {sample.turns} turns, {len(sample.token_ids) - sample.policy_tokens} tokens by the environment (behind >)"
+    return f"{head}\n{_quoted_turns(sample)}\n"
 
 
 def format_group(group: Group) -> str:

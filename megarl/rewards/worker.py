@@ -1,25 +1,19 @@
 """The process that verifies model output: small, without torch, and under limits of its own.
 
-It reads requests from its standard input, one JSON array [text, answer] a line, and writes one JSON number a line,
-in order. Started by megarl.rewards.pool, which also kills it when one answer takes too long.
+Started by megarl.rewards.pool, which also kills it when one answer takes too long.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
 import re
-import resource
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-_MAX_OPEN_FILES = 64
-_LEAST_FREE_BYTES = 64 << 20  # an answer's own share of the memory limit
+from megarl.workers import process
+
 # Equal pairs that make SymPy load what it loads late, before the clock runs and side effects are forbidden.
 _WARM_UP = {
     "math": [
@@ -37,9 +31,8 @@ _HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "
 
 
 def main(verifier: str, memory_mib: str, timeout_s: str, parent: str) -> None:
-    """Serve until standard input closes. After running out of memory the process ends: a fresh one is cleaner."""
-    _die_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve until standard input closes."""
+    process.prepare(parent)
     logging.disable(logging.CRITICAL)  # math-verify logs what it cannot parse: model output, in any quantity
     from megarl.rewards.verify import VERIFIERS
 
@@ -47,17 +40,9 @@ def main(verifier: str, memory_mib: str, timeout_s: str, parent: str) -> None:
     for text, answer in _WARM_UP[verifier]:
         if verify(text, answer) != 1.0:
             raise RuntimeError(f"verifier {verifier} does not find {text!r} equal to {answer!r}")
-    _limit_resources(int(memory_mib))
+    process.limit_resources(memory_mib, files_writable=False)
     _forbid_side_effects()
-    _write("ready")
-    for line in sys.stdin.buffer:
-        _limit_cpu(float(timeout_s))
-        text, answer = json.loads(line)
-        try:
-            _write(json.dumps(score(verify, text, answer)))
-        except MemoryError:
-            _write("0.0")
-            os._exit(1)
+    process.serve(lambda text, answer: score(verify, text, answer), timeout_s)
 
 
 def score(verify: Callable[[str, str], float], text: str, answer: str) -> float:
@@ -69,32 +54,6 @@ def score(verify: Callable[[str, str], float], text: str, answer: str) -> float:
     except Exception as error:
         logging.getLogger(__name__).debug("verifier failed", exc_info=error)
         return 0.0
-
-
-def _write(line: str) -> None:
-    os.write(sys.stdout.fileno(), line.encode() + b"\n")
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-
-
-def _limit_resources(memory_mib: int) -> None:
-    """Raises: MemoryError if the limit leaves no room to verify anything, so that the worker does not start."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    bytearray(_LEAST_FREE_BYTES)
-
-
-def _limit_cpu(timeout_s: float) -> None:
-    """CPU time allowed until the next request: the pool's deadline counts wall time, this one holds even without the pool."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    allowed_s = int(usage.ru_utime + usage.ru_stime + timeout_s) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, resource.RLIM_INFINITY))
 
 
 def _forbid_side_effects() -> None:

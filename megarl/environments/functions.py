@@ -1,0 +1,76 @@
+"""Functions and classes that a configuration names: found, and their arguments checked, before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from megarl.config.errors import ConfigError
+
+
+def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Callable[..., Any]:
+    """The function or class `package.module:name`. The working directory counts as a place to import from.
+
+    Args: setting, "key=value" as the user wrote it, for messages. Raises: ConfigError.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f"{setting}: must be {', '.join([*built_in, 'package.module:function'])}")
+    try:
+        module = _import(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{setting}: cannot be imported: {error}") from error
+    except Exception as error:  # the user's module, at its import
+        raise ConfigError(f"{setting}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
+        raise ConfigError(f"{setting}: {module_name} has no function or class {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    return found
+
+
+def _import(module: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    return importlib.import_module(module)
+
+
+def check_arguments(function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str) -> dict[str, Any]:
+    """`arguments` converted to what the keyword-only parameters of `function` are annotated with, strictly.
+
+    Args: positional, how many arguments come before them; setting, "key=value" of the function; key, that of the arguments.
+    Raises: ConfigError with all problems: unknown and missing arguments, wrong types, a signature that does not fit.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    before = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if len(before) != positional or len(before) + len(keywords) != len(parameters):
+        raise ConfigError(f"{setting}: must take {positional} positional arguments, and all others by keyword only; see docs/environments.md")
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    problems = [f"{setting}: its argument {name} has no type annotation" for name in keywords if name not in hints]
+    problems += [_unknown(name, keywords, f"{key}.{name}={value}") for name, value in arguments.items() if name not in keywords]
+    problems += [f"{key}.{name}: must be set" for name, p in keywords.items() if p.default is p.empty and name not in arguments]
+    converted = {}
+    for name in keywords.keys() & arguments.keys() & hints.keys():
+        try:
+            converted[name] = msgspec.convert(arguments[name], hints[name])
+        except msgspec.ValidationError as error:
+            problems.append(f"{key}.{name}={arguments[name]}: {str(error)[:1].lower()}{str(error)[1:]}")
+    if problems:
+        raise ConfigError(problems)
+    return converted
+
+
+def _unknown(name: str, keywords: Iterable[str], shown: str) -> str:
+    near = difflib.get_close_matches(name, list(keywords), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(keywords) or 'none'}"
+    return f"{shown}: unknown argument; {hint}"

@@ -1,0 +1,21 @@
+"""One completion per sample, scored against the prompt's reference answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megarl.environments.base import RolloutContext
+from megarl.environments.transcript import Transcript
+from megarl.generator.client import Completion, Sampling
+from megarl.types import Prompt, Sample
+
+
+async def single_turn(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
+    """All n from one request, so that they share the prompt's KV cache."""
+
+    async def scored(completion: Completion) -> Sample:
+        transcript = Transcript(prompt, context.tokenizer, sampling.max_tokens)
+        transcript.add_policy(completion)
+        return transcript.sample(await context.score(transcript.last_text, prompt.answer))
+
+    return await asyncio.gather(*map(scored, await context.generate(prompt.token_ids, sampling, n)))

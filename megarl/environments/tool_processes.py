@@ -1,0 +1,38 @@
+"""Worker processes for the functions that rollouts call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megarl.config.schema import RolloutConfig
+from megarl.environments.base import ToolError
+from megarl.workers.pool import CallFailed, WorkerPool
+
+
+class ToolProcesses:
+    """rollout.tool_workers processes for each function, started at its first call. In one event loop; `close` at the end."""
+
+    def __init__(self, config: RolloutConfig):
+        self._config = config
+        self._pools: dict[str, WorkerPool] = {}
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As RunInWorker. Raises: ValueError for what is not a module's function, RuntimeError if its module cannot be imported there."""
+        path = f"{function.__module__}:{function.__qualname__}"
+        if "." in function.__qualname__ or function.__module__ == "__main__":
+            raise ValueError(f"{path}: only a function of a module can be called in another process")
+        if path not in self._pools:
+            config = self._config
+            limits = (config.tool_workers, config.tool_timeout_s, config.tool_memory_mib)
+            self._pools[path] = WorkerPool(path, "megarl.workers.function", [path], *limits, paths=[p for p in sys.path if p])
+            self._pools[path].open()
+        try:
+            return await self._pools[path].call(*arguments)
+        except CallFailed as error:
+            raise ToolError(str(error)) from error
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            await pool.close()

@@ -1,0 +1,71 @@
+"""One sample in the making: what the policy and the environment wrote, in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.client import Completion
+from megarl.types import Prompt, Sample
+
+
+@dataclass
+class Transcript:
+    """Token ids are only ever appended. Nothing that was sampled is tokenised again, which could give other ids."""
+
+    prompt: Prompt
+    tokenizer: Tokenizer
+    max_tokens: int  # of the response, the environment's tokens included
+    last_text: str = ""  # the policy's, of its last turn
+    finish_reason: str = "stop"
+    _ids: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+    _mask: list[bool] = field(default_factory=list)
+    _text: str = ""
+    _spans: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and response so far: what the next turn continues."""
+        return self.prompt.token_ids + self._ids
+
+    @property
+    def tokens_left(self) -> int:
+        return self.max_tokens - len(self._ids)
+
+    def add_policy(self, completion: Completion) -> None:
+        self._append(completion.token_ids, completion.logprobs, completion.versions, mine=True)
+        self.last_text = self.tokenizer.decode(completion.token_ids)
+        self._text += self.last_text
+        self.finish_reason = completion.finish_reason
+
+    def add_environment(self, token_ids: list[int]) -> bool:
+        """Appends what the environment answers. False, and nothing appended, if the policy would have no token left to go on."""
+        if len(token_ids) >= self.tokens_left:
+            self.finish_reason = "length"
+            return False
+        self._append(token_ids, [0.0] * len(token_ids), self._versions[-1:] * len(token_ids), mine=False)
+        start = len(self._text)
+        self._text += self.tokenizer.decode(token_ids)
+        self._spans.append((start, len(self._text)))
+        return True
+
+    def sample(self, reward: float, **metrics: float) -> Sample:
+        return Sample(
+            token_ids=self._ids,
+            logprobs=self._logprobs,
+            versions=self._versions,
+            text=self._text,
+            reward=reward,
+            finish_reason=self.finish_reason,
+            policy_mask=[] if all(self._mask) else self._mask,
+            environment_spans=self._spans,
+            metrics=metrics,
+        )
+
+    def _append(self, ids: list[int], logprobs: list[float], versions: list[int], mine: bool) -> None:
+        self._ids += ids
+        self._logprobs += logprobs
+        self._versions += versions
+        self._mask += [mine] * len(ids)

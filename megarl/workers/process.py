@@ -1,0 +1,79 @@
+"""What the processes of a WorkerPool have in common: they die with their parent, keep within their limits, and answer in order.
+
+Requests come on standard input, one JSON array of arguments a line; replies leave on standard output, one JSON object a
+line, {"result": …} or {"error": "why there is none"}.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_MAX_OPEN_FILES = 64
+_LEAST_FREE_BYTES = 64 << 20  # a call's own share of the memory limit
+
+
+def prepare(parent: str) -> None:
+    """First of all: end with the process `parent`, and leave interrupts to it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before the line above
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def limit_resources(memory_mib: str, files_writable: bool) -> None:
+    """Raises: MemoryError if the limit leaves no room for any call, so that the worker does not start."""
+    limit_bytes = int(memory_mib) << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not files_writable:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    bytearray(_LEAST_FREE_BYTES)
+
+
+def serve(function: Callable[..., Any], timeout_s: str) -> None:
+    """Answers until standard input closes. After running out of memory the process ends: a fresh one is cleaner."""
+    write, sys.stdout = os.dup(sys.stdout.fileno()), sys.stderr  # what the function prints is no reply
+    _write(write, "ready")
+    for line in sys.stdin.buffer:
+        _limit_cpu(float(timeout_s))
+        try:
+            _write(write, json.dumps(reply(function, json.loads(line))))
+        except MemoryError:
+            _write(write, json.dumps({"error": "it ran out of memory"}))
+            os._exit(1)
+
+
+def reply(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
+    """A ValueError is the function's word on its arguments; any other exception is a mistake of its own, and goes to standard error."""
+    try:
+        return {"result": function(*arguments)}
+    except ValueError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"it failed: {type(error).__name__}"}
+
+
+def _write(file: int, line: str) -> None:
+    data = memoryview(line.encode() + b"\n")
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _limit_cpu(timeout_s: float) -> None:
+    """CPU time allowed until the next request: the pool's deadline counts wall time, this one holds even without the pool."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    allowed_s = int(usage.ru_utime + usage.ru_stime + timeout_s) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, resource.RLIM_INFINITY))
