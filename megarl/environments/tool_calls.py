@@ -60,11 +60,10 @@ class ToolCalls:
 
     async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> Sample:
         transcript = Transcript(prompt, self._tokenizer, sampling.max_tokens)
-        stops = (*sampling.stop_token_ids, self._close)
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._close))
         errors = 0
         for calls in range(self._max_calls + 1):
-            turn = replace(sampling, max_tokens=transcript.tokens_left, stop_token_ids=stops)
-            [completion] = await context.generate(transcript.token_ids, turn, 1)
+            [completion] = await context.generate(transcript.token_ids, transcript.turn(sampling), 1)
             transcript.add_policy(completion)
             if completion.token_ids[-1] != self._close:
                 reward = await context.score(transcript.last_text, prompt.answer)

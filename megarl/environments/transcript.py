@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from megarl.data.tokenizer import Tokenizer
-from megarl.generator.client import Completion
+from megarl.generator.client import Completion, Sampling
 from megarl.types import Prompt, Sample
 
 
@@ -33,6 +35,10 @@ class Transcript:
     @property
     def tokens_left(self) -> int:
         return self.max_tokens - len(self._ids)
+
+    def turn(self, sampling: Sampling) -> Sampling:
+        """`sampling` for the next turn: of as many tokens as are left."""
+        return replace(sampling, max_tokens=self.tokens_left)
 
     def add_policy(self, completion: Completion) -> None:
         self._append(completion.token_ids, completion.logprobs, completion.versions, mine=True)
