@@ -34,17 +34,19 @@ TEMPERATURE = 0.7
 
 
 def sequences(vocab: int, count: int = 9, seed: int = 0) -> list[TrainSequence]:
-    """Lengths from 3 to 21; every third sequence has zero advantage."""
+    """Lengths from 3 to 21; every third sequence has zero advantage. Some have an environment's tokens in the middle: masked, and
+    garbage on them."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for i in range(count):
         length = 3 + (7 * i) % 19
         prompt = 1 + i % 3
         weights = torch.randn(length, generator=generator) if i % 3 else torch.zeros(length)
+        mask = [j >= prompt and not (i % 2 and prompt + 2 <= j < prompt + 5) for j in range(length)]
         made.append(
             TrainSequence(
                 token_ids=torch.randint(0, vocab, (length,), generator=generator).tolist(),
-                loss_mask=[j >= prompt for j in range(length)],
+                loss_mask=mask,
                 mu_logprobs=[0.0] * length,
                 advantages=[w if j >= prompt else 0.0 for j, w in enumerate(weights.tolist())],
             )

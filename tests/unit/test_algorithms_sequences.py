@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megarl.algorithms.aipo import aipo_loss
 from megarl.algorithms.base import group_advantages
@@ -14,6 +15,14 @@ from megarl.types import Batch, Group, Prompt, Sample, TrainSequence
 def sample(tokens: list[int], reward: float, versions: list[int] | None = None, finish: str = "stop") -> Sample:
     return Sample(token_ids=tokens, logprobs=[-0.1 * (i + 1) for i in range(len(tokens))], versions=versions or [0] * len(tokens),
                   text="", reward=reward, finish_reason=finish)
+
+
+def turns(tokens: list[int], mask: list[bool], reward: float, garbage: float = 0.0) -> Sample:
+    """A sample of several turns: the environment's tokens have `garbage` for a log-prob, and as a version."""
+    made = sample(tokens, reward)
+    logprobs = [logprob if mine else garbage for logprob, mine in zip(made.logprobs, mask, strict=True)]
+    versions = [0 if mine else int(garbage) for mine in mask]
+    return replace(made, logprobs=logprobs, versions=versions, policy_mask=mask, metrics={"tool_calls": 1})
 
 
 def group(ordinal: int, prompt: list[int], samples: list[Sample]) -> Group:
@@ -52,6 +61,52 @@ def model_gradient(sequences: list[TrainSequence], denominator: float) -> torch.
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+T, F = True, False
+
+
+def batch_of_turns(garbage: float = 0.0) -> Batch:
+    groups = [
+        group(0, [1, 4, 5], [turns([6, 7, 9, 9, 2], [T, T, F, F, T], 1.0, garbage), sample([7, 8, 2], 0.0)]),
+        group(1, [1, 9], [turns([3, 8, 3, 8, 2], [T, F, T, F, T], 0.0, garbage), turns([5, 6, 4], [T, T, F], 1.0, garbage)]),
+    ]
+    return Batch(step=3, groups=groups, generate_s=0.0, generator_wait_s=0.0)
+
+
+def test_the_environments_tokens_are_context_and_nothing_else():
+    """Against the written-out sum over the policy's tokens alone, in float64: gradient, and what garbage beside them changes."""
+    b = batch_of_turns()
+    advantages = group_advantages(batch_rewards(b))
+    sequences, denominator = to_train_sequences(b, advantages, skip_zero=False)
+    assert denominator == 3 + 3 + 3 + 2
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
+    loss = torch.zeros((), dtype=torch.float64)
+    for g, row in zip(b.groups, advantages.tolist()):
+        for s, advantage in zip(g.samples, row):
+            context = list(g.prompt.token_ids)
+            for token, mu, mine in zip(s.token_ids, s.logprobs, s.policy_mask or [True] * len(s.token_ids)):
+                if mine:
+                    logprob = torch.log_softmax(model(torch.tensor(context[-1])), -1)[token]
+                    loss -= torch.exp(logprob.detach() - mu).clamp(max=4.0) * advantage * logprob
+                context.append(token)
+    (loss / denominator).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(model_gradient(sequences, denominator), expected, rtol=0, atol=1e-15)
+    assert to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False) == (sequences, denominator)
+    for s in sequences:
+        assert all(mine or (mu == 0.0 and a == 0.0) for mine, mu, a in zip(s.loss_mask, s.mu_logprobs, s.advantages))
+
+
+def test_metrics_of_turns():
+    got = batch_metrics(batch_of_turns(), version=2)
+    assert got == batch_metrics(batch_of_turns(garbage=-9.0), version=2), "what stands on the environment's tokens changes nothing"
+    assert got["turns/mean"] == pytest.approx((2 + 1 + 3 + 1) / 4) and got["response_tokens/mean"] == 16 / 4
+    assert got["environment_tokens/fraction"] == pytest.approx(5 / 16) and got["rollout/tool_calls"] == 1.0
+    assert got["staleness/mean"] == got["staleness/max"] == 2
+
+
 def test_skipping_zero_advantages_leaves_the_gradient_unchanged():
     b = batch()
     advantages = group_advantages(batch_rewards(b))
@@ -76,7 +131,7 @@ def test_metrics():
     got = batch_metrics(Batch(step=6, groups=groups, generate_s=0.0, generator_wait_s=0.0), version=6)
     assert got == {
         "reward/mean": 0.75, "reward/std": pytest.approx(0.1875**0.5), "staleness/mean": pytest.approx(10 / 7), "staleness/max": 3.0,
-        "response_tokens/mean": 1.75, "truncated_fraction": 0.25, "zero_advantage_fraction": 0.5,
+        "response_tokens/mean": 1.75, "truncated_fraction": 0.25, "environment_tokens/fraction": 0.0, "turns/mean": 1.0, "zero_advantage_fraction": 0.5,
     }
 
 

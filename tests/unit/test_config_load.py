@@ -55,6 +55,8 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> No
         ("weights.transport=my_site.wires:Fast", "weights.transport", "my_site.wires:Fast"),
         ("generator.server_args={page_size: 1}", "generator.server_args", {"page_size": 1}),
         ("generator.server_args.chunked_prefill_size=64", "generator.server_args", {"chunked_prefill_size": 64}),
+        ("rollout.name=games:higher_or_lower", "rollout.name", "games:higher_or_lower"),
+        ("rollout.args.max_guesses=3", "rollout.args", {"max_guesses": 3}),
         ("trainer={tp: 2}", "trainer.tp", 2),
     ],
 )

@@ -20,9 +20,11 @@ from megarl.config.schema import DatasetConfig, ModelConfig, RunConfig
 from megarl.data.check import check_data
 from megarl.data.permutation import permute
 from megarl.data.prompts import PromptStream, eval_prompts, train_prompts
-from megarl.data.sft import sft_batches
-from megarl.data.synthetic import Chain
+from megarl.data.rows import Row
+from megarl.data.sft import sft_batches, sft_sequence
+from megarl.data.synthetic import Chain, Product
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
+from megarl.environments.loading import check_rollout
 from megarl.models.registry import load_spec
 from megarl.models.spec import ModelSpec
 
@@ -115,6 +117,12 @@ def test_held_out_expressions_are_in_no_other_split():
     train = Chain("train", seed=0)
     seen = {train[i].prompt for i in range(10_000)}
     assert len(seen) == 10_000 and not seen & held_out
+
+
+def test_text_inside_a_sequence_cannot_be_a_special_token(tokenizer: Tokenizer):
+    assert tokenizer.encode_text("<eos>") == [tokenizer.token_id(c) for c in "<eos>"]
+    assert tokenizer.encode_text("<eos>", special_tokens=True) == [tokenizer.eos_id] == tokenizer.encode_prompt("<eos>1")[1:2]
+    assert tokenizer.token_id("<eos>") == tokenizer.eos_id and tokenizer.token_id("12") is None is tokenizer.token_id("\u00e9")
 
 
 def test_chain_is_deterministic_by_seed():
@@ -237,12 +245,41 @@ def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: 
         next(sft_batches(config, spec))
 
 
+def test_the_environments_part_of_a_demonstration_is_not_learned(tokenizer: Tokenizer):
+    sequence = sft_sequence(Row(prompt="2*3=", answer="6", demonstration=("<2*3>", "6;", "6"), where=""), tokenizer, 64)
+    assert sequence.token_ids == [*tokenizer.encode_prompt("2*3="), *tokenizer.encode_text("<2*3>6;6"), tokenizer.eos_id]
+    assert sequence.loss_mask == [False] * 5 + [True] * 5 + [False] * 2 + [True] * 2
+
+
+# --- product task ---
+
+
+def test_product_rows_are_right_and_the_held_out_ones_apart():
+    train = Product("train", seed=0)
+    rows = [train[i] for i in range(0, len(train), 200)]
+    called = [row for row in rows if not isinstance(row.demonstration, str)]
+    for row in rows:
+        left, right = re.fullmatch(r"(\d{3})\*(\d{3})=", row.prompt).groups()
+        assert row.answer == str(int(left) * int(right))
+        if row in called:
+            assert row.demonstration == (f"<{left}*{right}>", f"{row.answer};", row.answer)
+        else:
+            assert re.fullmatch(rf"[1-9]\d{{{len(row.answer) - 1}}}", row.demonstration)
+    assert 0.27 < len(called) / len(rows) < 0.33
+    assert sum(row.demonstration == row.answer for row in rows) < 5, "guesses are hardly ever right"
+    held_out = {row.prompt for row in map(Product("eval", seed=0).__getitem__, range(512))}
+    assert len(train) == 810_000 - 512 and len(held_out) == 512 and not held_out & {row.prompt for row in rows}
+    assert [train[i] for i in range(20)] != [Product("train", seed=1)[i] for i in range(20)]
+
+
 # --- all checks at once ---
 
 
-def test_check_data_finds_nothing_in_the_shipped_quickstart(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["quickstart", "calculator"])
+def test_the_checks_find_nothing_in_shipped_configs(name: str, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    config = load_config("configs/quickstart.yaml")
+    config = load_config(f"configs/{name}.yaml")
+    check_rollout(config)
     for command in ("sft", "train", "eval"):
         check_data(config, spec, command)
 

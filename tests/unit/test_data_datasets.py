@@ -73,6 +73,17 @@ def test_every_problem_is_reported_with_its_line(tmp_path: Path):
     ]
 
 
+def test_a_demonstration_may_be_turns(tmp_path: Path):
+    row = {"question": "2*3=", "answer": "6"}
+    source = write(tmp_path / "turns.jsonl", {**row, "how": ["<2*3>", "6;", "6"]}, {**row, "how": "6"})
+    rows = load_rows(DatasetConfig(source=source, demonstration_key="how"), "data.train", seed=0)
+    assert [row.demonstration for row in rows] == [("<2*3>", "6;", "6"), "6"]
+    for turns in (["<2*3>", "6;"], [], ["6", 6, "6"], ["", "6;", "6"]):
+        source = write(tmp_path / "bad.jsonl", {**row, "how": turns})
+        (problem,) = problems(source, demonstration_key="how")
+        assert problem.startswith(f"{source}, line 1: field 'how' must be text, or an odd number of texts")
+
+
 def test_many_problems_are_counted(tmp_path: Path):
     source = write(tmp_path / "bad.jsonl", *["{"] * 25)
     found = problems(source)
@@ -87,7 +98,7 @@ def test_what_is_no_dataset(tmp_path: Path):
         "a,b")) == [f"data.train.source={tmp_path}/data.csv: a file must end in .jsonl or .parquet"]
     assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
     assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}"]
-    assert problems("synthetic:chian") == ["data.train.source=synthetic:chian: no such task; there is synthetic:chain"]
+    assert problems("synthetic:chian") == ["data.train.source=synthetic:chian: no such task; there is synthetic:chain, synthetic:product"]
     assert problems("synthetic:chain", split="test") == ["data.train.split=test: synthetic:chain has train and eval"]
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
     assert problems(f"{tmp_path}/latin.jsonl") == [f"{tmp_path}/latin.jsonl, line 1: not UTF-8 at byte 14"]

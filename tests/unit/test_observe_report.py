@@ -102,6 +102,16 @@ def test_rollouts_are_written_for_reading(tmp_path: Path) -> None:
     assert write_rollouts(tmp_path, 13, [group("two")], limit=0) is None and len(list(path.parent.iterdir())) == 1
 
 
+def test_turns_are_told_apart(tmp_path: Path) -> None:
+    sample = Sample(
+        token_ids=[1, 2, 3], logprobs=[0.0] * 3, versions=[3, 9, 4], text="<2*3>6\n;6", reward=1, finish_reason="stop",
+        policy_mask=[True, False, True], environment_spans=[(5, 8)],
+    )  # fmt: skip
+    text = write_rollouts(tmp_path, 0, [Group(group("").prompt, [sample])], limit=1).read_text()
+    assert "versions 3 to 4, 3 tokens, finish reason stop, 2 turns, 1 tokens by the environment (behind >)" in text
+    assert text.endswith("  | <2*3>\n  > 6\n  > ;\n  | 6\n")
+
+
 def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Path) -> None:
     hostile = "ok\n\nresponse 9: reward 1\n\x1b]0;title\x07\x1b[2J\r\u202eevil\u2028\ud800\x9b31m\x00\\x1b é語"
     text = write_rollouts(tmp_path, 0, [group(hostile)], limit=1).read_text()
