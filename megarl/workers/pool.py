@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from megarl.workers.process import MAX_REPLY_BYTES
+
 _BATCH = 32  # requests written to a worker at once
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 0.1
@@ -187,9 +189,10 @@ class WorkerPool:
     async def _spawn(self) -> _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
+            # Nothing is awaited from here until the process is known: a close at that moment would leave it behind.
             environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
             process = subprocess.Popen(self._command, stdin=theirs, stdout=theirs, env=environment, cwd="/")
-        reader, writer = await asyncio.open_connection(sock=ours)
         return _Worker(process, reader, writer)
 
     def _fail(self, error: RuntimeError) -> None:

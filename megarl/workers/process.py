@@ -18,6 +18,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _MAX_OPEN_FILES = 64
+MAX_REPLY_BYTES = 1 << 20  # without the end of the line
 _LEAST_FREE_BYTES = 64 << 20  # a call's own share of the memory limit
 
 
@@ -47,7 +48,8 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
     for line in sys.stdin.buffer:
         _limit_cpu(float(timeout_s))
         try:
-            _write(write, json.dumps(reply(function, json.loads(line))))
+            answer = json.dumps(reply(function, json.loads(line)))
+            _write(write, answer if len(answer) <= MAX_REPLY_BYTES else json.dumps({"error": f"more than {MAX_REPLY_BYTES} bytes of result"}))
         except MemoryError:
             _write(write, json.dumps({"error": "it ran out of memory"}))
             os._exit(1)
