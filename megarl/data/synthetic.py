@@ -6,8 +6,8 @@ that wraps around is clamped to 0 or 9 instead with probability 0.6, so that two
 the likelier one at every wrap, and the right one has to be found by reward.
 
 product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of
-ten demonstrations guess, in as many digits as the answer has and hardly ever right; the others call a calculator, as the
-rollout tool_calls has it with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
+ten demonstrations guess, "?31870", in as many digits as the answer has and hardly ever right; the others call a calculator, as
+the rollout tool_calls has it with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Product(Sequence[Row]):
         left, right = divmod(permute(position, _FACTORS**2, "product"), _FACTORS)
         text, answer = f"{100 + left}*{100 + right}", str((100 + left) * (100 + right))
         noise = random.Random(f"{self.seed}/{self.split}/{index}")
-        guess = str(noise.randrange(10 ** (len(answer) - 1), 10 ** len(answer)))
+        guess = "?" + str(noise.randrange(10 ** (len(answer) - 1), 10 ** len(answer)))
         return Row(
             prompt=f"{text}=",
             answer=answer,

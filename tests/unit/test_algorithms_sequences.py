@@ -78,6 +78,8 @@ def test_the_environments_tokens_are_context_and_nothing_else():
     advantages = group_advantages(batch_rewards(b))
     sequences, denominator = to_train_sequences(b, advantages, skip_zero=False)
     assert denominator == 3 + 3 + 3 + 2
+    masks = [[F, F, F, T, T, F, F, T], [F, F, F, T, T, T], [F, F, T, F, T, F, T], [F, F, T, T, F]]
+    assert [s.loss_mask for s in sequences] == masks
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()

@@ -264,9 +264,9 @@ def test_product_rows_are_right_and_the_held_out_ones_apart():
         if row in called:
             assert row.demonstration == (f"<{left}*{right}>", f"{row.answer};", row.answer)
         else:
-            assert re.fullmatch(rf"[1-9]\d{{{len(row.answer) - 1}}}", row.demonstration)
+            assert re.fullmatch(rf"\?[1-9]\d{{{len(row.answer) - 1}}}", row.demonstration)
     assert 0.27 < len(called) / len(rows) < 0.33
-    assert sum(row.demonstration == row.answer for row in rows) < 5, "guesses are hardly ever right"
+    assert sum(row.demonstration == f"?{row.answer}" for row in rows) < 5, "guesses are hardly ever right"
     held_out = {row.prompt for row in map(Product("eval", seed=0).__getitem__, range(512))}
     assert len(train) == 810_000 - 512 and len(held_out) == 512 and not held_out & {row.prompt for row in rows}
     assert [train[i] for i in range(20)] != [Product("train", seed=1)[i] for i in range(20)]
