@@ -57,7 +57,7 @@ def check_arguments(function: Callable[..., Any], positional: int, arguments: di
         raise ConfigError(f"{setting}: must take {positional} positional arguments, and all others by keyword only; see docs/environments.md")
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
     problems = [f"{setting}: its argument {name} has no type annotation" for name in keywords if name not in hints]
-    problems += [_unknown(name, keywords, f"{key}.{name}={value}") for name, value in arguments.items() if name not in keywords]
+    problems += [_unknown(str(name), keywords, f"{key}.{name}={value}") for name, value in arguments.items() if name not in keywords]
     problems += [f"{key}.{name}: must be set" for name, p in keywords.items() if p.default is p.empty and name not in arguments]
     converted = {}
     for name in keywords.keys() & arguments.keys() & hints.keys():

@@ -44,6 +44,9 @@ def summarize(run_dir: Path | str, eval_before: float | None, eval_after: float 
     lines = [("reward", _reward(rows))]
     if eval_before is not None or eval_after is not None:
         lines.append(("held-out pass@1", f"{_score(eval_before)} before, {_score(eval_after)} after"))
+    turns = _values(rows, "turns/mean")
+    if turns and max(turns) > 1:
+        lines.append(("turns", _turns(rows)))
     staleness, speed = _values(rows, "staleness/max"), _values(rows, "samples_per_s")
     if staleness:
         lines.append(("staleness", f"{_mean(rows, 'staleness/mean'):.2f} steps on average, {max(staleness):.0f} at most"))
@@ -64,6 +67,13 @@ def _reward(rows: list[Row]) -> str:
     count = min(ENDS, len(rows))
     first, last = _mean(rows[:count], "reward/mean"), _mean(rows[-count:], "reward/mean")
     return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} ({last - first:+.3f})"
+
+
+def _turns(rows: list[Row]) -> str:
+    count = min(ENDS, len(rows))
+    first, last = _mean(rows[:count], "turns/mean"), _mean(rows[-count:], "turns/mean")
+    share = _mean(rows[-count:], "environment_tokens/fraction")
+    return f"{first:.2f} a sample in the first {count} steps, {last:.2f} in the last {count}, where the environment wrote {share:.0%} of the tokens"
 
 
 def _score(value: float | None) -> str:

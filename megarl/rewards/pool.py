@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RewardConfig
 from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
@@ -44,7 +41,3 @@ class RewardPool(WorkerPool):
             return await self.call(text, answer)
         except CallFailed:
             return 0.0
-
-    async def score_many(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Rewards of (text, answer) pairs, in their order. Raises: as `score`."""
-        return await asyncio.gather(*(self.score(text, answer) for text, answer in pairs))

@@ -38,7 +38,17 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     assert "at most 3.1e-05 between trainer and generator, 4 probes" in text
     assert "29 of 30 equal bit for bit" in text
     assert "15 samples/s, 5 tokens/s" in text and "a step takes 0.215 s" in text and "training 0.100 s" in text
+    assert "turns" not in text
     assert "not measured after" in " ".join(summarize(tmp_path, 0.1, None).split())
+
+
+def test_turns_are_reported_where_there_are_any(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(20):
+        writer.write(step, {"reward/mean": 0.5, "turns/mean": 1 + (step >= 10), "environment_tokens/fraction": step / 100})
+    writer.close()
+    text = " ".join(summarize(tmp_path, None, None).split())
+    assert "turns 1.00 a sample in the first 10 steps, 2.00 in the last 10, where the environment wrote 14% of the tokens" in text
 
 
 def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> None:
