@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -86,6 +87,7 @@ def test_a_call_is_answered_and_the_answer_is_the_environments():
     assert sample.policy_versions == [1] * 7 + [2] * 4 and (sample.min_version, sample.max_version) == (1, 2)
     assert sample.environment_spans == [(7, 11)] and sample.text[7:11] == "144;"
     assert sample.metrics == {"tool_calls": 1, "tool_errors": 0} and (sample.turns, sample.policy_tokens) == (2, 11)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=Sample) == sample, "all of it reaches the trainer"
     (first, one), (second, two) = policy.asked
     assert first == prompt().token_ids and second == prompt().token_ids + ids[:11]
     assert (one.max_tokens, two.max_tokens) == (64, 64 - 11)
