@@ -30,7 +30,9 @@ class DatasetConfig:
     subset: Optional[str] = setting(None, 'hub configuration name, such as "main" of gsm8k')
     prompt_key: str = setting("question", "column of the prompt")
     answer_key: str = setting("answer", "column of the reference answer")
-    demonstration_key: Optional[str] = setting(None, "column of the text that SFT learns, or of a list: texts of policy and environment in turn; null: answer_key")
+    demonstration_key: Optional[str] = setting(
+        None, "column of the text that SFT learns, or of a list: texts of policy and environment in turn; null: answer_key"
+    )
     prompt_template: str = setting("{prompt}", "what the model sees, with {prompt} standing for the column")
     size: Optional[int] = setting(None, "first rows only; null: all", at_least(1))
 

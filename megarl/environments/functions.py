@@ -54,7 +54,8 @@ def check_arguments(function: Callable[..., Any], positional: int, arguments: di
     before = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if len(before) != positional or len(before) + len(keywords) != len(parameters):
-        raise ConfigError(f"{setting}: must take {positional} positional arguments, and all others by keyword only; see docs/environments.md")
+        shape = f"{positional} positional argument{'s' * (positional > 1)}, and all others by keyword only"
+        raise ConfigError(f"{setting}: must take {shape}; see docs/environments.md")
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
     problems = [f"{setting}: its argument {name} has no type annotation" for name in keywords if name not in hints]
     problems += [_unknown(str(name), keywords, f"{key}.{name}={value}") for name, value in arguments.items() if name not in keywords]

@@ -25,9 +25,11 @@ class ToolCalls:
 
     The tool maps the text between them to the result's text, or raises ValueError. An async tool runs in the event loop,
     any other in a worker process; neither for longer than rollout.tool_timeout_s. What goes wrong is answered with "error: "
-    and the reason; only another exception of an async tool, a mistake of its own, ends the run. The result, cut to `max_result_tokens`, stands for {result} in `result`. The policy has `max_calls` calls: a sample that
-    ends in one that was not answered, or that had no room for its result, scores 0. All others are scored by their last turn.
-    Metrics: tool_calls, tool_errors.
+    and the reason; only another exception of an async tool, a mistake of its own, ends the run. The result, cut to
+    `max_result_tokens`, stands for {result} in `result`.
+
+    A sample has at most `max_calls` calls answered. One that ends in a call without an answer, or without room for it,
+    scores 0; all others are scored by their last turn. Metrics: tool_calls (answered), tool_errors.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ def _turns(rows: list[Row]) -> str:
     count = min(ENDS, len(rows))
     first, last = _mean(rows[:count], "turns/mean"), _mean(rows[-count:], "turns/mean")
     share = _mean(rows[-count:], "environment_tokens/fraction")
-    return f"{first:.2f} a sample in the first {count} steps, {last:.2f} in the last {count}, where the environment wrote {share:.0%} of the tokens"
+    end = f"{last:.2f} in the last {count}, where the environment wrote {share:.0%} of the tokens"
+    return f"{first:.2f} a sample in the first {count} steps, {end}"
 
 
 def _score(value: float | None) -> str:

@@ -49,14 +49,16 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
         _limit_cpu(float(timeout_s))
         try:
             answer = json.dumps(reply(function, json.loads(line)))
-            _write(write, answer if len(answer) <= MAX_REPLY_BYTES else json.dumps({"error": f"more than {MAX_REPLY_BYTES} bytes of result"}))
+            if len(answer) > MAX_REPLY_BYTES:
+                answer = json.dumps({"error": f"more than {MAX_REPLY_BYTES} bytes of result"})
+            _write(write, answer)
         except MemoryError:
             _write(write, json.dumps({"error": "it ran out of memory"}))
             os._exit(1)
 
 
 def reply(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
-    """A ValueError is the function's word on its arguments; any other exception is a mistake of its own, and goes to standard error."""
+    """A ValueError is the function's word on its arguments; any other exception is a mistake, and goes to standard error."""
     try:
         return {"result": function(*arguments)}
     except ValueError as error:

@@ -133,7 +133,8 @@ def test_metrics():
     got = batch_metrics(Batch(step=6, groups=groups, generate_s=0.0, generator_wait_s=0.0), version=6)
     assert got == {
         "reward/mean": 0.75, "reward/std": pytest.approx(0.1875**0.5), "staleness/mean": pytest.approx(10 / 7), "staleness/max": 3.0,
-        "response_tokens/mean": 1.75, "truncated_fraction": 0.25, "environment_tokens/fraction": 0.0, "turns/mean": 1.0, "zero_advantage_fraction": 0.5,
+        "response_tokens/mean": 1.75, "truncated_fraction": 0.25, "zero_advantage_fraction": 0.5,
+        "environment_tokens/fraction": 0.0, "turns/mean": 1.0,
     }
 
 

@@ -24,7 +24,8 @@ def combine(left: Expression, operator: str, right: Expression) -> Expression:
     return text, value, strength
 
 
-numbers = st.integers(0, 999).map(lambda i: (str(i), Fraction(i), 2)) | st.decimals(0, 99, places=2).map(lambda d: (f"{d:f}", Fraction(d), 2))
+integers = st.integers(0, 999).map(lambda i: (str(i), Fraction(i), 2))
+numbers = integers | st.decimals(0, 99, places=2).map(lambda d: (f"{d:f}", Fraction(d), 2))
 expressions = st.recursive(
     numbers,
     lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).filter(lambda t: t[2][1] != 0).map(lambda t: combine(*t))
