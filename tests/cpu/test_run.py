@@ -94,7 +94,6 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path)
     more = ["async.capacity=0", "trainer.tp=1", "trainer.pp=2", "generator.tp=2", "weights.transport=gloo", "max_steps=3"]
     more += ["algorithm.skip_zero_advantage=false"]  # random weights earn nothing: all would be skipped
     more += ["algorithm.kl_coef=0.01"]
-    more += ["rollout.name=tool_calls", "rollout.args={call_open: '<', call_close: '>', max_result_tokens: 4}", "rollout.max_tokens=24"]
     done = run(arguments(model, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
     table = rows(tmp_path / "run")
@@ -102,7 +101,6 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path)
     assert all(row["sync/audit_ok"] for row in table)
     assert table[0]["logprob/abs_diff_mean"] <= 1e-4
     assert abs(table[0]["is_ratio/mean"] - 1) < 1e-3, "on policy, pi and mu are the same"
-    assert any(row["turns/mean"] > 1 and 0 < row["environment_tokens/fraction"] < 0.5 for row in table), "some samples have several turns"
     assert table[0]["kl/mean"] == pytest.approx(0, abs=1e-9), "before the first step, policy and reference are the same"
     assert table[2]["kl/mean"] >= 0
 
