@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from megarl.launch.placement import EnginePart
 from megarl.plan.resolve import RunPlan
 
 
-def trainer_environment(plan: RunPlan, rank: int, address: str, port: int) -> dict[str, str]:
+def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
     """torchrun's variables, so that the trainer does not care who launched it, and what Megatron-core wants set."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.trainer_topology.world_size),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: keeps communication kernels behind the compute they wait for
@@ -23,7 +24,13 @@ def one_thread() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def engine_devices(plan: RunPlan, engine: int) -> dict[str, str]:
-    """GPUs of one engine on a single host: they come after the trainer's."""
-    first = plan.trainer_topology.world_size + engine * plan.generator_topology.tp
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + i) for i in range(plan.generator_topology.tp))}
+def network(interface: str | None) -> dict[str, str]:
+    """Where `launch.interface` says which, every library is told: by itself each would choose in its own way, by host name mostly."""
+    if interface is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+
+def engine_devices(part: EnginePart) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(part.first_slot + i) for i in range(part.ranks))}

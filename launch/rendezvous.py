@@ -22,8 +22,11 @@ class Rendezvous(msgspec.Struct, frozen=True):
     hub_host: str
     hub_port: int
     key_file: str  # the RunKey of every message between processes
+    trainer_host: str  # of trainer rank 0, where torch.distributed meets
+    trainer_port: int
     engine_hosts: list[str]
     engine_ports: list[int]
+    engine_group_ports: list[int]  # where the parts of an engine that spans nodes meet
     engine_key: str  # generation
     engine_admin_key: str  # weight updates
     start_step: int
@@ -42,11 +45,14 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return [f"http://{host}:{port}" for host, port in zip(self.engine_hosts, self.engine_ports)]
 
     def save(self, launch_dir: Path) -> None:
+        """By rename: launchers of other nodes wait for the file to appear."""
         path = rendezvous_path(launch_dir)
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        half = path.with_suffix(".half")
+        half.unlink(missing_ok=True)
+        descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(self))
+        half.rename(path)
 
     @classmethod
     def load(cls, launch_dir: Path) -> Rendezvous:

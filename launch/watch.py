@@ -12,13 +12,15 @@ from megarl.launch.processes import ProcessFailed, ProcessGroup
 POLL_S = 0.1
 
 
-def watch(processes: ProcessGroup, workers: set[str], poll: Callable[[], None]) -> None:
-    """Returns when every one of `workers` has ended well. All other processes (engines) must outlive them.
+def watch(
+    processes: ProcessGroup, workers: set[str], poll: Callable[[], None], until: Callable[[], bool] = lambda: True
+) -> None:
+    """Returns when every one of `workers` has ended well and `until` holds. All other processes (engines) must outlive them.
 
     Calls `poll` about ten times a second. Raises ProcessFailed as soon as any process dies, after asking the others for
     their stacks, so that a hang can be read in the logs.
     """
-    while workers & set(processes.running()):
+    while workers & set(processes.running()) or not until():
         try:
             processes.check(may_finish=workers)
         except ProcessFailed:

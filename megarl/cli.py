@@ -34,7 +34,8 @@ COMMANDS = {
 BENCH = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
-    "train": ["megarl train configs/quickstart.yaml", "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b"],
+    "train": ["megarl train configs/quickstart.yaml", "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
+              "megarl train configs/405b_aipo.yaml --dry-run"],
     "eval": ["megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json"],
     "export": ["megarl export configs/quickstart.yaml --output runs/quickstart/export"],
     "plan": ["megarl plan configs/8b_aipo.yaml trainer.dp=16"],
@@ -81,6 +82,8 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         by_name[name] = command
     for name in WITH_JSON:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    by_name["train"].add_argument("--dry-run", action="store_true", help="check everything, print plan, map and each node's processes; start nothing")
+    by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
     reshard = by_name["reshard"]
@@ -106,25 +109,32 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.launch.local import train
+    if arguments.dry_run:
+        from megarl.launch.dry_run import render_launch
+
+        _plan(plan, arguments)
+        _reshard(plan, arguments)
+        print(render_launch(plan))
+        return
+    from megarl.launch.commands import train
 
     train(plan)
 
 
 def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.launch.local import sft
+    from megarl.launch.commands import sft
 
     sft(plan)
 
 
 def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.launch.local import evaluate
+    from megarl.launch.commands import evaluate
 
     evaluate(plan, arguments.json)
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.launch.local import export
+    from megarl.launch.commands import export
 
     export(plan, arguments.output, arguments.step)
 
@@ -255,6 +265,9 @@ def _examples(*commands: str) -> str:
 
 
 def _fail(problems: list[str], status: int) -> int:
-    for problem in problems:
+    """Of the launchers of many nodes, the head tells what went wrong, wherever it did."""
+    from megarl.launch.node import speaks
+
+    for problem in problems if speaks() else ():
         print(f"megarl: {problem}", file=sys.stderr)
     return status

@@ -197,6 +197,16 @@ class SftConfig:
 
 
 @dataclass
+class LaunchConfig:
+    ranks_per_node: Optional[int] = setting(
+        None, "trainer or engine ranks on one node; null: its GPUs, and without GPUs as few as spread all ranks over the nodes", at_least(1)
+    )
+    interface: Optional[str] = setting(
+        None, "network interface by which nodes reach each other: a name or a pattern such as ib*; null: the default route's"
+    )
+
+
+@dataclass
 class TimeoutConfig:
     """Deadlines in seconds. On expiry the waiting side says whom it waited for, and for what."""
 
@@ -204,7 +214,11 @@ class TimeoutConfig:
     rollouts_s: float = setting(3600.0, "the trainer waits for a batch; the generator waits for room", above(0))
     weights_s: float = setting(600.0, "one weight update, any part", above(0))
     request_s: float = setting(3600.0, "one generation request", above(0))
+<<<<<<< HEAD
     samples_s: float = setting(3600.0, "the samples of one prompt: all turns, tools and scores", above(0))
+=======
+    silence_s: float = setting(60.0, "a node's launcher shows no sign of life", above(0))
+>>>>>>> 73cf661 (Launch on many nodes: placement, meeting, preflight, one launcher per node under srun or torchrun; dry run; job scripts)
 
 
 @dataclass
@@ -222,6 +236,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     max_steps: int = setting(100, "optimizer steps of the whole run", at_least(1))
     seed: int = setting(0, "of everything random in the run", at_least(0))

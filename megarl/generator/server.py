@@ -52,6 +52,9 @@ class EngineSettings:
     device: Optional[str] = None  # None: cuda where there is one, else cpu
     cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores this process may use
     base_gpu: int = 0
+    parts: int = 1  # nodes that the engine spans; each starts a part, and part 0 answers requests
+    part: int = 0
+    group_address: Optional[str] = None  # host:port where the parts meet
     seed: int = 0
     log_level: str = "warning"
 
@@ -90,6 +93,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "mem_fraction_static": settings.mem_fraction,
         "quantization": settings.quantization,
         "random_seed": settings.seed,
+        **_spanning(settings),
         "log_level": settings.log_level,
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
@@ -97,6 +101,12 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "sampling_defaults": "openai",  # not generation_config.json: the policy's distribution is what the request says
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _spanning(settings: EngineSettings) -> dict[str, Any]:
+    if settings.parts == 1:
+        return {}
+    return {"nnodes": settings.parts, "node_rank": settings.part, "dist_init_addr": settings.group_address}
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -111,7 +121,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
     allowed = sorted(os.sched_getaffinity(0))
-    cores = settings.cores or [allowed[-1 - rank % len(allowed)] for rank in range(settings.tp)]
+    cores = settings.cores or [allowed[-1 - rank % len(allowed)] for rank in range(settings.tp // settings.parts)]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),

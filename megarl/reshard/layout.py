@@ -34,6 +34,12 @@ def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
     return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {_DENSE: ranks, _EXPERT: ranks}, (1, 1))))
 
 
+def parameter_count(spec: ModelSpec) -> int:
+    """Of the whole model; a tied output layer counts once."""
+    kinds = hf_layout(spec, "bfloat16").kinds
+    return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in kinds for shard in kind.shards)
+
+
 def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, norm_names: str = "local") -> Layout:
     """Megatron's names, with global layer and expert numbers, on every trainer rank. DP and CP ranks are replicas.
 

@@ -1,0 +1,125 @@
+"""The commands that start processes: what each runs, and what it says before and after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import dump_config
+from megarl.data.check import check_data
+from megarl.environments.loading import check_rollout
+from megarl.executors.checkpoints import complete_checkpoints
+from megarl.launch.launcher import Job, Resume, launch
+from megarl.launch.node import Node, this_node
+from megarl.observe.progress import Progress
+from megarl.plan.resolve import RunPlan
+
+
+def train(plan: RunPlan) -> None:
+    """Runs or resumes the RL run of `plan`; ends with the summary on stdout. Raises ProcessFailed."""
+    config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
+    resume = latest_checkpoint(run_dir)
+    if resume.step < config.max_steps:
+
+        def prepare(_: Path) -> None:
+            check_data(config, plan.spec, "train")
+            check_rollout(config)
+            (run_dir / "config.yaml").write_text(dump_config(config))
+            print(headline(plan, resume.step, node.count), flush=True)
+
+        job = Job("train", run_dir / "logs", trainer_role="trainer", driver_role="generator")
+        _launch_showing(plan, job, node, prepare, run_dir, config.max_steps, resume)
+    elif node.is_head:
+        steps = f"{resume.step} of {config.max_steps} steps"
+        print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
+    if node.is_head:
+        from megarl.observe.report import finish_report
+
+        print(finish_report(run_dir))
+
+
+def sft(plan: RunPlan) -> None:
+    """Supervised warm start; leaves an HF checkpoint at `sft.output`. A finished one is kept as it is."""
+    config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
+    if (Path(config.sft.output) / "config.json").exists():
+        if node.is_head:
+            print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
+        return
+
+    def prepare(_: Path) -> None:
+        check_data(config, plan.spec, "sft")
+        steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
+        print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}", flush=True)
+
+    job = Job("sft", run_dir / "logs", trainer_role="sft", driver_role=None)
+    _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps)
+    if node.is_head:
+        print(f"Supervised weights are in {config.sft.output}")
+
+
+def evaluate(plan: RunPlan, json_output: bool) -> None:
+    """Greedy pass@1 of `model.path` on `data.eval`, through SGLang."""
+    node = this_node()
+
+    def prepare(_: Path) -> None:
+        check_data(plan.config, plan.spec, "eval")
+        check_rollout(plan.config)
+
+    job = Job("evaluate", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
+    folder = launch(plan, job, node, prepare)
+    if node.is_head:
+        result = json.loads((folder / "result.json").read_text())
+        text = f"pass@1 {result['pass@1']:.3f} ({result['correct']} of {result['prompts']} prompts)"
+        print(json.dumps(result) if json_output else text)
+
+
+def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
+    """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`."""
+    found = dict(complete_checkpoints(plan.config.run_dir))
+    if not found or (step is not None and step not in found):
+        there = ", ".join(map(str, found)) or "none"
+        raise ConfigError(f"run_dir={plan.config.run_dir}: no checkpoint of step {'any' if step is None else step}; there: {there}")
+    node, chosen = this_node(), max(found) if step is None else step
+    request = json.dumps({"checkpoint": str(found[chosen]), "output": str(output)})
+    job = Job("export", Path(plan.config.run_dir) / "export" / "logs", trainer_role="export", driver_role=None)
+    launch(plan, job, node, lambda folder: (folder / "export.json").write_text(request))
+    if node.is_head:
+        print(f"Weights of step {chosen} are in {output}")
+
+
+def _launch_showing(
+    plan: RunPlan, job: Job, node: Node, prepare: Callable[[Path], None], run_dir: Path, steps: int, resume: Resume = Resume()
+) -> None:
+    """With the live display, on the node where people look."""
+    if not node.is_head:
+        launch(plan, job, node, prepare, resume=resume)
+        return
+    progress = Progress(run_dir, steps)
+    try:
+        launch(plan, job, node, prepare, progress.poll, resume)
+    finally:
+        progress.close()
+
+
+def headline(plan: RunPlan, step: int, nodes: int) -> str:
+    config = plan.config
+    start = f"from the checkpoint of step {step}" if step else "from the start"
+    engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    return (
+        f"Asynchronous RL ({config.algorithm.name}, capacity {config.async_.capacity}): {config.max_steps} steps {start}, "
+        f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples, trainer {sizes(plan)} -> {engines}{where}, in {config.run_dir}"
+    )
+
+
+def sizes(plan: RunPlan) -> str:
+    """The trainer's parallel sizes above 1, such as TP2xDP4."""
+    axes = {axis: getattr(plan.trainer_topology, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
+    return "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1) or "on one rank"
+
+
+def latest_checkpoint(run_dir: Path) -> Resume:
+    found = complete_checkpoints(run_dir)
+    return Resume(found[-1][0], str(found[-1][1])) if found else Resume()

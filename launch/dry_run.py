@@ -1,0 +1,88 @@
+"""What a launch would start where, as text. Starts nothing, writes nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from megarl.launch.commands import sizes
+from megarl.launch.launcher import Job, placement
+from megarl.launch.placement import NodePlan
+from megarl.launch.preflight import gpus
+from megarl.launch.processes import ProcessSpec
+from megarl.launch.rendezvous import Rendezvous
+from megarl.launch.start import engine_specs, trainer_specs, worker_spec
+from megarl.plan.resolve import RunPlan
+
+_MOST_NODES = 4096
+
+
+def nodes_needed(plan: RunPlan, job: Job) -> int:
+    """The fewest nodes of launch.ranks_per_node slots that hold the plan; 1 where that is not set."""
+    slots = plan.config.launch.ranks_per_node or gpus()
+    if not slots:
+        return 1
+    placed = placement(plan, job, _MOST_NODES, slots)
+    return sum(not node.idle for node in placed)
+
+
+def render_launch(plan: RunPlan) -> str:
+    """Nodes that run alike are one line; of each role one command, as its node would start it."""
+    job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")
+    placed = placement(plan, job, nodes_needed(plan, job), gpus())
+    lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
+    for alike in _runs(placed):
+        lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
+    lines.append("commands, the first of each role (ADDRESS, PORT and KEY are settled when the nodes meet):")
+    for node, spec in _samples(plan, job, placed):
+        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items()) if "KEY" not in key)
+        lines.append(f"  node {node}, {spec.name}:\n    {environment} \\\n    {' '.join(map(shlex.quote, spec.argv))}")
+    return "\n".join(lines)
+
+
+def _runs(placed: list[NodePlan]) -> Iterable[list[NodePlan]]:
+    """Neighbours that hold as many trainer ranks and engines as each other."""
+    run: list[NodePlan] = []
+    for node in placed:
+        if run and _shape(node) != _shape(run[0]):
+            yield run
+            run = []
+        run.append(node)
+    yield run
+
+
+def _shape(node: NodePlan) -> tuple:
+    return len(node.trainer_ranks), [(part.ranks, part.parts, part.part) for part in node.engines]
+
+
+def _node_names(alike: list[NodePlan]) -> str:
+    first, last = alike[0].node, alike[-1].node
+    return f"node {first}" if first == last else f"nodes {first}-{last}"
+
+
+def _what(alike: list[NodePlan]) -> str:
+    words = []
+    if alike[0].trainer_ranks:
+        words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
+    if alike[0].engines:
+        first, last = alike[0].engines[0], alike[-1].engines[-1]
+        words.append(f"engines {first.engine}-{last.engine}, {first.ranks} ranks of each on a node")
+    if any(0 in node.serves for node in alike):
+        words.append(f"the generator's driver and reward workers (node {next(n.node for n in alike if 0 in n.serves)})")
+    return "; ".join(words) or "nothing to do"
+
+
+def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
+    engines = plan.generator_topology.engines
+    unknown = Rendezvous(
+        hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0, engine_hosts=["ADDRESS"] * engines,
+        engine_ports=[0] * engines, engine_group_ports=[0] * engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
+    )  # fmt: skip
+    folder = Path(plan.config.run_dir) / ".launch" / "train" / "LAUNCH"
+    interface = plan.config.launch.interface
+    yield 0, trainer_specs(plan, placed[0], job.trainer_role, unknown, folder, interface)[0]
+    for node in placed:
+        if 0 in node.serves:
+            yield node.node, worker_spec(job.driver_role, 0, folder)
+            yield node.node, engine_specs(plan, node, unknown, "ADDRESS", interface)[0]

@@ -1,0 +1,168 @@
+"""One launcher per node: meet the others, start this node's processes, watch them, end together.
+
+On one host it is the whole of the launch; under srun or torchrun the same program runs once on every node.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import dump_config
+from megarl.generator.server import EngineKeys
+from megarl.launch.meeting import Meeting, NodeReport
+from megarl.launch.node import Node, address_of, interface_name
+from megarl.launch.placement import NodePlan, place, slots_per_node
+from megarl.launch.preflight import disagreements, gpus, host_name, problems_here, versions
+from megarl.launch.processes import ProcessGroup, ProcessSpec
+from megarl.launch.rendezvous import Rendezvous, free_ports
+from megarl.launch.start import engine_specs, trainer_specs, worker_spec
+from megarl.launch.watch import termination_as_exit, watch
+from megarl.messaging.link import RunKey
+from megarl.plan.resolve import RunPlan
+from megarl.reshard.layout import parameter_count
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command as processes."""
+
+    command: str  # train | sft | evaluate | export
+    logs: Path
+    trainer_role: str | None  # worker role of every trainer rank; None: no trainer
+    driver_role: str | None  # worker role that drives the engines; None: no engines
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on from."""
+
+    step: int = 0
+    checkpoint: str = ""  # folder; empty for a fresh run
+
+
+def launch(
+    plan: RunPlan, job: Job, node: Node, prepare: Callable[[Path], None], poll: Callable[[], None] = lambda: None, resume: Resume = Resume()
+) -> Path:
+    """Runs `job` to its end on all nodes; returns the launch folder.
+
+    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second. Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan.
+    """
+    folder = launch_folder(plan, job, node)
+    meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
+    try:
+        if node.is_head:
+            prepare(folder)
+        with termination_as_exit(), ProcessGroup(job.logs) as processes:
+            placed = placement(plan, job, node.count, gpus())
+            report = _report(plan, job, node, placed[node.rank])
+            rendezvous = _meet(job, meeting, placed, report, resume)
+            working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
+            workers = _start(processes, plan, job, placed[node.rank], rendezvous, folder, report.address)
+            _follow(processes, workers, meeting, working, poll)
+    except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
+        meeting.fail(f"node {node.rank} ({host_name()}): {error}" if node.count > 1 else str(error))
+        raise
+    return folder
+
+
+def launch_folder(plan: RunPlan, job: Job, node: Node) -> Path:
+    """What this launch's processes read, apart from what the run keeps."""
+    folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
+    if node.count == 1:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if node.is_head:
+        (folder / "config.yaml").write_text(dump_config(plan.config))
+    return folder
+
+
+def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[NodePlan]:
+    trainers = plan.trainer_topology.world_size if job.trainer_role else 0
+    generator = plan.generator_topology
+    engines = generator.engines if job.driver_role else 0
+    slots = slots_per_node(trainers + engines * generator.tp, nodes, gpus_of_node, plan.config.launch.ranks_per_node)
+    return place(trainers, engines, generator.tp, nodes, slots)
+
+
+def _drives(node: NodePlan, job: Job) -> bool:
+    """The driver runs beside the first engine."""
+    return job.driver_role is not None and 0 in node.serves
+
+
+def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, resume: Resume) -> Rendezvous:
+    """Everybody reports; the head checks the reports, and decides."""
+    meeting.announce(mine)
+    reports = meeting.reports()
+    if not meeting.node.is_head:
+        return meeting.await_rendezvous()
+    if problems := disagreements(reports):
+        raise ConfigError(problems)
+    rendezvous = _rendezvous(job, meeting.folder, placed, reports, resume)
+    meeting.publish(rendezvous)
+    return rendezvous
+
+
+def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
+    address = address_of(plan.config.launch.interface, node.count)
+    wanted = [f"engine.{engine}" for engine in mine.serves] + [f"engine.{engine}.group" for engine in mine.serves]
+    wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
+    ports = dict(zip(wanted, free_ports(len(wanted), address)))
+    problems = problems_here(plan, mine, parameter_count(plan.spec)) if node.count > 1 else []
+    return NodeReport(node.rank, host_name(), address, gpus(), ports, versions(), problems)
+
+
+def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:
+    """Fresh keys for one launch, and where everything is."""
+    keys = EngineKeys.generate()
+    key_file = folder / "message_key.json"
+    RunKey.generate().save(key_file)
+    of_engine = {engine: reports[node.node] for node in placed for engine in node.serves}
+    engines = sorted(of_engine)
+    driver = of_engine.get(0, reports[0])
+    return Rendezvous(
+        hub_host=driver.address,
+        hub_port=driver.ports.get("hub", 0),
+        key_file=str(key_file.resolve()),
+        trainer_host=reports[0].address,
+        trainer_port=reports[0].ports.get("trainer", 0),
+        engine_hosts=[of_engine[engine].address for engine in engines],
+        engine_ports=[of_engine[engine].ports[f"engine.{engine}"] for engine in engines],
+        engine_group_ports=[of_engine[engine].ports[f"engine.{engine}.group"] for engine in engines],
+        engine_key=keys.api,
+        engine_admin_key=keys.admin,
+        start_step=resume.step,
+        checkpoint=resume.checkpoint,
+    )
+
+
+def _start(
+    processes: ProcessGroup, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, address: str
+) -> set[str]:
+    """Returns the names of those whose end is the end of the job; engines are not among them."""
+    interface = interface_name(plan.config.launch.interface)
+    workers: list[ProcessSpec] = []
+    if job.trainer_role:
+        workers += trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface)
+    if _drives(mine, job):
+        workers.append(worker_spec(job.driver_role, 0, folder))
+    for spec in [*engine_specs(plan, mine, rendezvous, address, interface), *workers]:
+        processes.start(spec)
+    return {spec.name for spec in workers}
+
+
+def _follow(
+    processes: ProcessGroup, workers: set[str], meeting: Meeting, working: list[int], poll: Callable[[], None]
+) -> None:
+    """Until the workers of all nodes are done: engines serve the last of them."""
+
+    def poll_all() -> None:
+        poll()
+        meeting.poll()
+
+    watch(processes, workers, poll_all)
+    meeting.finish()
+    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working))

@@ -1,0 +1,133 @@
+"""Where the launchers of one launch meet: a folder on the file system they share, which a run needs anyway for its checkpoints.
+
+    meeting.announce(report)              every node, once: where it can be reached
+    meeting.reports()                     every node: waits for all
+    meeting.publish / await_rendezvous    the head decides, the others read
+    meeting.poll()                        every node, again and again: alive; raises when another node failed or fell silent
+    meeting.finish()                      every node with work, when that is done; meeting.all_finished() for those that only serve
+
+Files appear by rename, so nobody reads half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from megarl.launch.node import Node
+from megarl.launch.rendezvous import Rendezvous, rendezvous_path
+
+POLL_S = 0.1
+BEAT_S = 2.0
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """What a node tells the others about itself."""
+
+    node: int
+    host: str
+    address: str
+    gpus: int
+    ports: dict[str, int]  # by what they are for: hub, master, engine.3, engine.3.group
+    versions: dict[str, str]
+    problems: list[str]  # that keep this node from taking part
+
+
+class PeerFailed(RuntimeError):
+    """Another node ended the run. The message is its own."""
+
+
+class Meeting:
+    """`timeout_s` bounds every wait for a node; `silence_s` is how long a node may show no sign of life."""
+
+    def __init__(self, folder: Path, node: Node, timeout_s: float, silence_s: float):
+        self.folder, self.node = Path(folder), node
+        self._timeout_s, self._silence_s = timeout_s, silence_s
+        self._beats = 0
+        self._beat_at = 0.0
+        self._heard: dict[int, tuple[str, float]] = {}  # node → its last beat, and when this process first saw it
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def announce(self, report: NodeReport) -> None:
+        self._write(self._path_of_report(self.node.rank).name, msgspec.json.encode(report))
+
+    def reports(self) -> list[NodeReport]:
+        """Of all nodes, in order. Raises TimeoutError that names those that are missing."""
+        deadline = time.monotonic() + self._timeout_s
+        found: dict[int, NodeReport] = {}
+        while missing := [rank for rank in range(self.node.count) if rank not in found]:
+            present = [rank for rank in missing if self._path_of_report(rank).exists()]
+            for rank in present:
+                found[rank] = msgspec.json.decode(self._path_of_report(rank).read_bytes(), type=NodeReport)
+            if not present:
+                self._wait(deadline, f"node {', '.join(map(str, missing))} of {self.node.count} to announce itself in {self.folder}: do all nodes share that file system?")
+        return [found[rank] for rank in range(self.node.count)]
+
+    def publish(self, rendezvous: Rendezvous) -> None:
+        rendezvous.save(self.folder)
+
+    def await_rendezvous(self) -> Rendezvous:
+        deadline = time.monotonic() + self._timeout_s
+        while not rendezvous_path(self.folder).exists():
+            self._wait(deadline, f"node 0 to publish {rendezvous_path(self.folder)}")
+        return Rendezvous.load(self.folder)
+
+    def poll(self) -> None:
+        """Shows that this node is alive. Raises PeerFailed when another has failed, or not been heard of for `silence_s`."""
+        now = time.monotonic()
+        if self.node.count == 1 or now - self._beat_at < BEAT_S:
+            return
+        self._beat_at, self._beats = now, self._beats + 1
+        self._write(f"alive.{self.node.rank}", str(self._beats).encode())
+        if (failure := self.failure()) is not None:
+            raise PeerFailed(failure)
+        for rank in range(self.node.count):
+            self._listen(rank, now)
+
+    def _listen(self, rank: int, now: float) -> None:
+        path = self.folder / f"alive.{rank}"
+        beat = path.read_text() if path.exists() else ""
+        last, since = self._heard.get(rank, (None, now))
+        if beat != last:
+            self._heard[rank] = (beat, now)
+        elif now - since > self._silence_s and not self._path_of_finished(rank).exists():
+            raise PeerFailed(f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher or its host is gone")
+
+    def fail(self, message: str) -> None:
+        """The first failure counts: later ones are mostly its consequences."""
+        with contextlib.suppress(FileExistsError):
+            path = self.folder / f".failure.{self.node.rank}"
+            path.write_text(message)
+            os.link(path, self.folder / "failure")
+
+    def failure(self) -> str | None:
+        path = self.folder / "failure"
+        return path.read_text() if path.exists() else None
+
+    def finish(self) -> None:
+        self._write(self._path_of_finished(self.node.rank).name, b"")
+
+    def all_finished(self, nodes: list[int]) -> bool:
+        return all(self._path_of_finished(rank).exists() for rank in nodes)
+
+    def _path_of_report(self, rank: int) -> Path:
+        return self.folder / f"node.{rank}.json"
+
+    def _path_of_finished(self, rank: int) -> Path:
+        return self.folder / f"finished.{rank}"
+
+    def _write(self, name: str, body: bytes) -> None:
+        half = self.folder / f".{name}.{self.node.rank}"
+        half.write_bytes(body)
+        half.rename(self.folder / name)
+
+    def _wait(self, deadline: float, awaited: str) -> None:
+        if (failure := self.failure()) is not None:
+            raise PeerFailed(failure)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"node {self.node.rank} waited {self._timeout_s:.0f} s for {awaited}")
+        time.sleep(POLL_S)

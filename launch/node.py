@@ -1,0 +1,90 @@
+"""Which node of the run this process is, by whoever started it: srun, torchrun, or nobody."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from megarl.config.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_ELSEWHERE = ("192.0.2.1", 9)  # an address of RFC 5737 that is nobody's; asking for the way there sends nothing
+
+
+@dataclass(frozen=True)
+class Node:
+    """One launcher per node. `launch` names this launch, alike on all of its nodes and never used before or after."""
+
+    rank: int
+    count: int
+    launch: str
+
+    @property
+    def is_head(self) -> bool:
+        return self.rank == 0
+
+
+def this_node(environment: Mapping[str, str] = os.environ) -> Node:
+    """Raises ConfigError when several tasks were started on a node: the launcher starts a node's processes itself."""
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
+        return _slurm_node(environment)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        if environment["LOCAL_WORLD_SIZE"] != "1":
+            raise ConfigError(f"torchrun --nproc-per-node={environment['LOCAL_WORLD_SIZE']}: must be 1: megarl starts a node's ranks itself")
+        if environment["TORCHELASTIC_RUN_ID"] == "none":
+            raise ConfigError("torchrun --rdzv-id=none: must be given, and be new for every launch")
+        launch = f"torchrun.{environment['TORCHELASTIC_RUN_ID']}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return Node(int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"]), launch)
+    return Node(0, 1, "local")
+
+
+def speaks(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this launcher is the one that tells people: the head."""
+    rank = environment.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in environment else environment.get("GROUP_RANK")
+    return rank in (None, "0")
+
+
+def _slurm_node(environment: Mapping[str, str]) -> Node:
+    """Of a heterogeneous job's step, SLURM_PROCID counts over all components."""
+    tasks, nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
+    if tasks != nodes:
+        raise ConfigError(f"srun --ntasks={tasks}: must be one task per node, and there are {nodes} nodes: use --ntasks-per-node=1")
+    job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]  # components have job ids of their own
+    launch = f"slurm.{job}.{environment.get('SLURM_STEP_ID', '0')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+    return Node(int(environment["SLURM_PROCID"]), tasks, launch)
+
+
+def address_of(interface: str | None, nodes: int) -> str:
+    """IPv4 address at which the other nodes reach this one: of `interface` (a pattern such as ib*), else of the default route.
+
+    Raises ConfigError when no interface matches.
+    """
+    if interface is not None:
+        return _interface(interface)[1]
+    if nodes == 1:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+            return probe.getsockname()[0]
+        except OSError:  # no default route
+            return socket.gethostbyname(socket.gethostname())
+
+
+def interface_name(pattern: str | None) -> str | None:
+    """The first interface that matches, with an IPv4 address."""
+    return None if pattern is None else _interface(pattern)[0]
+
+
+def _interface(pattern: str) -> tuple[str, str]:
+    found = psutil.net_if_addrs()
+    for name in sorted(found):
+        for entry in found[name]:
+            if entry.family == socket.AF_INET and fnmatch.fnmatch(name, pattern):
+                return name, entry.address
+    raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {', '.join(sorted(found))}")

@@ -1,0 +1,89 @@
+"""What each node checks about itself before anything is started, and what must be alike on all of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.launch.meeting import NodeReport
+from megarl.launch.placement import NodePlan
+from megarl.plan.resolve import RunPlan
+
+PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
+INFINIBAND = Path("/sys/class/infiniband")
+BYTES_PER_PARAMETER = 4 + 4 + 4 + 2  # of a checkpoint: fp32 master, both of Adam's moments, the weight itself
+
+
+@functools.cache
+def gpus() -> int:
+    """GPUs that the driver shows. Asked without torch: the launcher does not import it."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def versions() -> dict[str, str]:
+    """Of everything that must be the same on all nodes."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def problems_here(plan: RunPlan, mine: NodePlan, parameters: int) -> list[str]:
+    """What keeps this node from running `mine`. `parameters` of the model, for the size of checkpoints."""
+    return [*_missing_files(plan), *_no_room(plan, mine, parameters), *_dead_links()]
+
+
+def _missing_files(plan: RunPlan) -> Iterator[str]:
+    """A path on the head's own disk is found by the head alone."""
+    path = plan.weights_path
+    if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
+        yield f"{path} is not there: is it on a file system that all nodes share?"
+
+
+def _no_room(plan: RunPlan, mine: NodePlan, parameters: int) -> Iterator[str]:
+    if not mine.trainer_ranks:
+        return
+    checkpoints = plan.config.checkpoint.keep + 1  # a new one is whole before the oldest goes
+    needed, free = checkpoints * parameters * BYTES_PER_PARAMETER, shutil.disk_usage(plan.config.run_dir).free
+    if free < needed:
+        yield f"run_dir={plan.config.run_dir} has {free / 2**30:.1f} GiB free; {checkpoints} checkpoints take {needed / 2**30:.1f} GiB"
+
+
+def _dead_links() -> Iterator[str]:
+    """An InfiniBand port that is there but down makes NCCL and Mooncake fall back, or hang, without a word."""
+    for state in sorted(INFINIBAND.glob("*/ports/*/state")):
+        text = state.read_text().strip()
+        if not text.endswith("ACTIVE"):
+            yield f"InfiniBand port {state.parts[-4]}:{state.parts[-2]} is {text}"
+
+
+def disagreements(reports: list[NodeReport]) -> list[str]:
+    """One line per problem of a node, and per version or number of GPUs in which a node differs from node 0."""
+    first, lines = reports[0], []
+    for report in reports:
+        name = f"node {report.node} ({report.host})"
+        lines += [f"{name}: {problem}" for problem in report.problems]
+        lines += [
+            f"{name}: {package} {version}, but {first.versions.get(package, 'absent')} on node 0 ({first.host})"
+            for package, version in report.versions.items()
+            if version != first.versions.get(package, "absent")
+        ]
+        if report.gpus != first.gpus:
+            lines.append(f"{name}: {report.gpus} GPUs, but {first.gpus} on node 0 ({first.host})")
+    return lines
+
+
+def host_name() -> str:
+    return socket.gethostname()

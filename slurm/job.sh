@@ -1,0 +1,39 @@
+# Sourced by the job scripts. `megarl_job CONFIG key=value …` checks the config on the first node, then runs one launcher per node.
+#
+# The job script is copied by Slurm, so everything is relative to where sbatch was called: the checkout, on a shared file system.
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
+
+megarl_job() {
+    if [ ! -x .venv/bin/megarl ]; then
+        echo "slurm: $PWD/.venv/bin/megarl is not there: call sbatch in the checkout, after make setup" >&2
+        exit 2
+    fi
+    # Typos and impossible sizes end the job here, with exit status 2, before any node is used.
+    .venv/bin/megarl train "$@" --dry-run > /dev/null
+    for command in ${MEGARL_COMMANDS:-train}; do
+        megarl_step "$command" "$@"
+    done
+}
+
+# SIGTERM (scancel, preemption) goes on to the launchers, which save a checkpoint and end. SIGUSR1 (#SBATCH --signal: the time limit is
+# near) does the same, and puts the job back into the queue: it goes on from that checkpoint.
+megarl_step() {
+    local status=0 again=
+    srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=300 .venv/bin/megarl "$@" &
+    local step=$!
+    trap 'kill -TERM $step 2>/dev/null || true' TERM
+    trap 'again=yes; kill -TERM $step 2>/dev/null || true' USR1
+    while kill -0 $step 2>/dev/null; do
+        status=0
+        wait $step || status=$?
+    done
+    trap - TERM USR1
+    if [ -n "$again" ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+        exit 0
+    fi
+    if [ $status -ne 0 ]; then
+        exit $status
+    fi
+}

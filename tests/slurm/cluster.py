@@ -1,0 +1,175 @@
+"""A real Slurm cluster of several nodes on this host: one slurmctld, one slurmd per node, no authentication. For tests.
+
+    with Cluster(folder, nodes=4) as cluster:
+        cluster.run(["sbatch", "job.sh"])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+from megarl.launch.rendezvous import free_ports
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "sinfo", "setpriv")
+START_S = 60
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+AuthType=auth/none
+CredType=cred/none
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=15
+KillWait=20
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+{nodes}
+PartitionName=debug Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why no cluster can be started here; empty where one can."""
+    absent = [program for program in PROGRAMS if _which(program) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed (Debian: slurm-wlm)"
+    return "" if os.geteuid() == 0 else "slurmd must run as root"
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+class Cluster:
+    """Nodes n1, n2, …, each with 2 CPUs as far as Slurm is concerned; all on this host, with its network and file system."""
+
+    def __init__(self, folder: Path, nodes: int = 4):
+        self.folder, self.count = Path(folder), nodes
+        self._daemons: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> Cluster:
+        (self.folder / "state").mkdir(parents=True)
+        controller_port, *ports = free_ports(1 + self.count)
+        host = socket.gethostname().split(".")[0]
+        lines = [
+            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN"
+            for n, port in enumerate(ports, 1)
+        ]
+        text = CONF.format(
+            host=host, controller_port=controller_port, user="root", folder=self.folder, nodes="\n".join(lines), count=self.count
+        )
+        (self.folder / "slurm.conf").write_text(text)
+        self._start("slurmctld", ["slurmctld", "-D"])
+        for n in range(1, self.count + 1):
+            self.start_node(f"n{n}")
+        self.wait_idle()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(["scancel", "--full", "--signal=KILL", "--state=RUNNING"])
+        self.run(["scancel", "--state=PENDING"])
+        for daemon in self._daemons.values():
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._kill([process for process in psutil.process_iter() if self._runs_here(process)])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+        return {**clean, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+
+    def run(self, argv: list[str], timeout_s: float = 60, **options) -> subprocess.CompletedProcess:
+        return subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=timeout_s, **options)
+
+    def start_node(self, name: str) -> None:
+        (self.folder / f"spool.{name}").mkdir(exist_ok=True)
+        self._start(name, ["slurmd", "-D", "-N", name])
+
+    def kill_node(self, name: str) -> None:
+        """As if the node lost power: its daemon, the steps it runs and all they started end at once."""
+        self._daemons.pop(name).kill()
+        self._kill([process for process in psutil.process_iter() if self._runs_here(process, name)])
+
+    def _runs_here(self, process: psutil.Process, node: str | None = None) -> bool:
+        """Slurm names cluster and node in the environment of all that it starts."""
+        try:
+            found = process.environ()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
+        mine = found.get("SLURM_CONF") == str(self.folder / "slurm.conf") and "SLURMD_NODENAME" in found
+        return mine and node in (None, found["SLURMD_NODENAME"])
+
+    def _kill(self, processes: list[psutil.Process]) -> None:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def wait_idle(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            states = self.run(["sinfo", "-h", "-N", "-o", "%N %t"]).stdout.split("\n")
+            if sum(line.endswith(" idle") for line in states) == self.count:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the Slurm cluster was not up after {START_S} s: {states}\n{self._log()}")
+            time.sleep(0.3)
+
+    def submit(self, script: Path | str, *arguments: str, options: tuple[str, ...] = (), cwd: Path | None = None) -> int:
+        """Job id."""
+        done = self.run(["sbatch", "--parsable", *options, str(script), *arguments], cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split(";")[0])
+
+    def state(self, job: int) -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED, …"""
+        shown = self.run(["scontrol", "show", "job", str(job)]).stdout
+        return shown.partition("JobState=")[2].split()[0]
+
+    def exit_code(self, job: int) -> str:
+        shown = self.run(["scontrol", "show", "job", str(job)]).stdout
+        return shown.partition("ExitCode=")[2].split()[0]
+
+    def wait(self, job: int, states: tuple[str, ...], timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        while (state := self.state(job)) not in states:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {state} after {timeout_s:.0f} s, not {' or '.join(states)}\n{self._log()}")
+            time.sleep(0.3)
+        return state
+
+    def _start(self, name: str, argv: list[str]) -> None:
+        with open(self.folder / f"{name}.out", "wb") as log:
+            argv = ["setpriv", "--pdeathsig", "KILL", _which(argv[0]) or argv[0], *argv[1:]]  # a killed test leaves no daemon
+            self._daemons[name] = subprocess.Popen(argv, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _log(self) -> str:
+        path = self.folder / "slurmctld.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-20:]) if path.exists() else ""
