@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.launch.binding import cores_near, gpu_addresses
 from megarl.launch.placement import EnginePart
+from megarl.launch.worker import CORES
 from megarl.plan.resolve import RunPlan
 
 
@@ -16,12 +18,20 @@ def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str,
         "MASTER_PORT": str(port),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: keeps communication kernels behind the compute they wait for
         **one_thread(),
+        **binding(local_rank),
     }
 
 
 def one_thread() -> dict[str, str]:
     """One compute thread per process, waiting passively: processes share the cores, and spinning threads cost 7x."""
     return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def binding(slot: int) -> dict[str, str]:
+    """Cores of the rank, near its GPU; the worker takes them before it imports anything (launch/worker.py)."""
+    addresses = gpu_addresses()
+    cores = cores_near(addresses[slot]) if slot < len(addresses) else ()
+    return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
 def network(interface: str | None) -> dict[str, str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import platform
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.launch.binding import gpu_addresses
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import NodePlan
 from megarl.plan.resolve import RunPlan
@@ -20,13 +19,9 @@ INFINIBAND = Path("/sys/class/infiniband")
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 2  # of a checkpoint: fp32 master, both of Adam's moments, the weight itself
 
 
-@functools.cache
 def gpus() -> int:
-    """GPUs that the driver shows. Asked without torch: the launcher does not import it."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    """GPUs that the driver shows."""
+    return len(gpu_addresses())
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+CORES = "MEGARL_CORES"  # environment: the cores this process keeps to
 
 
 def die_with_parent() -> None:
@@ -22,8 +23,16 @@ def die_with_parent() -> None:
         raise SystemExit("the parent is gone")
 
 
+def keep_to_cores() -> None:
+    """To those of CORES that this process may use; a job's own limits come first."""
+    wanted = {int(core) for core in os.environ.get(CORES, "").split(",") if core}
+    if allowed := wanted & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
+
+
 def main() -> None:
     die_with_parent()
+    keep_to_cores()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["trainer", "generator", "sft", "evaluate", "export"])

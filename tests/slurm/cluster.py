@@ -99,7 +99,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        self._kill([process for process in psutil.process_iter() if self._runs_here(process)])
+        self._kill(self.tasks())
 
     @property
     def environment(self) -> dict[str, str]:
@@ -116,7 +116,11 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """As if the node lost power: its daemon, the steps it runs and all they started end at once."""
         self._daemons.pop(name).kill()
-        self._kill([process for process in psutil.process_iter() if self._runs_here(process, name)])
+        self._kill(self.tasks(name))
+
+    def tasks(self, node: str | None = None) -> list[psutil.Process]:
+        """Processes that jobs run now, on `node` or on all."""
+        return [process for process in psutil.process_iter() if self._runs_here(process, node)]
 
     def _runs_here(self, process: psutil.Process, node: str | None = None) -> bool:
         """Slurm names cluster and node in the environment of all that it starts."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, SAMPLES = 4, 4
 
 OVERRIDES = [
