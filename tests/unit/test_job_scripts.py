@@ -1,0 +1,39 @@
+"""The job scripts: their headers ask for what the plan needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.launch.launcher import Job
+from megarl.launch.dry_run import nodes_needed
+from megarl.plan.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
+GPU_SCRIPTS = [script for script in SCRIPTS if "--gpus-per-node" in script.read_text()]
+
+
+def directive(script: Path, name: str) -> str:
+    (value,) = re.findall(rf"^#SBATCH --{name}=(\S+)", script.read_text(), re.MULTILINE)
+    return value
+
+
+@pytest.mark.parametrize("script", GPU_SCRIPTS, ids=lambda script: script.stem)
+def test_the_header_asks_for_the_nodes_that_the_plan_needs(script, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
+    plan = resolve(load_config(config, []), "plan")
+    assert plan.config.launch.ranks_per_node == int(directive(script, "gpus-per-node"))
+    assert nodes_needed(plan, Job("train", Path("logs"), "trainer", "generator")) == int(directive(script, "nodes"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_one_launcher_per_node_and_valid_shell(script):
+    assert directive(script, "ntasks-per-node") == "1"
+    for path in (script, ROOT / "slurm/job.sh"):
+        subprocess.run(["bash", "-n", str(path)], check=True)
