@@ -214,11 +214,8 @@ class TimeoutConfig:
     rollouts_s: float = setting(3600.0, "the trainer waits for a batch; the generator waits for room", above(0))
     weights_s: float = setting(600.0, "one weight update, any part", above(0))
     request_s: float = setting(3600.0, "one generation request", above(0))
-<<<<<<< HEAD
     samples_s: float = setting(3600.0, "the samples of one prompt: all turns, tools and scores", above(0))
-=======
     silence_s: float = setting(60.0, "a node's launcher shows no sign of life", above(0))
->>>>>>> 73cf661 (Launch on many nodes: placement, meeting, preflight, one launcher per node under srun or torchrun; dry run; job scripts)
 
 
 @dataclass
