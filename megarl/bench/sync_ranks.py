@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megarl.models.registry import load_spec
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
@@ -20,7 +22,9 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import batches_from
 from megarl.transports import gloo, mooncake
-from megarl.transports.base import Endpoint, Sent, Transport, send, shapes_of, transport_class
+from megarl.transports.base import Endpoint, Sent, Transport, send, shapes_of
+from megarl.transports.choice import mooncake_protocol, this_host, transport_class
+from megarl.transports.two_sided import as_bytes
 
 CHUNK_BYTES = 16 << 20  # of a bare medium: gloo reaches its rate from here on
 RUN_BYTES = 1 << 20  # of Mooncake's TCP
@@ -31,6 +35,12 @@ def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> Reshar
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = trainer_layout(spec, TrainerTopology(tp=trainer_tp), dtype)
     return ReshardMap.build(source, generator_layout(spec, GeneratorTopology(tp=engine_tp), dtype, device))
+
+
+def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    return gloo.open_backend(store, rank, size, address, timeout_s)
 
 
 class Rank:
@@ -48,7 +58,7 @@ class Rank:
 
     def connect_and_write(self, kind: str, endpoints: Sequence[str]) -> None:
         decoded = [Endpoint.decode(text) for text in endpoints]
-        self.transports[kind] = transport_class(kind, one_host=True)(self.rank, self.timeout_s)
+        self.transports[kind] = transport_class(kind)(self.rank, self.timeout_s)
         self.transports[kind].connect(decoded)
         self.shapes = shapes_of(decoded)
         self.write(kind, audit=False)
@@ -63,13 +73,13 @@ class Rank:
     # Gather onto rank 0, then SGLang's own ways.
 
     def join_trainers(self, address: str) -> None:
-        self.trainers = gloo.join(address, self.rank, self.layout.world_size, self.timeout_s)
+        self.trainers = join_gloo(address, self.rank, self.layout.world_size, self.timeout_s)
 
     def gather(self) -> None:
         """Rank 0 ends up with every tensor, whole, under its Hugging Face name."""
         if self.rank:
             parts = [self.sources[tensor.name][piece.local.slices()] for tensor, piece in self.layout.owned_pieces(self.rank)]
-            works = [self.trainers.send([gloo.as_bytes(part.contiguous())], 0, 0) for part in parts]
+            works = [self.trainers.send([as_bytes(part.contiguous())], 0, 0) for part in parts]
             for work in works:
                 work.wait()
             return
@@ -81,7 +91,8 @@ class Rank:
                 if rank == 0:
                     target.copy_(self.sources[tensor.name][piece.local.slices()])
                 else:
-                    arriving.append((target, *gloo.receive(self.trainers, target, rank)))
+                    buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+                    arriving.append((target, self.trainers.recv([as_bytes(buffer)], rank, 0), buffer))
         for target, work, buffer in arriving:
             work.wait()
             if buffer is not target:
@@ -103,7 +114,7 @@ class Rank:
     def broadcast(self, flattened: bool) -> None:
         tensors = list(self.full.values())
         if flattened:
-            tensors = [torch.cat([gloo.as_bytes(tensor) for tensor in tensors])]
+            tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
         works = [torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True) for tensor in tensors]
         for work in works:
             work.wait()
@@ -127,7 +138,7 @@ class Rank:
         self.mapped.copy_(self.block)
 
     def join_bare(self, address: str) -> None:
-        self.bare = gloo.join(address, self.rank, self.layout.world_size + 1, self.timeout_s)
+        self.bare = join_gloo(address, self.rank, self.layout.world_size + 1, self.timeout_s)
 
     def send_block(self) -> None:
         for work in [self.bare.send([part], self.layout.world_size, 0) for part in self.block.split(CHUNK_BYTES)]:
@@ -140,9 +151,10 @@ class Rank:
 
     def open_block(self) -> str:
         """To Mooncake, for one-sided writes."""
-        self.mooncake = mooncake.open_engine("127.0.0.1", None, self.timeout_s)
+        protocol = mooncake_protocol([this_host()])
+        self.mooncake = mooncake.open_engine("127.0.0.1", protocol, self.timeout_s)
         mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
-        return mooncake.address_of("127.0.0.1", self.mooncake, mooncake.default_protocol(), self.block.data_ptr())
+        return mooncake.address_of("127.0.0.1", self.mooncake, protocol, self.block.data_ptr())
 
     def write_block(self, address: str, offset: int) -> None:
         _, peer, base = mooncake.address_parts(address)

@@ -22,7 +22,6 @@ from megarl.generator import commands, update
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.sglang_updates import FLATTENED, GROUP
-from megarl.transports import gloo
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
 from megarl.transports.shared_memory import view_at
 
@@ -129,7 +128,7 @@ class Bench:
 
     async def gather_ways(self) -> dict[str, Way]:
         store = update.open_store("127.0.0.1")
-        await self.on_trainers("join_trainers", gloo.address_of("127.0.0.1", store.port, len(self.trainers)))
+        await self.on_trainers("join_trainers", f"127.0.0.1:{store.port}")
         logical = (await self.on_trainers("logical"))[0]
         size = 1 + self.job[3]
         group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": size}
@@ -171,8 +170,7 @@ class Bench:
     async def bare_gloo(self) -> Way:
         await self.hold_everywhere()
         self.bare_store = update.open_store("127.0.0.1")
-        address = gloo.address_of("127.0.0.1", self.bare_store.port, len(self.everyone))
-        await self.on_ranks(self.everyone, "join_bare", address)
+        await self.on_ranks(self.everyone, "join_bare", f"127.0.0.1:{self.bare_store.port}")
 
         async def run() -> None:
             far = self.on_ranks([self.everyone[-1]], "receive_blocks", self.sent)

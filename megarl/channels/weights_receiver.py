@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 
+from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.channels.weights_sender import is_probe_version, weights_map
 from megarl.generator import update
+from megarl.generator.opening import Opened, open_engines
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
-from megarl.transports.base import GLOO, MOONCAKE, Endpoint, transport_class
+from megarl.transports.base import MOONCAKE, TWO_SIDED
 
 
 class WeightsReceiver:
@@ -36,6 +38,7 @@ class WeightsReceiver:
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]
         self._offers: dict[int, set[str]] = {}  # version → trainer ranks that have offered it
         self._workers: update.Workers | None = None
+        self._opened: Opened | None = None
 
     def recv(self, executor: Executor) -> None:
         """Takes the weights that the coming batch needs, waiting for them, and any newer ones on offer."""
@@ -76,24 +79,27 @@ class WeightsReceiver:
         config = self._plan.config
         del self._offers[version]
         with executor.trace.span(f"update to weights {version}"):
-            endpoints: list[Endpoint] = []
+            grant = WeightsGrant(version, [])
             first = self._workers is None
             if first:
-                self._check_plan_hashes()
+                hosts = self._meet_trainers()
                 self._workers = update.Workers(executor.get_model().engines, config.generator.tp, self._link, config.timeouts.weights_s)
             session = update.WeightUpdate(self._workers)
             executor.run(session.open())
             if first:
-                endpoints = executor.run(self._open_memory())
+                opened = self._opened = executor.run(self._open(hosts))
+                grant = WeightsGrant(version, [e.encode() for e in opened.endpoints], opened.ranks_per_host, opened.map.plan_hash)
             for name in self._trainers:
-                self._link.send(name, WeightsGrant(version, [endpoint.encode() for endpoint in endpoints]))
-            if self._kind == GLOO:
+                self._link.send(name, grant)
+            if self._opened.kinds.intersection(TWO_SIDED):
                 executor.run(session.receive())
             written = [self._await_written(version) for _ in self._trainers]
-            if self._kind == MOONCAKE:
+            if MOONCAKE in self._opened.kinds:
                 executor.run(session.spread())
+            if self._opened.relays:
+                executor.run(session.pass_on())
             if config.weights.audit:
-                executor.run(session.audit([message.shares for message in written], self._map))
+                executor.run(session.audit([message.shares for message in written], self._opened.map, self._opened.relays))
             executor.run(session.close(version))
         executor.version = version
         total = sum(message.bytes_written for message in written)
@@ -111,22 +117,24 @@ class WeightsReceiver:
         assert message.version == version
         return message
 
-    def _check_plan_hashes(self) -> None:
-        """Both ends must have computed the same map, before the first byte is written."""
+    def _meet_trainers(self) -> list[Host]:
+        """Both ends must have computed the same map, before the first byte is written. Where each trainer rank runs."""
+        hosts: dict[str, Host] = {}
         for _ in self._trainers:
             sender, hello = self._link.receive(Hello, self._plan.config.timeouts.rendezvous_s, "the trainer ranks' reshard maps")
             if hello.plan_hash != self._map.plan_hash:
                 raise RuntimeError(f"{sender} computed reshard map {hello.plan_hash}, the generator {self._map.plan_hash}")
+            hosts[sender] = hello.host
+        return [hosts[name] for name in self._trainers]
 
-    async def _open_memory(self) -> list[Endpoint]:
-        """Compares the live engines with the map's destination layout, then makes their parameters writable."""
-        await update.connect(self._workers, self._key_file)
+    async def _open(self, trainers: list[Host]) -> Opened:
+        """Compares the live engines with the map's destination layout, then makes their parameters writable.
+
+        `trainers`: where each trainer rank runs.
+        """
+        engines = await update.connect(self._workers, self._key_file)
         update.check_layout(await update.describe(self._workers), self._map.destination)
-        return await update.open_memory(self._workers, self._kind, self._map)
-
-    @property
-    def _kind(self) -> str:
-        return transport_class(self._plan.config.weights.transport, one_host=True).kind
+        return await open_engines(self._workers, self._plan.config.weights, self._map, trainers, engines)
 
     def send(self, executor: Executor) -> None:
         raise AssertionError("the generator does not send weights")

@@ -27,8 +27,11 @@ from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
+from megarl.reshard.relays import relayed
 from megarl.reshard.schedule import batches_from
-from megarl.transports.base import Endpoint, send, shapes_of, transport_class
+from megarl.transports.base import Endpoint, send, shapes_of
+from megarl.transports.choice import this_host
+from megarl.transports.pairwise import PairwiseTransport
 from megarl.types import Version
 
 
@@ -92,16 +95,24 @@ class WeightsSender:
                 return applied
 
     def _prepare(self, executor: Executor) -> None:
-        """Computes the map from the two layouts, proves it, and tells the generator its hash, before the first write."""
-        self._map = weights_map(self._plan, executor.layout)
-        prove_exactly_once(self._map)
-        self._batches = batches_from(self._map, executor.rank)
-        one_host = True  # launch places trainer and engines on one host until it learns more
-        self._transport = transport_class(self._plan.config.weights.transport, one_host)(executor.rank, self._timeout_s)
-        self._link.send(Hello(self._map.plan_hash))
+        """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
+        self._use(weights_map(self._plan, executor.layout), executor.rank)
+        host = this_host()
+        self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s)
+        self._link.send(Hello(self._map.plan_hash, host))
+
+    def _use(self, map: ReshardMap, rank: int) -> None:
+        self._map = map
+        prove_exactly_once(map)
+        self._batches = batches_from(map, rank)
 
     def _write(self, executor: Executor, grant: WeightsGrant) -> None:
         started = time.monotonic()
+        if grant.ranks_per_host:
+            map, _ = relayed(self._map, grant.ranks_per_host)
+            if map.plan_hash != grant.plan_hash:
+                raise RuntimeError(f"trainer.{executor.rank} computed relayed map {map.plan_hash}, the generator {grant.plan_hash}")
+            self._use(map, executor.rank)
         if grant.endpoints:  # with the first grant only: they stay what they are
             endpoints = [Endpoint.decode(text) for text in grant.endpoints]
             self._transport.connect(endpoints)

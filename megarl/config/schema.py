@@ -155,8 +155,14 @@ class RewardConfig:
 class WeightsConfig:
     transport: str = setting(
         "auto",
-        "how weights reach the engines; auto: shared_memory on one host; mooncake: RDMA with CUDA, else TCP",
-        one_of("auto", "shared_memory", "gloo", "mooncake", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:Class"),
+        "how weights reach the engines; auto: chosen for each pair of ranks: cuda_ipc or shared_memory on one host, else "
+        "mooncake (RDMA with GPUs and InfiniBand, else TCP), nccl, gloo: the first that works",
+        one_of("auto", "shared_memory", "cuda_ipc", "mooncake", "nccl", "gloo", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:Class"),
+    )
+    relay: str = setting(
+        "auto",
+        "where a host has several engines; auto: what comes over the network comes once, and is passed on inside the host; off: never",
+        one_of("auto", "off"),
     )
     audit: bool = setting(True, "compare hashes of what was sent and of what is in the engines' memory after every update")
 

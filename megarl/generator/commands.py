@@ -6,7 +6,11 @@ from typing import Optional, Union
 
 import msgspec
 
-from megarl.transports.base import RemoteTensor
+from megarl.messaging.host import Host
+from megarl.reshard.box import Box
+from megarl.reshard.nodes import Relay
+from megarl.transports.base import Endpoint, Members, RemoteTensor
+from megarl.transports.two_sided import Incoming
 
 
 class _Command(msgspec.Struct, frozen=True, tag=True):
@@ -14,7 +18,7 @@ class _Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class Connect(_Command, frozen=True):
-    """First of all commands: where answers go. The worker of TP rank r is generator rank `first_rank` + r."""
+    """First of all commands: where answers go. The worker of TP rank r is generator rank `first_rank` + r. Answer: its Host."""
 
     first_rank: int
     reply_address: str  # of the run's hub
@@ -29,21 +33,25 @@ class ShareMemory(_Command, frozen=True):
     """Moves all parameters into one memory file. Answer: an Endpoint."""
 
 
-class ExpectMessages(_Command, frozen=True):
-    """Gets ready to receive over gloo. Answer: an Endpoint. `incoming[generator rank]` is in the order of the reshard map."""
+class ShareDevice(_Command, frozen=True):
+    """Opens the GPU memory in which the parameters lie to other processes of the host. Answer: an Endpoint."""
 
-    address: str  # see transports.gloo.address_of
-    group_size: int
-    incoming: dict[int, list[Incoming]]
+
+class ExpectMessages(_Command, frozen=True):
+    """Gets ready to receive over gloo or NCCL. Answer: an Endpoint; None from a rank that is no member."""
+
+    kind: str
+    address: str  # host:port of the store where the members meet
+    members: Members
+    incoming: dict[int, list[Incoming]]  # by generator rank, in the order of the reshard map
     timeout_s: float
 
 
 class Register(_Command, frozen=True):
     """Opens all parameters to one-sided writes by Mooncake, where they lie. Answer: an Endpoint."""
 
-    host: str  # to listen on
-    protocol: Optional[str]  # tcp | rdma; None: see transports.mooncake
-    landing: dict[int, list[Incoming]]  # by generator rank: the boxes that are to be written in one piece and then spread
+    protocol: str  # tcp | rdma
+    landing: dict[int, list[tuple[str, Box]]]  # by generator rank: the boxes that are to be written in one piece and then spread
     timeout_s: float
 
 
@@ -51,26 +59,32 @@ class Spread(_Command, frozen=True):
     """Everything is written: puts what lies in landing memory into the parameters."""
 
 
-class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """One message: from `source_rank` of the trainer, into the box start .. start + shape of `tensor`."""
-
-    source_rank: int
-    tensor: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 class Receive(_Command, frozen=True):
     """Receives all expected messages, straight into the live parameters."""
+
+
+class MeetNeighbours(_Command, frozen=True):
+    """Opens the way to other generator ranks of this host, to which this one will pass tensors on."""
+
+    kind: str  # of transport
+    endpoints: list[Endpoint]  # of all generator ranks
+    relays: dict[int, list[Relay]]  # by generator rank that passes on
+
+
+class PassOn(_Command, frozen=True):
+    """Everything is written: passes on what this rank leads. Answered when it is there."""
 
 
 class Audit(_Command, frozen=True):
     """Answer: dict[str, int], the audit hash of every live parameter."""
 
 
-Command = Union[Connect, Describe, ShareMemory, ExpectMessages, Receive, Register, Spread, Audit]
+Command = Union[
+    Connect, Describe, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit
+]
 
 Description = list[RemoteTensor]
+Opened = Optional[Endpoint]
 Hashes = dict[str, int]
 
 encode = msgspec.msgpack.Encoder().encode

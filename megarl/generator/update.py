@@ -13,24 +13,42 @@ import asyncio
 import socket
 import time
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Awaitable, Callable, Iterable, Mapping, Optional, Sequence
+from dataclasses import dataclass, field
+from typing import Awaitable, Callable, Collection, Iterable, Mapping, Optional, Sequence
 
 import msgspec
 import torch.distributed as dist
 
-from megarl.messaging.link import Hub
-from megarl.messaging.messages import WorkerReply
 from megarl.generator import commands
 from megarl.generator.client import EngineClient
-from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, Register, ShareMemory, Spread
+from megarl.generator.commands import (
+    Audit,
+    Command,
+    Connect,
+    Describe,
+    ExpectMessages,
+    PassOn,
+    Receive,
+    Register,
+    ShareDevice,
+    ShareMemory,
+    Spread,
+)
+from megarl.messaging.host import Host
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import WorkerReply
 from megarl.reshard.audit import MASK
+from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES, Layout
-from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.schedule import lands
-from megarl.transports.base import MOONCAKE, SHARED_MEMORY, Endpoint, RemoteTensor
-from megarl.transports.gloo import address_of
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.nodes import Relay
+from megarl.reshard.schedule import lands, waves
+from megarl.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY, TWO_SIDED, Endpoint, Members, RemoteTensor
+from megarl.transports.choice import Pairs, mooncake_protocol, this_host
+from megarl.transports.two_sided import Incoming
 from megarl.types import Version
+
+Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it
 
 
 class AuditError(RuntimeError):
@@ -49,7 +67,7 @@ class Workers:
     tp: int
     hub: Hub  # answers come here
     timeout_s: float  # of one command
-    store: Optional[dist.TCPStore] = None  # where a gloo group meets
+    stores: dict[str, dist.TCPStore] = field(default_factory=dict)  # where the groups of two-sided transports meet, by kind
 
     @property
     def count(self) -> int:
@@ -76,10 +94,11 @@ class Workers:
         return await self.run([command] * len(self.engines))
 
 
-async def connect(workers: Workers, key_file: str) -> None:
-    """Once, before anything else. Needs an open update session."""
+async def connect(workers: Workers, key_file: str) -> list[Host]:
+    """Once, before anything else. Needs an open update session. Where each generator rank runs."""
     first_ranks = range(0, workers.count, workers.tp)
-    await workers.run([Connect(rank, workers.hub.address, key_file) for rank in first_ranks])
+    payloads = await workers.run([Connect(rank, workers.hub.address, key_file) for rank in first_ranks])
+    return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
 
 
 async def describe(workers: Workers) -> list[list[RemoteTensor]]:
@@ -106,24 +125,38 @@ def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None
         raise LayoutError("the engines' weights are not laid out as planned:\n" + "\n".join(sorted(problems)))
 
 
-async def open_memory(workers: Workers, kind: str, map: ReshardMap, host: str = "127.0.0.1") -> list[Endpoint]:
-    """Makes the live parameters writable by transports of `kind`, once; the endpoint of every generator rank.
+async def open_memory(
+    workers: Workers, kind: str, map: Optional[ReshardMap], writers: Optional[Writers] = None, protocol: Optional[str] = None
+) -> list[Endpoint]:
+    """Makes the live parameters writable by transports of `kind`, once; the endpoint of every generator rank in `writers`.
 
-    Needs an open update session. `host` is where a gloo group meets and Mooncake listens: an address of this machine.
+    `writers` says which trainer ranks will write to which generator ranks in this way; None: all to all. `protocol` is Mooncake's;
+    None: what this host would use. `map` may be None for memory that is only mapped. Needs an open update session.
     """
+    if writers is None:
+        writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
     if kind == SHARED_MEMORY:
-        payloads = await workers.run_all(ShareMemory())
+        command: Command = ShareMemory()
+    elif kind == CUDA_IPC:
+        command = ShareDevice()
     elif kind == MOONCAKE:
-        landing = {rank: [_message(copy) for copy in _landing(map, rank)] for rank in range(workers.count)}
-        payloads = await workers.run_all(Register(host, None, landing, workers.timeout_s))
+        landing = {rank: _landing(map, rank, senders) for rank, senders in writers.items()}
+        command = Register(protocol or mooncake_protocol([this_host()]), landing, workers.timeout_s)
     else:
-        workers.store = open_store(host)
-        trainers = map.source.world_size
-        incoming = {rank: [_message(copy) for copy in map.writes_to(rank)] for rank in range(workers.count)}
-        address = address_of(host, workers.store.port, trainers)
-        command = ExpectMessages(address, trainers + workers.count, incoming, workers.timeout_s)
-        payloads = await workers.run_all(command)
-    return [msgspec.msgpack.decode(payload, type=Endpoint) for payload in payloads]
+        command = _meeting(workers, kind, map, writers)
+    opened = [msgspec.msgpack.decode(payload, type=commands.Opened) for payload in await workers.run_all(command)]
+    return [endpoint for endpoint in opened if endpoint is not None and endpoint.rank in writers]
+
+
+async def open_memories(workers: Workers, pairs: Pairs, map: ReshardMap, protocol: str) -> list[Endpoint]:
+    """Opens every generator rank in all ways that `pairs` asks for. Sharing moves parameters, so it comes before what pins them."""
+    endpoints: list[Endpoint] = []
+    for kind in (SHARED_MEMORY, CUDA_IPC, MOONCAKE, *TWO_SIDED):
+        of_rank = {rank: [t for t, each in enumerate(kinds) if each == kind] for rank, kinds in enumerate(pairs)}
+        writers = {rank: trainers for rank, trainers in of_rank.items() if trainers}
+        if writers:
+            endpoints += await open_memory(workers, kind, map, writers, protocol)
+    return endpoints
 
 
 @dataclass
@@ -147,10 +180,16 @@ class WeightUpdate:
         """Mooncake only, when the trainer ranks have written all: the workers put the boxes of short rows where they belong."""
         await self.workers.run_all(Spread())
 
-    async def audit(self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap) -> None:
+    async def pass_on(self) -> None:
+        """With relays only, when everything is in place at their leaders (after `receive` and `spread`)."""
+        await self.workers.run_all(PassOn())
+
+    async def audit(
+        self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()
+    ) -> None:
         """Compares the senders' hash shares with the live parameters' hashes; raises AuditError naming tensors and ranks."""
         payloads = await self.workers.run_all(Audit())
-        compare([msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in payloads], shares, map)
+        compare([msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in payloads], shares, map, relays)
 
     async def close(self, version: Version) -> None:
         """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`."""
@@ -164,17 +203,27 @@ class WeightUpdate:
         await asyncio.gather(*(call(engine) for engine in self.workers.engines))
 
 
-def compare(found: Sequence[Mapping[str, int]], shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap) -> None:
-    """`found[generator rank][tensor]` against the sum of the senders' shares modulo 2^64. Raises AuditError."""
+def compare(
+    found: Sequence[Mapping[str, int]],
+    shares: Iterable[Mapping[int, Mapping[str, int]]],
+    map: ReshardMap,
+    relays: Collection[Relay] = (),
+) -> None:
+    """`found[generator rank][tensor]` against the sum of the senders' shares modulo 2^64. Raises AuditError.
+
+    What a relay brought must be what was sent to its leader.
+    """
     sent: dict[tuple[int, str], int] = defaultdict(int)
     for of_sender in shares:
         for rank, tensors in of_sender.items():
             for name, share in tensors.items():
                 sent[rank, name] = (sent[rank, name] + share) & MASK
+    leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
+    sent |= {(rank, name): sent[leader, name] for (rank, name), leader in leaders.items()}
     there = {(rank, name): value for rank, hashes in enumerate(found) for name, value in hashes.items()}
     wrong = sorted(key for key in there.keys() | sent.keys() if there.get(key) != sent.get(key))
     if wrong:
-        lines = [f"{name} on generator rank {rank} is not what trainer rank {_senders(map, rank, name)} sent" for rank, name in wrong]
+        lines = [f"{name} on generator rank {rank} is not what {_sent(map, rank, name, leaders)}" for rank, name in wrong]
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
 
 
@@ -185,19 +234,37 @@ def open_store(host: str) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _senders(map: ReshardMap, rank: int, name: str) -> str:
-    ranks = {copy.source_rank for copy in map.writes_to(rank) if copy.destination_tensor == name}
-    return ", ".join(str(source) for source in sorted(ranks))
+def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
+    """Who should have filled a tensor, and how it got there."""
+    leader = leaders.get((rank, name), rank)
+    ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
+    by_relay = "" if leader == rank else f", passed on by generator rank {leader}"
+    return f"trainer rank {', '.join(str(source) for source in sorted(ranks))} sent{by_relay}"
 
 
-def _landing(map: ReshardMap, rank: int) -> list[Copy]:
+def _landing(map: ReshardMap, rank: int, senders: Collection[int]) -> list[tuple[str, Box]]:
     shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
-    writes = map.writes_to(rank)
-    return [copy for copy in writes if lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])]
+    return [
+        (copy.destination_tensor, copy.destination_box)
+        for copy in map.writes_to(rank)
+        if copy.source_rank in senders and lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])
+    ]
 
 
-def _message(copy: Copy) -> Incoming:
-    return Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box.start, copy.destination_box.shape)
+def _meeting(workers: Workers, kind: str, map: ReshardMap, writers: Writers) -> ExpectMessages:
+    host = workers.hub.address.rpartition("/")[2].rpartition(":")[0]
+    workers.stores[kind] = open_store(host)
+    trainers = sorted({rank for senders in writers.values() for rank in senders})
+    members = Members(tuple(trainers), tuple(sorted(writers)), waves(map))
+    incoming = {
+        rank: [
+            Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, members.waves[copy.depth])
+            for copy in map.writes_to(rank)
+            if copy.source_rank in senders
+        ]
+        for rank, senders in writers.items()
+    }
+    return ExpectMessages(kind, f"{host}:{workers.stores[kind].port}", members, incoming, workers.timeout_s)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

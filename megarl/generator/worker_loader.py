@@ -6,8 +6,6 @@ the engine, so each is caught here, once, and travels back as the answer.
 
 from __future__ import annotations
 
-import math
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -16,29 +14,55 @@ from typing import Any, Callable, Optional
 import msgspec
 import torch
 
+from megarl.generator import commands
+from megarl.generator.commands import (
+    Audit,
+    Command,
+    Connect,
+    Describe,
+    ExpectMessages,
+    MeetNeighbours,
+    PassOn,
+    Receive,
+    Register,
+    ShareDevice,
+    ShareMemory,
+    Spread,
+)
+from megarl.generator.wire import content_of
+from megarl.messaging.host import Host, address_towards
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WorkerReply
-from megarl.generator import commands
-from megarl.generator.commands import Audit, Command, Connect, Describe, ExpectMessages, Incoming, Receive, Register, ShareMemory, Spread
-from megarl.generator.wire import content_of
 from megarl.reshard.audit import hash_tensor
 from megarl.reshard.box import Box
-from megarl.transports import gloo, mooncake, shared_memory
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, Landing, RemoteTensor
+from megarl.reshard.map import Copy
+from megarl.reshard.nodes import Relay
+from megarl.transports import cuda_ipc
+from megarl.transports.base import Endpoint, RemoteTensor, describe
+from megarl.transports.choice import this_host, transport_class
+from megarl.transports.mooncake_memory import MooncakeMemory
+from megarl.transports.shared_memory import MemoryFile
+from megarl.transports.two_sided import TwoSidedReceiver
+
+Parameters = dict[str, torch.nn.Parameter]
+
+NEIGHBOURS_S = 60.0  # a deadline for copies inside a host
 
 
 class Worker:
     """State of one TP worker between commands."""
 
-    def __init__(self) -> None:
+    def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host]) -> None:
+        self.tp_rank, self.find_host = tp_rank, find_host
         self.rank = -1  # generator rank
+        self.host = Host()
         self.peer: Optional[Peer] = None
-        self.memory: Optional[torch.UntypedStorage] = None
-        self.memory_file = -1  # kept open: the file lives as long as this process
-        self.expected: Optional[ExpectMessages] = None
-        self.group: Any = None
-        self.engine: Any = None  # Mooncake's
-        self.landed: list[tuple[Incoming, torch.Tensor]] = []  # a box, and the landing memory for it
+        self.reply_address = ""
+        self.file: Optional[MemoryFile] = None
+        self.mooncake: Optional[MooncakeMemory] = None
+        self.neighbours: Any = None  # the transport towards other generator ranks of this host
+        self.relays: list[Relay] = []
+        self.receivers: dict[str, TwoSidedReceiver] = {}  # by kind of transport
 
     def run(self, model: torch.nn.Module, command: Command) -> None:
         """Executes a command and sends the answer."""
@@ -56,117 +80,99 @@ class Worker:
     def connect(self, command: Connect) -> None:
         if self.peer is not None:
             self.peer.close()
-        self.rank = command.first_rank + _tp_rank()
+        self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
+        self.receivers, self.mooncake, self.relays = {}, None, []
         self.peer = Peer(f"engine.{self.rank}", RunKey.load(Path(command.key_file)), command.reply_address)
 
-    def describe(self, parameters: dict[str, torch.nn.Parameter], command: Command) -> list[RemoteTensor]:
+    def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
         return [describe(name, parameter) for name, parameter in parameters.items()]
 
-    def share_memory(self, parameters: dict[str, torch.nn.Parameter], command: ShareMemory) -> Endpoint:
-        """Moves whole storages, so that parameters which share one go on sharing it."""
-        storages = {parameter.data_ptr(): parameter.untyped_storage() for parameter in parameters.values()}
-        storages = {storage.data_ptr(): storage for storage in storages.values()}
-        offsets, total = shared_memory.aligned_offsets(storage.nbytes() for storage in storages.values())
-        offset_of = dict(zip(storages, offsets))
-        # An anonymous file: no name in /dev/shm that a killed engine would leave behind, and no limit on /dev/shm's size.
-        # Others reach it through /proc, which admits only this user.
-        self.memory_file = os.memfd_create("megarl-weights")
-        os.posix_fallocate(self.memory_file, 0, total)  # too little memory is an error now, not a SIGBUS at the first write
-        address = f"/proc/{os.getpid()}/fd/{self.memory_file}"
-        self.memory = torch.UntypedStorage.from_file(address, shared=True, nbytes=total)
-        tensors = []
-        for name, parameter in parameters.items():
-            offset = offset_of[parameter.untyped_storage().data_ptr()] + parameter.storage_offset() * parameter.itemsize
-            place = msgspec.structs.replace(describe(name, parameter), offset_bytes=offset)
-            moved = shared_memory.view_at(self.memory, place)
-            moved.copy_(parameter.data)
-            tensors.append((parameter, moved, place))
-        for parameter, moved, _ in tensors:
-            parameter.data = moved
-        return Endpoint(self.rank, SHARED_MEMORY, address, total, [place for _, _, place in tensors])
+    def share_memory(self, parameters: Parameters, command: ShareMemory) -> Endpoint:
+        before, self.file = self.file, MemoryFile(parameters)
+        if before is not None:
+            before.close()
+        return self.file.endpoint(tensors_of(parameters), self.rank, self.host)
 
-    def expect_messages(self, parameters: dict[str, torch.nn.Parameter], command: ExpectMessages) -> Endpoint:
-        self.expected = command
-        return Endpoint(self.rank, GLOO, command.address, 0, self.describe(parameters, command))
+    def share_device(self, parameters: Parameters, command: ShareDevice) -> Endpoint:
+        return cuda_ipc.export(tensors_of(parameters), self.rank, self.host, cuda_ipc.CudaMemory())
 
-    def receive(self, parameters: dict[str, torch.nn.Parameter], command: Receive) -> None:
-        expected = self.expected
-        if expected is None:
-            raise RuntimeError("Receive before ExpectMessages")
-        trainers = expected.group_size - len(expected.incoming)
-        if self.group is None:
-            self.group = gloo.join(expected.address, trainers + self.rank, expected.group_size, expected.timeout_s)
-        pending = []
-        for message in expected.incoming[self.rank]:
-            target = parameters[message.tensor].data[box_of(message)]
-            pending.append((message, target, *gloo.receive(self.group, target, message.source_rank)))
-        for message, target, work, buffer in pending:
-            whence = f"trainer rank {message.source_rank} to generator rank {self.rank}, {message.tensor}"
-            gloo.wait(work, expected.timeout_s, whence)
-            if buffer is not target:
-                target.copy_(buffer)
+    def expect_messages(self, parameters: Parameters, command: ExpectMessages) -> Optional[Endpoint]:
+        if self.rank not in command.members.generators:
+            return None
+        open_group, incoming = transport_class(command.kind).open_group, command.incoming[self.rank]
+        self.receivers[command.kind] = TwoSidedReceiver(
+            open_group, command.address, command.members, self.rank, incoming, command.timeout_s
+        )
+        tensors = self.describe(parameters, command)
+        return Endpoint(self.rank, command.kind, command.address, 0, tensors, members=command.members, host=self.host)
 
-    def register(self, parameters: dict[str, torch.nn.Parameter], command: Register) -> Endpoint:
-        """Parameters must stay where they are from now on."""
-        protocol = command.protocol or mooncake.default_protocol()
-        self.engine = mooncake.open_engine(command.host, protocol, command.timeout_s)
-        self.landed, landings = [], []
-        sizes = [math.prod(box.shape) * parameters[box.tensor].itemsize for box in command.landing[self.rank]]
-        offsets, total = shared_memory.aligned_offsets(sizes)
-        device = next(iter(parameters.values())).device
-        landing = torch.empty(max(1, total), dtype=torch.uint8, device=device)
-        storages = [parameter.untyped_storage() for parameter in parameters.values()] + [landing.untyped_storage()]
-        blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        mooncake.register(self.engine, list(blocks.items()))
-        base = min(blocks)
-        for box, offset, size in zip(command.landing[self.rank], offsets, sizes):
-            place = landing[offset : offset + size].view(parameters[box.tensor].dtype).view(box.shape)
-            self.landed.append((box, place))
-            landings.append(Landing(box.tensor, box.start, place.data_ptr() - base))
-        tensors = [
-            msgspec.structs.replace(describe(name, parameter), offset_bytes=parameter.data_ptr() - base)
-            for name, parameter in parameters.items()
-        ]
-        address = mooncake.address_of(command.host, self.engine, protocol, base)
-        return Endpoint(self.rank, MOONCAKE, address, sum(blocks.values()), tensors, landings)
+    def receive(self, parameters: Parameters, command: Receive) -> None:
+        for receiver in self.receivers.values():
+            receiver.receive(tensors_of(parameters))
 
-    def spread(self, parameters: dict[str, torch.nn.Parameter], command: Spread) -> None:
-        for box, place in self.landed:
-            parameters[box.tensor].data[box_of(box)].copy_(place)
+    def register(self, parameters: Parameters, command: Register) -> Endpoint:
+        listen_on = address_towards(self.reply_address)
+        landing = command.landing.get(self.rank, [])
+        self.mooncake = MooncakeMemory(tensors_of(parameters), landing, listen_on, command.protocol, command.timeout_s)
+        return self.mooncake.endpoint(self.rank, self.host)
 
-    def audit(self, parameters: dict[str, torch.nn.Parameter], command: Audit) -> dict[str, int]:
+    def spread(self, parameters: Parameters, command: Spread) -> None:
+        if self.mooncake is not None:
+            self.mooncake.spread()
+
+    def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
+        self.relays = command.relays[self.rank]
+        reached = {relay.destination_rank for relay in self.relays}
+        if reached:
+            self.neighbours = transport_class(command.kind)(self.rank, NEIGHBOURS_S)
+            self.neighbours.connect([endpoint for endpoint in command.endpoints if endpoint.rank in reached])
+
+    def pass_on(self, parameters: Parameters, command: PassOn) -> None:
+        tensors = tensors_of(parameters)
+        for relay in self.relays:
+            values = tensors[relay.tensor]
+            whole = Box((0,) * values.dim(), tuple(values.shape))
+            dtype = str(values.dtype).removeprefix("torch.")
+            copy = Copy(
+                self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth
+            )
+            self.neighbours.write(copy, values)
+        if self.relays:
+            self.neighbours.fence()
+
+    def audit(self, parameters: Parameters, command: Audit) -> dict[str, int]:
         return {name: hash_tensor(parameter.data) for name, parameter in parameters.items()}
 
 
-_HANDLERS: dict[type, Callable[[Worker, dict[str, torch.nn.Parameter], Any], Any]] = {
-    Connect: lambda worker, parameters, command: None,
+_HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
+    Connect: lambda worker, parameters, command: worker.host,
     Describe: Worker.describe,
     ShareMemory: Worker.share_memory,
+    ShareDevice: Worker.share_device,
     ExpectMessages: Worker.expect_messages,
     Receive: Worker.receive,
     Register: Worker.register,
     Spread: Worker.spread,
+    MeetNeighbours: Worker.meet_neighbours,
+    PassOn: Worker.pass_on,
     Audit: Worker.audit,
 }
 
-_worker = Worker()  # SGLang knows the loader by its import path alone: its state has nowhere else to live
 
 
-def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """The loader itself, by SGLang's contract."""
-    _worker.run(model, commands.decode(content_of(named_tensors)))
-
-
-def describe(name: str, parameter: torch.Tensor) -> RemoteTensor:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return RemoteTensor(name, tuple(parameter.shape), dtype, tuple(parameter.stride()))
-
-
-def box_of(message: Incoming) -> tuple[slice, ...]:
-    return Box(message.start, message.shape).slices()
+def tensors_of(parameters: Parameters) -> dict[str, torch.Tensor]:
+    return {name: parameter.data for name, parameter in parameters.items()}
 
 
 def _tp_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().tp_rank
+
+
+_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader by its import path alone: its state has nowhere else to live
+
+
+def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """The loader itself, by SGLang's contract."""
+    _worker.run(model, commands.decode(content_of(named_tensors)))

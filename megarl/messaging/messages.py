@@ -6,6 +6,7 @@ from typing import Union
 
 import msgspec
 
+from megarl.messaging.host import Host
 from megarl.types import Batch
 
 
@@ -14,9 +15,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_Message, frozen=True):
-    """First word of a trainer rank: it is up, and this is the reshard map it computed."""
+    """First word of a trainer rank: it is up, here, and this is the reshard map it computed."""
 
     plan_hash: str
+    host: Host = Host()
 
 
 class WeightsOffer(_Message, frozen=True):
@@ -33,6 +35,8 @@ class WeightsGrant(_Message, frozen=True):
 
     version: int
     endpoints: list[str]
+    ranks_per_host: int = 0  # with the endpoints: of generator ranks that relay to each other; 0: nothing is relayed
+    plan_hash: str = ""  # with the endpoints: of the map that leaves out what is relayed
 
 
 class WeightsWritten(_Message, frozen=True):

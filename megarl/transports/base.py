@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Iterable, Mapping, Optional, Protocol, Sequence
@@ -10,17 +9,13 @@ from typing import Iterable, Mapping, Optional, Protocol, Sequence
 import msgspec
 import torch
 
-from megarl.config.errors import ConfigError
+from megarl.messaging.host import Host
 from megarl.reshard.audit import MASK, hash_slice
 from megarl.reshard.execute import payload
 from megarl.reshard.map import Copy
 
-SHARED_MEMORY, GLOO, MOONCAKE = "shared_memory", "gloo", "mooncake"
-_BUILT_IN = {
-    SHARED_MEMORY: "megarl.transports.shared_memory:SharedMemoryTransport",
-    GLOO: "megarl.transports.gloo:GlooTransport",
-    MOONCAKE: "megarl.transports.mooncake:MooncakeTransport",
-}
+SHARED_MEMORY, CUDA_IPC, MOONCAKE, GLOO, NCCL = "shared_memory", "cuda_ipc", "mooncake", "gloo", "nccl"
+TWO_SIDED = (GLOO, NCCL)  # the engine workers must receive what is sent
 
 
 class RemoteTensor(msgspec.Struct, frozen=True):
@@ -31,6 +26,12 @@ class RemoteTensor(msgspec.Struct, frozen=True):
     dtype: str  # float32 | bfloat16 | …
     strides: tuple[int, ...]  # in elements
     offset_bytes: int = 0  # in the endpoint's memory, where it has one
+    allocation: int = 0  # which of the endpoint's allocations
+
+
+def describe(name: str, parameter: torch.Tensor, offset_bytes: int = 0, allocation: int = 0) -> RemoteTensor:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return RemoteTensor(name, tuple(parameter.shape), dtype, tuple(parameter.stride()), offset_bytes, allocation)
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
@@ -41,15 +42,34 @@ class Landing(msgspec.Struct, frozen=True, array_like=True):
     offset_bytes: int  # in the endpoint's memory
 
 
+class Allocation(msgspec.Struct, frozen=True):
+    """One piece of GPU memory that another process of the host can open (cuda_ipc)."""
+
+    handle: bytes
+    size_bytes: int  # from its beginning to the end of the last tensor in it
+    reference: tuple[bytes, int]  # torch's count of who has it open: a file in /dev/shm, and the place in it
+
+
+class Members(msgspec.Struct, frozen=True):
+    """Who belongs to the process group of a two-sided transport: trainer ranks first, then generator ranks."""
+
+    trainers: tuple[int, ...]
+    generators: tuple[int, ...]
+    waves: tuple[int, ...]  # of each depth (see Copy): messages of one wave travel together
+
+
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where the weights of one generator rank can be written. Travels as JSON text."""
+    """Where the weights of one generator rank can be written, by one kind of transport. Travels as JSON text."""
 
     rank: int  # generator rank
-    kind: str  # SHARED_MEMORY | GLOO | MOONCAKE
-    address: str  # a file to map; the store where a group meets (gloo.address_of); a transfer engine (mooncake.address_of)
+    kind: str  # of transport
+    address: str  # a file to map; host:port of the store where a group meets; a transfer engine (mooncake.address_of)
     size_bytes: int
     tensors: list[RemoteTensor]
     landings: list[Landing] = []
+    allocations: list[Allocation] = []
+    members: Optional[Members] = None
+    host: Host = Host()
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -60,7 +80,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """One trainer rank's way to all generator ranks. Connected once, then used for every update.
+    """One trainer rank's way to some generator ranks. Connected once, then used for every update.
 
     `kind` says what the engine workers must offer. All methods raise TimeoutError or RuntimeError that name both ranks.
     """
@@ -70,7 +90,7 @@ class Transport(Protocol):
     def __init__(self, rank: int, timeout_s: float): ...
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """Opens the way to every generator rank, by index."""
+        """Opens the way to the generator rank of each endpoint; all are of this transport's kind."""
         ...
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
@@ -123,20 +143,3 @@ def send(
 def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, ...]]]:
     """Shape of every destination tensor, by generator rank and name."""
     return {endpoint.rank: {tensor.name: tensor.shape for tensor in endpoint.tensors} for endpoint in endpoints}
-
-
-def transport_class(name: str, one_host: bool) -> type[Transport]:
-    """The class behind `weights.transport`: auto | shared_memory | gloo | mooncake | package.module:Class.
-
-    auto is shared memory where trainer and engines share one host, else gloo. Raises ConfigError for a path that does not import.
-    """
-    if name == "auto":
-        name = SHARED_MEMORY if one_host else GLOO
-    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
-    try:
-        found: Optional[type] = getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ConfigError(f"weights.transport = {name!r}: {error}") from error
-    if not isinstance(found, type) or not hasattr(found, "kind"):
-        raise ConfigError(f"weights.transport = {name!r}: no transport class of that name; built in: auto, {', '.join(_BUILT_IN)}")
-    return found

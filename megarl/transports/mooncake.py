@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import queue
-import socket
 import threading
 import time
 from typing import Any, Iterable, Iterator, Optional, Sequence
@@ -22,13 +21,13 @@ from typing import Any, Iterable, Iterator, Optional, Sequence
 import torch
 
 from megarl.config.errors import ConfigError
+from megarl.messaging.host import address_towards
 from megarl.reshard.map import Copy
 from megarl.transports.base import MOONCAKE, Endpoint, RemoteTensor
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends those of a call in parallel, and RDMA cuts them up anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
 _MOST_RUNS = 512  # in one call: the TCP transport refuses a few thousand, and then works no more
-_ALIGNMENT = 64
 
 Run = tuple[int, int, int]  # staging address, destination address, bytes
 
@@ -47,11 +46,11 @@ class MooncakeTransport:
         self._failure = ""
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        self._peers = [address_parts(endpoint.address) for endpoint in endpoints]
-        self._tensors = [{tensor.name: tensor for tensor in endpoint.tensors} for endpoint in endpoints]
-        self._landings = [{(landing.tensor, landing.start): landing.offset_bytes for landing in e.landings} for e in endpoints]
-        protocol, peer, _ = self._peers[0]
-        self._engine = open_engine(_own_address(peer), protocol, self._timeout_s)
+        self._peers = {endpoint.rank: address_parts(endpoint.address) for endpoint in endpoints}
+        self._tensors = {endpoint.rank: {tensor.name: tensor for tensor in endpoint.tensors} for endpoint in endpoints}
+        self._landings = {e.rank: {(landing.tensor, landing.start): landing.offset_bytes for landing in e.landings} for e in endpoints}
+        protocol, peer, _ = self._peers[endpoints[0].rank]
+        self._engine = open_engine(address_towards(peer), protocol, self._timeout_s)
         self._free[self._half].acquire()
         threading.Thread(target=self._send_jobs, name=f"mooncake trainer {self._rank}", daemon=True).start()
 
@@ -143,7 +142,7 @@ class MooncakeTransport:
             raise RuntimeError(f"weights from {self._failure} by Mooncake: is its engine alive? see the log on stderr")
 
     def _late(self) -> TimeoutError:
-        ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in enumerate(self._peers))
+        ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in self._peers.items())
         return TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: not through within {self._timeout_s:.0f} s")
 
 
@@ -171,30 +170,39 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def open_engine(host: str, protocol: Optional[str], timeout_s: float) -> Any:
-    """A transfer engine of this process that listens on `host`. protocol: "tcp" | "rdma"; None: rdma where there is CUDA.
+def open_engine(host: str, protocol: str, timeout_s: float) -> Any:
+    """A transfer engine of this process that listens on `host`. protocol: "tcp" | "rdma".
 
     Raises ConfigError when Mooncake or its system libraries are missing, RuntimeError when it cannot start.
     """
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("GLOG_minloglevel", "2")
     os.environ["MC_TRANSFER_TIMEOUT"] = str(max(1, math.ceil(timeout_s)))  # of one call, in seconds; read when an engine is made
     try:
-        from mooncake.engine import TransferEngine
+        engine = _engine_class()()
     except ImportError as error:
         raise ConfigError(
-            f"weights.transport = 'mooncake': {error}. It needs the package mooncake-transfer-engine (without CUDA: "
+            f"weights.transport=mooncake: {error}. It needs the package mooncake-transfer-engine (without CUDA: "
             "mooncake-transfer-engine-non-cuda), and of Debian or Ubuntu: apt-get install libibverbs1 libcurl4 libnuma1"
         ) from error
-    engine = TransferEngine()
-    protocol = protocol or default_protocol()
     if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
         raise RuntimeError(f"Mooncake's transfer engine does not start on {host} by {protocol}; see the log on stderr")
     return engine
 
 
-def default_protocol() -> str:
-    return "rdma" if torch.cuda.is_available() else "tcp"
+def imports() -> bool:
+    """Whether Mooncake and its system libraries are there; `open_engine` says what is missing."""
+    try:
+        _engine_class()
+    except ImportError:
+        return False
+    return True
+
+
+def _engine_class() -> Any:
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    from mooncake.engine import TransferEngine
+
+    return TransferEngine
 
 
 def register(engine: Any, blocks: Sequence[tuple[int, int]]) -> None:
@@ -213,11 +221,3 @@ def address_parts(address: str) -> tuple[str, str, int]:
     protocol, _, rest = address.partition("://")
     peer, _, base = rest.partition("/")
     return protocol, peer, int(base)
-
-
-def _own_address(peer: str) -> str:
-    """This machine's address on the way to `peer`."""
-    host, _, port = peer.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return probe.getsockname()[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence
+import os
+from typing import Iterable, Mapping, Sequence
 
 import torch
 
+from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor
+from megarl.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor, describe
 
 _ALIGNMENT = 64  # bytes
 
@@ -17,10 +19,10 @@ class SharedMemoryTransport:
 
     def __init__(self, rank: int, timeout_s: float):
         self._rank = rank
-        self._tensors: list[dict[str, torch.Tensor]] = []  # [generator rank]
+        self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        self._tensors = [self._map(endpoint) for endpoint in endpoints]
+        self._tensors = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         """Nothing to do."""
@@ -32,7 +34,7 @@ class SharedMemoryTransport:
         """Nothing to wait for: a store to shared memory is in place, and the message that follows orders it."""
 
     def close(self) -> None:
-        self._tensors = []
+        self._tensors = {}
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
         try:
@@ -43,10 +45,45 @@ class SharedMemoryTransport:
         return {tensor.name: view_at(storage, tensor) for tensor in endpoint.tensors}
 
 
+class MemoryFile:
+    """Moves all parameters of this process into one memory file, which other processes of this user can map.
+
+    Whole storages are moved, so that parameters which share one go on sharing it.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in parameters.values())}
+        offsets, self._size = aligned_offsets(storage.nbytes() for storage in storages.values())
+        offset_of = dict(zip(storages, offsets))
+        # An anonymous file: no name in /dev/shm that a killed engine would leave behind, and no limit on /dev/shm's size.
+        # Others reach it through /proc, which admits only this user. It lives as long as its descriptor is open.
+        self._file = os.memfd_create("megarl-weights")
+        os.posix_fallocate(self._file, 0, self._size)  # too little memory is an error now, not a SIGBUS at the first write
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._memory = torch.UntypedStorage.from_file(self._path, shared=True, nbytes=self._size)
+        moved = {}
+        for name, parameter in parameters.items():
+            offset = offset_of[parameter.untyped_storage().data_ptr()] + parameter.storage_offset() * parameter.itemsize
+            moved[name] = view_at(self._memory, describe(name, parameter, offset))
+            moved[name].copy_(parameter.data)
+        for name, values in moved.items():
+            parameters[name].data = values
+
+    def endpoint(self, tensors: Mapping[str, torch.Tensor], rank: int, host: Host) -> Endpoint:
+        """Of generator rank `rank`; `tensors` lie in the file."""
+        base = self._memory.data_ptr()
+        places = [describe(name, values, values.data_ptr() - base) for name, values in tensors.items()]
+        return Endpoint(rank, SHARED_MEMORY, self._path, self._size, places, host=host)
+
+    def close(self) -> None:
+        """Nobody can map it any more; who has, keeps it."""
+        os.close(self._file)
+
+
 def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor:
     """The tensor that lies in `storage` where `tensor` says."""
-    dtype = getattr(torch, tensor.dtype)
-    return torch.empty(0, dtype=dtype).set_(storage, tensor.offset_bytes // dtype.itemsize, tensor.shape, tensor.strides)
+    values = torch.empty(0, dtype=getattr(torch, tensor.dtype), device=storage.device)
+    return values.set_(storage, tensor.offset_bytes // values.itemsize, tensor.shape, tensor.strides)
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -14,7 +14,8 @@ from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.quantise_rules import block_rule
-from megarl.transports.base import Endpoint, send, shapes_of, transport_class
+from megarl.transports.base import Endpoint, send, shapes_of
+from megarl.transports.choice import transport_class
 from megarl.transports.shared_memory import SharedMemoryTransport
 
 
@@ -53,7 +54,7 @@ def main(job: dict) -> None:
     map = reshard_map(job["model"], job["dtype"], job["topology"], job["tp"], job["ep"], job["fp8_block"])
     sources = shards(load_file(Path(job["model"]) / "model.safetensors"), map.source, job["rank"])
     endpoints = [Endpoint.decode(text) for text in job["endpoints"]]
-    transport = transport_class(job["transport"], one_host=True)(job["rank"], timeout_s=60)
+    transport = transport_class(job["transport"])(job["rank"], timeout_s=60)
     transport.connect(endpoints)
     sent = send(transport, map.writes_from(job["rank"]), sources, shapes_of(endpoints), audit=True)
     transport.close()

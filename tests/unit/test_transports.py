@@ -1,22 +1,18 @@
-"""Transports between two ends of one process: boxes of any shape arrive where they should, and nothing else changes."""
+"""Shared memory between two ends of one process: boxes of any shape arrive where they should, and nothing else changes."""
 
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megarl.config.errors import ConfigError
+from megarl.messaging.host import Host
 from megarl.reshard.audit import MASK, hash_tensor
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.transports import gloo
-from megarl.transports.base import Endpoint, RemoteTensor, send, shapes_of, transport_class
-from megarl.transports.gloo import GlooTransport
-from megarl.transports.shared_memory import SharedMemoryTransport, aligned_offsets, view_at
+from megarl.transports.base import Endpoint, RemoteTensor, send, shapes_of
+from megarl.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
 
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1), 0), RemoteTensor("b", (7,), "bfloat16", (1,), 128)]
 SOURCES = {"x": torch.arange(40.0).view(5, 8), "y": torch.linspace(-3, 3, 7)}
@@ -67,53 +63,23 @@ def test_shared_memory_of_another_host_is_an_error_with_both_ranks():
         transport.connect([Endpoint(2, "shared_memory", "/proc/1/fd/99999", 64, TENSORS)])
 
 
-def test_gloo_receives_boxes_in_place():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    endpoint = Endpoint(0, "gloo", gloo.address_of("127.0.0.1", store.port, trainer_ranks=1), 0, TENSORS)
-    a, b = torch.full((6, 5), -1.0), torch.zeros(7, dtype=torch.bfloat16)
-    sent = []
-
-    def trainer() -> None:
-        transport = GlooTransport(0, 20)
-        transport.connect([endpoint])
-        sent.append(send(transport, COPIES, SOURCES, shapes_of([endpoint]), audit=False))
-        transport.close()
-
-    thread = threading.Thread(target=trainer)
-    thread.start()
-    group = gloo.join(endpoint.address, 1, 2, 20)
-    for copy in COPIES:
-        target = (a if copy.destination_tensor == "a" else b)[copy.destination_box.slices()]
-        work, buffer = gloo.receive(group, target, copy.source_rank)
-        gloo.wait(work, 20, "trainer rank 0")
-        assert (buffer is target) == target.is_contiguous()
-        target.copy_(buffer)
-    thread.join(20)
-    want_a, want_b = expected()
-    assert torch.equal(a, want_a) and torch.equal(b, want_b)
-    assert sent[0].shares == {}
-
-
-def test_gloo_deadline_names_both_ranks():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    endpoint = Endpoint(0, "gloo", gloo.address_of("127.0.0.1", store.port, trainer_ranks=1), 0, TENSORS)
-    transport = GlooTransport(0, 0.3)
-    with pytest.raises(RuntimeError, match="rank 0 of 2 did not meet the others of the weight group at 127.0.0.1"):
-        transport.connect([endpoint])
-
-
-@pytest.mark.parametrize(
-    "name, one_host, found", [("auto", True, SharedMemoryTransport), ("auto", False, GlooTransport), ("gloo", True, GlooTransport)]
-)
-def test_transport_choice(name, one_host, found):
-    assert transport_class(name, one_host) is found
-
-
-@pytest.mark.parametrize("name", ["nccl", "no.such.module:Class", "megarl.types:Sample", "megarl.types:Nothing"])
-def test_unknown_transport_is_a_config_error(name):
-    with pytest.raises(ConfigError, match=f"weights.transport = '{name}'"):
-        transport_class(name, one_host=True)
-
-
 def test_offsets_are_aligned_and_disjoint():
     assert aligned_offsets([3, 64, 65, 0, 1]) == ([0, 64, 128, 256, 256], 320)
+
+
+def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
+    whole = torch.arange(24.0).view(4, 6)
+    model = torch.nn.ParameterDict({"whole": torch.nn.Parameter(whole), "other": torch.nn.Parameter(torch.ones(3).bfloat16())})
+    model["turned"] = torch.nn.Parameter(whole.t())
+    parameters = dict(model.named_parameters())
+    before = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    file = MemoryFile(parameters)
+    endpoint = file.endpoint({name: parameter.data for name, parameter in parameters.items()}, 5, Host())
+    assert endpoint.rank == 5
+    memory = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+    for tensor in endpoint.tensors:
+        assert torch.equal(parameters[tensor.name], before[tensor.name]) and parameters[tensor.name].stride() == tensor.strides
+        assert torch.equal(view_at(memory, tensor), before[tensor.name])
+    parameters["whole"].data[1, 2] = -1
+    assert parameters["turned"][2, 1] == -1
+    file.close()

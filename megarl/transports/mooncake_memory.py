@@ -1,0 +1,51 @@
+"""The engine worker's end of Mooncake: parameters that can be written where they lie, and landing memory for boxes of short rows."""
+
+from __future__ import annotations
+
+from typing import Mapping, Sequence
+
+import torch
+
+from megarl.messaging.host import Host
+from megarl.reshard.box import Box
+from megarl.transports import mooncake
+from megarl.transports.base import MOONCAKE, Endpoint, Landing, describe
+from megarl.transports.shared_memory import aligned_offsets
+
+
+class MooncakeMemory:
+    """Tensors must stay where they are from now on. `landing`: (tensor, box) each, to be written in one piece and then spread."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        landing: Sequence[tuple[str, Box]],
+        listen_on: str,
+        protocol: str,
+        timeout_s: float,
+    ):
+        self._tensors, self._landing = tensors, landing
+        self._engine = mooncake.open_engine(listen_on, protocol, timeout_s)
+        self._listen_on, self._protocol = listen_on, protocol
+        self._offsets, total = aligned_offsets(box.numel * tensors[name].itemsize for name, box in landing)
+        device = next(iter(tensors.values())).device
+        self._memory = torch.empty(max(1, total), dtype=torch.uint8, device=device)
+        storages = [tensor.untyped_storage() for tensor in tensors.values()] + [self._memory.untyped_storage()]
+        self._blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        mooncake.register(self._engine, list(self._blocks.items()))
+
+    def endpoint(self, rank: int, host: Host) -> Endpoint:
+        """Of generator rank `rank`."""
+        base = min(self._blocks)
+        tensors = [describe(name, values, values.data_ptr() - base) for name, values in self._tensors.items()]
+        begins = [self._memory.data_ptr() + offset - base for offset in self._offsets]
+        landings = [Landing(name, box.start, begin) for (name, box), begin in zip(self._landing, begins)]
+        address = mooncake.address_of(self._listen_on, self._engine, self._protocol, base)
+        return Endpoint(rank, MOONCAKE, address, sum(self._blocks.values()), tensors, landings, host=host)
+
+    def spread(self) -> None:
+        """Puts what lies in landing memory into the tensors."""
+        for (name, box), offset in zip(self._landing, self._offsets):
+            tensor = self._tensors[name]
+            landed = self._memory[offset : offset + box.numel * tensor.itemsize]
+            tensor[box.slices()].copy_(landed.view(tensor.dtype).view(box.shape))

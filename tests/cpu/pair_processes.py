@@ -1,0 +1,179 @@
+"""Trainer ranks and engine workers as bare processes: the real transports, commands and worker-side code, without Megatron and SGLang.
+
+Where each of them runs is declared, so that one machine can play several hosts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections import Counter
+from multiprocessing.connection import Connection
+from typing import Any, Callable
+
+import torch
+
+from megarl.generator import commands
+from megarl.messaging.host import Host
+from megarl.models import ModelSpec
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.layout import Layout, generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.relays import relayed
+from megarl.reshard.schedule import batches_from
+from megarl.transports.base import Endpoint, send, shapes_of
+from megarl.transports.pairwise import PairwiseTransport
+
+SPEC = ModelSpec("llama", 3, 64, 192, 16, 4, 2, 500, 64, False, 1e-6, 1e4)
+TRAINERS, ENGINES = 2, 2
+TIMEOUT_S = 60.0
+
+
+def plain_map() -> ReshardMap:
+    """Two trainer ranks of TP2 in float32 to two engines of one rank in bfloat16."""
+    source = trainer_layout(SPEC, TrainerTopology(tp=TRAINERS), "float32")
+    return ReshardMap.build(source, generator_layout(SPEC, GeneratorTopology(engines=ENGINES), "bfloat16", device="cpu"))
+
+
+def shards(layout: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of one rank, cut out of the same random model on either side; padding is zero."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for tensor in layout.tensors(rank) + layout.tensors(layout.world_size - 1):
+        for piece in tensor.pieces:
+            ends.setdefault(piece.logical_name, piece.logical.end)
+            ends[piece.logical_name] = tuple(map(max, ends[piece.logical_name], piece.logical.end))
+    model = {}
+    for name, shape in ends.items():
+        model[name] = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(map(ord, name))))
+    result = {}
+    for tensor in layout.tensors(rank):
+        values = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for piece in tensor.pieces:
+            values[piece.local.slices()] = model[piece.logical_name][piece.logical.slices()]
+        result[tensor.name] = values
+    return result
+
+
+class Trainer:
+    """One trainer rank."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def connect(self, setting: str, host: Host, endpoints: list[str], ranks_per_host: int) -> None:
+        map = plain_map()
+        if ranks_per_host:
+            map, _ = relayed(map, ranks_per_host)
+        self.layout = map.source
+        self.writes = [write for batch in batches_from(map, self.rank) for write in batch.writes]
+        decoded = [Endpoint.decode(text) for text in endpoints]
+        self.shapes = shapes_of(decoded)
+        self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
+        self.transport.connect(decoded)
+
+    def write(self, seed: int) -> tuple[dict[int, int], dict[int, dict[str, int]]]:
+        """Bytes by generator rank, and the shares."""
+        sent = send(self.transport, self.writes, shards(self.layout, self.rank, seed), self.shapes, audit=True)
+        by_rank: Counter[int] = Counter()
+        for write in self.writes:
+            by_rank[write.destination_rank] += write.bytes
+        assert sent.bytes == by_rank.total()
+        return dict(by_rank), sent.shares
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class Model:
+    """As much of an engine's model as the loader asks for; it holds noise."""
+
+    def __init__(self, rank: int):
+        layout = generator_layout(SPEC, GeneratorTopology(engines=ENGINES), "bfloat16", device="cpu")
+        self._parameters = {
+            tensor.name: torch.nn.Parameter(torch.randn(tensor.shape).to(getattr(torch, tensor.dtype))) for tensor in layout.tensors(rank)
+        }
+
+    def named_parameters(self) -> Any:
+        return self._parameters.items()
+
+
+class EngineWorker:
+    """The only worker of an engine, driven by encoded commands as the loader is."""
+
+    def __init__(self, rank: int):
+        from megarl.generator.worker_loader import Worker
+
+        self.host = Host()
+        self.worker, self.model = Worker(lambda: 0, lambda: self.host), Model(rank)
+
+    def move_to(self, host: Host) -> None:
+        self.host = host
+
+    def command(self, encoded: bytes) -> None:
+        self.worker.run(self.model, commands.decode(encoded))
+
+    def scramble(self) -> None:
+        for _, parameter in self.model.named_parameters():
+            parameter.data.view(torch.uint8).random_(0, 120)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data.clone() for name, parameter in self.model.named_parameters()}
+
+
+class Process:
+    """Calls methods of an object of `kind` that lives in another process."""
+
+    def __init__(self, kind: Callable[[int], Any], rank: int):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, rank), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, method: str, *arguments: Any) -> None:
+        self._pipe.send((method, arguments))
+
+    def result(self) -> Any:
+        assert self._pipe.poll(2 * TIMEOUT_S), "no answer"
+        done, answer = self._pipe.recv()
+        assert done, answer
+        return answer
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.start(method, *arguments)
+        return self.result()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(10)
+
+
+class PipedEngine:
+    """What update.Workers needs of an EngineClient, for an EngineWorker."""
+
+    def __init__(self, process: Process):
+        self.process, self.commands = process, 0
+
+    async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+        self.process.start("command", encoded)
+        self.commands += 1
+
+    def settle(self) -> None:
+        """Takes the pipe's answers to the commands; theirs came through the hub."""
+        while self.commands:
+            self.process.result()
+            self.commands -= 1
+
+
+def _serve(pipe: Connection, kind: Callable[[int], Any], rank: int) -> None:
+    torch.set_num_threads(1)
+    served = kind(rank)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(served, method)(*arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,167 @@
+"""Several transports in one update, chosen for each pair of ranks, and relays inside a host: bytes, audits, and what crosses the network.
+
+Real processes and transports; where a rank runs is declared (pair_processes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pair_processes import ENGINES, TIMEOUT_S, TRAINERS, EngineWorker, PipedEngine, Process, Trainer, plain_map, shards
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import WeightsConfig
+from megarl.generator import update
+from megarl.generator.opening import Opened, open_engines
+from megarl.messaging.host import Host
+from megarl.messaging.link import Hub, RunKey
+from megarl.reshard.nodes import Relay
+from megarl.transports import mooncake
+from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[list[Process], list[Process]]]:
+    trainers, engines = [], []
+    try:
+        trainers += [Process(Trainer, rank) for rank in range(TRAINERS)]
+        engines += [Process(EngineWorker, rank) for rank in range(ENGINES)]
+        yield trainers, engines
+    finally:
+        for process in trainers + engines:
+            process.kill()
+
+
+class Run:
+    """One set of hosts: what WeightsReceiver and WeightsSender do between them, from the first update on."""
+
+    def __init__(self, processes, folder: Path, weights: WeightsConfig, trainers: list[Host], engines: list[Host]):
+        self.trainers, self.engines = processes
+        self.weights, self.trainer_hosts, self.engine_hosts, self.folder = weights, trainers, engines, folder
+        key = RunKey.generate()
+        key.save(folder / "key")
+        self.hub = Hub("generator.0", key)
+        self.clients = [PipedEngine(process) for process in self.engines]
+        self.workers = update.Workers(self.clients, 1, self.hub, TIMEOUT_S)
+
+    def do(self, coroutine: Any) -> Any:
+        try:
+            return asyncio.run(coroutine)
+        finally:
+            for client in self.clients:
+                client.settle()
+
+    def open(self) -> Opened:
+        for process, host in zip(self.engines, self.engine_hosts):
+            process.call("move_to", host)
+        hosts = self.do(update.connect(self.workers, str(self.folder / "key")))
+        assert hosts == self.engine_hosts
+        self.opened = self.do(open_engines(self.workers, self.weights, plain_map(), self.trainer_hosts, hosts))
+        texts = [endpoint.encode() for endpoint in self.opened.endpoints]
+        self.connecting = list(self.trainers)
+        for process, host in zip(self.trainers, self.trainer_hosts):
+            process.start("connect", self.weights.transport, host, texts, self.opened.ranks_per_host)
+        return self.opened
+
+    def update(self, seed: int) -> list[dict[int, int]]:
+        """Bytes sent by each trainer rank, by generator rank. Audited, and compared with the model itself."""
+        for process in self.engines:
+            process.call("scramble")
+        for process in self.trainers:
+            process.start("write", seed)
+        session = update.WeightUpdate(self.workers)
+        if self.opened.kinds.intersection(TWO_SIDED):
+            self.do(session.receive())
+        while self.connecting:
+            self.connecting.pop().result()
+        sent = [process.result() for process in self.trainers]
+        if MOONCAKE in self.opened.kinds:
+            self.do(session.spread())
+        if self.opened.relays:
+            self.do(session.pass_on())
+        self.do(session.audit([shares for _, shares in sent], self.opened.map, self.opened.relays))
+        for rank, process in enumerate(self.engines):
+            memory = process.call("memory")
+            expected = shards(plain_map().destination, rank, seed)
+            assert memory.keys() == expected.keys()
+            assert [name for name in memory if not torch.equal(memory[name], expected[name])] == []
+        return [by_rank for by_rank, _ in sent]
+
+    def close(self) -> None:
+        for process in self.trainers:
+            process.call("close")
+        self.hub.close()
+
+
+@contextlib.contextmanager
+def run(*arguments: Any) -> Iterator[Run]:
+    run = Run(*arguments)
+    try:
+        run.open()
+        yield run
+        run.close()
+    finally:
+        run.hub.close()
+
+
+def host(name: str, network: str) -> Host:
+    """`network`: what reaches other hosts."""
+    return Host(memory=name, network=name, name=name, mooncake=network == MOONCAKE)
+
+
+def networks() -> list[Any]:
+    missing = pytest.mark.skipif(not mooncake.imports(), reason="Mooncake does not import")
+    return [GLOO, pytest.param(MOONCAKE, marks=missing)]
+
+
+@pytest.mark.parametrize("network", networks())
+def test_each_pair_has_its_own_transport(processes, tmp_path, network):
+    a, b = host("a", network), host("b", network)
+    with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b]) as both:
+        assert both.opened.kinds == {SHARED_MEMORY, network} and not both.opened.relays
+        for seed in (1, 2):
+            by_rank = both.update(seed)
+        assert all(by_rank[trainer][engine] > 0 for trainer in range(TRAINERS) for engine in range(ENGINES))
+
+
+@pytest.mark.parametrize("network", networks())
+def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, tmp_path, network):
+    a, b = host("a", network), host("b", network)
+    with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b]) as far:
+        assert far.opened.kinds == {network} and far.opened.ranks_per_host == ENGINES
+        of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
+        for seed in (1, 2):
+            by_rank = far.update(seed)
+            assert sum(sum(sent.values()) for sent in by_rank) == of_one_engine
+        assert {relay.source_rank for relay in far.opened.relays} == {0, 1}  # they share the load
+
+
+def test_relays_can_be_turned_off(processes, tmp_path):
+    a, b = host("a", GLOO), host("b", GLOO)
+    with run(processes, tmp_path, WeightsConfig(relay="off"), [a, a], [b, b]) as far:
+        assert not far.opened.relays
+        of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
+        assert sum(sum(sent.values()) for sent in far.update(1)) == ENGINES * of_one_engine
+
+
+def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(processes, tmp_path):
+    a, b = host("a", GLOO), host("b", GLOO)
+    refused = r"weights.transport=shared_memory: trainer rank 0 on a and generator rank 1 on b share no memory.*between them work gloo"
+    with pytest.raises(ConfigError, match=refused):
+        with run(processes, tmp_path, WeightsConfig(transport="shared_memory"), [a, a], [a, b]):
+            pass
+
+
+def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
+    map, relay = plain_map(), Relay(0, 1, "model.norm.weight", 4, 128)
+    shares = [{0: {"model.norm.weight": 7}}]
+    update.compare([{"model.norm.weight": 7}, {"model.norm.weight": 7}], shares, map, [relay])
+    found = "model.norm.weight on generator rank 1 is not what trainer rank 0 sent, passed on by generator rank 0"
+    with pytest.raises(update.AuditError, match=found):
+        update.compare([{"model.norm.weight": 7}, {"model.norm.weight": 8}], shares, map, [relay])

@@ -1,0 +1,110 @@
+"""Which transport serves which pair of ranks, by table; and what is refused, in which words."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.messaging.host import Host
+from megarl.transports.choice import (
+    AUTO,
+    describe_pairs,
+    kind_of,
+    mooncake_protocol,
+    on_one_host,
+    this_host,
+    transport_between,
+    transport_class,
+    transport_pairs,
+)
+from megarl.transports.gloo import GlooTransport
+from megarl.transports.nccl import NcclTransport
+
+
+def host(name: str, cuda: bool = False, mooncake: bool = True, infiniband: bool = False, network: str = "") -> Host:
+    return Host(f"memory of {name}", f"network of {network or name}", name, cuda, mooncake, infiniband)
+
+
+@pytest.mark.parametrize(
+    "trainer, generator, expected",
+    [
+        (host("a"), host("a"), "shared_memory"),
+        (host("a", cuda=True), host("a", cuda=True), "cuda_ipc"),
+        (host("a"), host("b"), "mooncake"),
+        (host("a", cuda=True), host("b", cuda=True), "mooncake"),
+        (host("a", cuda=True, mooncake=False), host("b", cuda=True), "nccl"),
+        (host("a", mooncake=False), host("b"), "gloo"),
+        (host("a", cuda=True), host("b", mooncake=False), "gloo"),  # one GPU is not enough for NCCL
+        (host("a", cuda=True), host("a"), "shared_memory"),  # an engine on the CPU
+        (host("a"), host("a", cuda=True), "mooncake"),  # a process without CUDA cannot map GPU memory
+        (host("a", mooncake=False), host("a", cuda=True), "gloo"),
+        (host("a"), host("a", network="of a namespace"), "mooncake"),  # two namespaces of one machine are two hosts
+        (host("a"), host("b", network="a"), "mooncake"),  # two containers on the host's network
+    ],
+)
+def test_auto(trainer, generator, expected):
+    assert transport_between(AUTO, trainer, generator) == expected
+
+
+@pytest.mark.parametrize(
+    "kind, trainer, generator, hindrance",
+    [
+        ("shared_memory", host("a"), host("b"), "share no memory: other machine, or container; between them work mooncake, gloo$"),
+        ("shared_memory", host("a", cuda=True), host("a", cuda=True), "lie on the GPU; between them work cuda_ipc, mooncake, nccl, gloo"),
+        ("cuda_ipc", host("a", cuda=True), host("b", cuda=True), "share no memory"),
+        ("cuda_ipc", host("a"), host("a"), "the trainer runs without CUDA"),
+        ("cuda_ipc", host("a", cuda=True), host("a"), "lie on the CPU"),
+        ("nccl", host("a"), host("b", cuda=True), "do not both have CUDA"),
+        ("mooncake", host("a"), host("b", mooncake=False), "does not import on the generator's host"),
+        ("mooncake", host("a", mooncake=False), host("b", mooncake=False), "on the trainer's and the generator's host"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_ranks(kind, trainer, generator, hindrance):
+    with pytest.raises(ConfigError, match=hindrance) as caught:
+        transport_pairs(kind, [trainer], [generator])
+    message = f"weights.transport={kind}: trainer rank 0 on {trainer.name} and generator rank 0 on {generator.name} "
+    assert str(caught.value).startswith(message)
+
+
+def test_shared_memory_that_is_asked_for_reaches_over_network_namespaces():
+    assert transport_between("shared_memory", host("a"), host("a", network="of a namespace")) == "shared_memory"
+
+
+def test_pairs_are_mixed_and_both_sides_agree():
+    trainers, generators = [host("a"), host("b")], [host("b"), host("a"), host("c", mooncake=False)]
+    pairs = transport_pairs(AUTO, trainers, generators)
+    assert pairs == [["mooncake", "shared_memory"], ["shared_memory", "mooncake"], ["gloo", "gloo"]]
+    assert describe_pairs(pairs) == "mooncake for 2 of 6 pairs of ranks, shared_memory for 2 of 6 pairs of ranks, gloo for 2 of 6 pairs of ranks"
+    for generator, kinds in zip(generators, pairs):
+        travelled = msgspec.json.decode(msgspec.json.encode(generator), type=Host)
+        assert [transport_between(AUTO, trainer, travelled) for trainer in trainers] == kinds
+
+
+def test_rdma_needs_it_everywhere():
+    capable, plain = host("a", cuda=True, infiniband=True), host("b", cuda=True)
+    assert mooncake_protocol([capable, capable]) == "rdma"
+    assert mooncake_protocol([capable, plain]) == "tcp"
+    assert mooncake_protocol([host("a", infiniband=True)]) == "tcp"
+
+
+def test_this_process_shares_a_host_with_itself():
+    assert on_one_host(this_host(), this_host())
+    assert this_host().name
+
+
+@pytest.mark.parametrize("name, found", [("gloo", GlooTransport), ("nccl", NcclTransport)])
+def test_classes(name, found):
+    assert transport_class(name) is found and kind_of(name) == name
+
+
+def test_a_transport_of_ones_own_counts_as_its_kind():
+    path = "megarl.transports.gloo:GlooTransport"
+    assert kind_of(path) == "gloo"
+    assert transport_pairs(path, [host("a")], [host("a")]) == [["gloo"]]
+
+
+@pytest.mark.parametrize("name", ["no_such", "no.such.module:Class", "megarl.types:Sample", "megarl.types:Nothing"])
+def test_unknown_transport_is_a_config_error(name):
+    with pytest.raises(ConfigError, match=f"weights.transport={name}"):
+        transport_class(name)
