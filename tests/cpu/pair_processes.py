@@ -5,13 +5,12 @@ Where each of them runs is declared, so that one machine can play several hosts.
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
 from collections import Counter
-from multiprocessing.connection import Connection
-from typing import Any, Callable
+from typing import Any
 
+import numpy as np
 import torch
+from remote_object import RemoteObject
 
 from megarl.generator import commands
 from megarl.messaging.host import Host
@@ -54,10 +53,15 @@ def shards(layout: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
     return result
 
 
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.uint8).numpy()
+
+
 class Trainer:
     """One trainer rank."""
 
     def __init__(self, rank: int):
+        torch.set_num_threads(1)
         self.rank = rank
 
     def connect(self, setting: str, host: Host, endpoints: list[str], ranks_per_host: int) -> None:
@@ -103,6 +107,7 @@ class EngineWorker:
     def __init__(self, rank: int):
         from megarl.generator.worker_loader import Worker
 
+        torch.set_num_threads(1)
         self.host = Host()
         self.worker, self.model = Worker(lambda: 0, lambda: self.host), Model(rank)
 
@@ -116,42 +121,14 @@ class EngineWorker:
         for _, parameter in self.model.named_parameters():
             parameter.data.view(torch.uint8).random_(0, 120)
 
-    def memory(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data.clone() for name, parameter in self.model.named_parameters()}
-
-
-class Process:
-    """Calls methods of an object of `kind` that lives in another process."""
-
-    def __init__(self, kind: Callable[[int], Any], rank: int):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, rank), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def start(self, method: str, *arguments: Any) -> None:
-        self._pipe.send((method, arguments))
-
-    def result(self) -> Any:
-        assert self._pipe.poll(2 * TIMEOUT_S), "no answer"
-        done, answer = self._pipe.recv()
-        assert done, answer
-        return answer
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        self.start(method, *arguments)
-        return self.result()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join(10)
+    def memory(self) -> dict[str, np.ndarray]:
+        return {name: bits(parameter.data) for name, parameter in self.model.named_parameters()}
 
 
 class PipedEngine:
     """What update.Workers needs of an EngineClient, for an EngineWorker."""
 
-    def __init__(self, process: Process):
+    def __init__(self, process: RemoteObject):
         self.process, self.commands = process, 0
 
     async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
@@ -163,17 +140,3 @@ class PipedEngine:
         while self.commands:
             self.process.result()
             self.commands -= 1
-
-
-def _serve(pipe: Connection, kind: Callable[[int], Any], rank: int) -> None:
-    torch.set_num_threads(1)
-    served = kind(rank)
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, getattr(served, method)(*arguments)))
-        except Exception:
-            pipe.send((False, traceback.format_exc()))

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from pair_processes import ENGINES, TIMEOUT_S, TRAINERS, EngineWorker, PipedEngine, Process, Trainer, plain_map, shards
+from pair_processes import ENGINES, TIMEOUT_S, TRAINERS, EngineWorker, PipedEngine, Trainer, bits, plain_map, shards
+from remote_object import RemoteObject
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
@@ -27,11 +28,11 @@ from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[tuple[list[Process], list[Process]]]:
+def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
     trainers, engines = [], []
     try:
-        trainers += [Process(Trainer, rank) for rank in range(TRAINERS)]
-        engines += [Process(EngineWorker, rank) for rank in range(ENGINES)]
+        trainers += [RemoteObject(Trainer, rank) for rank in range(TRAINERS)]
+        engines += [RemoteObject(EngineWorker, rank) for rank in range(ENGINES)]
         yield trainers, engines
     finally:
         for process in trainers + engines:
@@ -90,7 +91,7 @@ class Run:
             memory = process.call("memory")
             expected = shards(plain_map().destination, rank, seed)
             assert memory.keys() == expected.keys()
-            assert [name for name in memory if not torch.equal(memory[name], expected[name])] == []
+            assert [name for name in memory if not np.array_equal(memory[name], bits(expected[name]))] == []
         return [by_rank for by_rank, _ in sent]
 
     def close(self) -> None:

@@ -1,0 +1,136 @@
+"""Transports between GPU processes: CUDA IPC on one GPU and between two, NCCL between two. What they share with the CPU's is tested there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from remote_object import RemoteObject
+
+from megarl.generator.update import open_store
+from megarl.messaging.host import Host
+from megarl.reshard.box import Box
+from megarl.reshard.map import Copy
+from megarl.transports import cuda_ipc
+from megarl.transports.base import NCCL, Endpoint, Members, describe, send, shapes_of
+from megarl.transports.cuda_ipc import CudaIpcTransport, CudaMemory
+from megarl.transports.nccl import NcclGroup, NcclTransport
+from megarl.transports.two_sided import Incoming, TwoSidedReceiver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+TIMEOUT_S = 60.0
+MEMBERS = Members(trainers=(0,), generators=(0,), waves=(0, 0, 1))
+COPIES = [
+    Copy(0, "x", Box((0, 8), (512, 256)), 0, "wide", Box((100, 0), (512, 256)), "identity", "bfloat16", 0),  # rows of two strides
+    Copy(0, "x", Box((600, 0), (3, 1024)), 0, "whole", Box((0, 0), (3, 1024)), "identity", "bfloat16", 0),  # contiguous on both sides
+    Copy(0, "y", Box((0,), (4097,)), 0, "cast", Box((1,), (4097,)), "cast", "bfloat16", 1),
+    Copy(0, None, None, 0, "wide", Box((0, 0), (100, 512)), "zeros", "bfloat16", 2),
+]
+
+
+def sources(seed: int, device: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(1024, 1024, generator=generator), torch.randn(4097, generator=generator)
+    return {"x": x.bfloat16().to(device), "y": y.to(device)}
+
+
+def expected(seed: int) -> dict[str, torch.Tensor]:
+    given = sources(seed, "cpu")
+    wide = torch.full((1000, 512), -1.0, dtype=torch.bfloat16)
+    wide[100:612, :256], wide[:100] = given["x"][:512, 8:264], 0
+    cast = torch.full((5000,), -1.0, dtype=torch.bfloat16)
+    cast[1:4098] = given["y"].bfloat16()
+    return {"wide": wide, "whole": given["x"][600:603].clone(), "cast": cast}
+
+
+class Engine:
+    """Parameters on a GPU, several in one allocation, one in a large one of its own."""
+
+    def __init__(self, device: int):
+        torch.cuda.set_device(device)
+        self.parameters = {
+            "wide": torch.full((1000, 512), -1.0, dtype=torch.bfloat16, device="cuda"),
+            "whole": torch.full((3, 1024), -1.0, dtype=torch.bfloat16, device="cuda"),
+            "cast": torch.full((5000,), -1.0, dtype=torch.bfloat16, device="cuda"),
+            "large": torch.full((64 << 20,), 7, dtype=torch.uint8, device="cuda"),
+        }
+
+    def export(self) -> str:
+        return cuda_ipc.export(self.parameters, 0, Host(), CudaMemory()).encode()
+
+    def endpoint(self, address: str) -> str:
+        incoming = [Incoming(0, copy.destination_tensor, copy.destination_box, MEMBERS.waves[copy.depth]) for copy in COPIES]
+        self.receiver = TwoSidedReceiver(NcclGroup, address, MEMBERS, 0, incoming, TIMEOUT_S)
+        tensors = [describe(name, values) for name, values in self.parameters.items()]
+        return Endpoint(0, NCCL, address, 0, tensors, members=MEMBERS).encode()
+
+    def receive(self) -> None:
+        self.receiver.receive(self.parameters)
+
+    def memory(self) -> dict[str, Any]:
+        return {name: values.cpu().view(torch.uint8).numpy() for name, values in self.parameters.items()}
+
+
+class Trainer:
+    def __init__(self, device: int):
+        torch.cuda.set_device(device)
+
+    def connect(self, kind: str, text: str) -> None:
+        endpoint = Endpoint.decode(text)
+        self.shapes = shapes_of([endpoint])
+        self.transport = (NcclTransport if kind == NCCL else CudaIpcTransport)(0, TIMEOUT_S)
+        self.transport.connect([endpoint])
+
+    def write(self, seed: int) -> None:
+        send(self.transport, COPIES, sources(seed, "cuda"), self.shapes, audit=False)
+
+
+@pytest.fixture(params=[0, pytest.param(1, marks=two_gpus)], ids=["one GPU", "two GPUs"])
+def pair(request):
+    engine, trainer = RemoteObject(Engine, request.param), RemoteObject(Trainer, 0)
+    try:
+        yield engine, trainer
+    finally:
+        engine.kill()
+        trainer.kill()
+
+
+def check(engine: RemoteObject, seed: int) -> None:
+    found = engine.call("memory")
+    for name, values in expected(seed).items():
+        assert torch.equal(torch.from_numpy(found[name]), values.view(torch.uint8)), name
+    assert (found["large"] == 7).all()
+
+
+def test_cuda_ipc_writes_in_place(pair):
+    engine, trainer = pair
+    text = engine.call("export")
+    allocations = Endpoint.decode(text).allocations
+    assert len(allocations) < 4, "small parameters share an allocation"
+    trainer.call("connect", "cuda_ipc", text)
+    for seed in (1, 2, 3):
+        trainer.call("write", seed)
+        check(engine, seed)
+
+
+@two_gpus
+def test_nccl_receives_in_place():
+    store = open_store("127.0.0.1")
+    engine, trainer = RemoteObject(Engine, 1), RemoteObject(Trainer, 0)
+    try:
+        text = engine.call("endpoint", f"127.0.0.1:{store.port}")
+        trainer.start("connect", NCCL, text)
+        for seed in (1, 2, 3):
+            engine.start("receive")
+            trainer.start("write", seed)
+            if seed == 1:
+                trainer.result()  # of connect
+            trainer.result()
+            engine.result()
+            check(engine, seed)
+    finally:
+        engine.kill()
+        trainer.kill()
