@@ -25,6 +25,8 @@ def train(plan: RunPlan) -> None:
 
         def prepare(_: Path) -> None:
             check_data(config, plan.spec, "train")
+            if config.weights.transport != "auto":
+                check_weights_transport(config.weights.transport)
             check_rollout(config)
             (run_dir / "config.yaml").write_text(dump_config(config))
             print(headline(plan, resume.step, node.count), flush=True)
@@ -38,6 +40,13 @@ def train(plan: RunPlan) -> None:
         from megarl.observe.report import finish_report
 
         print(finish_report(run_dir))
+
+
+def check_weights_transport(setting: str) -> None:
+    """Raises ConfigError where it cannot work on this host."""
+    from megarl.transports.choice import check_transport  # not at the top: it imports torch
+
+    check_transport(setting)
 
 
 def sft(plan: RunPlan) -> None:

@@ -80,6 +80,15 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
     return pairs
 
 
+def check_transport(setting: str) -> None:
+    """Before anything starts: raises ConfigError for a transport that could not even serve two ranks of this host."""
+    kind, here = kind_of(setting), this_host()
+    try:
+        transport_between(kind, here, here)
+    except Unserved as error:
+        raise ConfigError(f"weights.transport={setting}: two ranks on {here.name} {error}") from error
+
+
 def on_one_host(one: Host, other: Host) -> bool:
     return (one.memory, one.network) == (other.memory, other.network)
 

@@ -9,6 +9,7 @@ from megarl.config.errors import ConfigError
 from megarl.messaging.host import Host
 from megarl.transports.choice import (
     AUTO,
+    check_transport,
     describe_pairs,
     kind_of,
     mooncake_protocol,
@@ -91,6 +92,15 @@ def test_rdma_needs_it_everywhere():
 def test_this_process_shares_a_host_with_itself():
     assert on_one_host(this_host(), this_host())
     assert this_host().name
+
+
+def test_what_this_host_cannot_do_is_refused_before_a_run_starts():
+    if this_host().cuda:
+        pytest.skip("this host has CUDA")
+    for kind in ("nccl", "cuda_ipc"):
+        with pytest.raises(ConfigError, match=f"weights.transport={kind}: two ranks on .*CUDA; between them work shared_memory, "):
+            check_transport(kind)
+    check_transport("gloo")
 
 
 @pytest.mark.parametrize("name, found", [("gloo", GlooTransport), ("nccl", NcclTransport)])
