@@ -38,7 +38,7 @@ class NcclGroup:
         return self._start(self._backend.recv, messages)
 
     def wait(self, started: Started) -> None:
-        """Polls: Work.wait would only make the current stream wait."""
+        """Polls: Work.wait alone would only make the current stream wait for the kernel."""
         if started is None:
             return
         work, messages, deadline = started
@@ -47,8 +47,10 @@ class NcclGroup:
                 self._backend.abort()
                 raise TimeoutError(f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} s by NCCL")
             time.sleep(POLL_S)
-        if not work.is_success():
-            raise RuntimeError(f"weights from {_labels(messages)}: NCCL failed: {work.exception()}")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"weights from {_labels(messages)}: NCCL failed: {error}") from error
 
     def close(self) -> None:
         self._backend.abort()  # shutdown would wait for the peers, which may be gone
