@@ -37,10 +37,6 @@ class Opened:
         """Of transports in use between trainer and generator."""
         return {endpoint.kind for endpoint in self.endpoints}
 
-    def __str__(self) -> str:
-        inside = sum(relay.bytes for relay in self.relays)
-        return f"{inside} bytes of an update are passed on inside the engines' hosts" if inside else "nothing is relayed"
-
 
 async def open_engines(
     workers: update.Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
@@ -50,12 +46,14 @@ async def open_engines(
     Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
     """
     pairs = transport_pairs(weights.transport, trainers, engines)
-    print(f"weights go by {describe_pairs(pairs)}", flush=True)
-    per_host, relays = ranks_per_host(weights.relay, pairs, engines, map.destination), []
+    per_host = ranks_per_host(weights.relay, pairs, engines, map.destination)
+    relays: list[Relay] = []
     if per_host:
         map, forwarding = relayed(map, per_host)
         relays = [relay for rank in range(len(engines)) for relay in forwarding.relays_from(rank)]
         await open_relays(workers, relays, engines)
+    inside = sum(relay.bytes for relay in relays)
+    print(f"weights go by {describe_pairs(pairs)}; {inside} bytes an update are passed on inside the engines' hosts", flush=True)
     endpoints = await update.open_memories(workers, pairs, map, mooncake_protocol([*trainers, *engines]))
     return Opened(map, endpoints, per_host, relays)
 

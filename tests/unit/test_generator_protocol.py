@@ -11,11 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.generator import commands
-from megarl.generator.commands import Audit, Connect, ExpectMessages, Incoming
+from megarl.generator.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import AuditError, LayoutError, check_layout, compare
 from megarl.generator.wire import content_of, tensor_payload
-from megarl.transports.base import RemoteTensor
+from megarl.reshard.box import Box
+from megarl.reshard.nodes import Relay
+from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
+from megarl.transports.two_sided import Incoming
 
 SETTINGS = EngineSettings("models/x", "float32", port=1234, context_length=64, max_running_requests=8, tp=2, device="cpu", cores=(0, 1))
 
@@ -53,8 +56,15 @@ def test_tensor_payload_is_plain_data_in_a_pickle():
 
 
 def test_commands_survive_the_wire():
-    incoming = {1: [Incoming(0, "w", (0, 2), (3, 4))]}
-    for command in (Connect(2, "tcp://h:1", "/k"), ExpectMessages("h:1/2", 3, incoming, 5.0), Audit()):
+    box, members = Box((0, 2), (3, 4)), Members((0,), (1, 2), (0, 0, 1))
+    endpoint = Endpoint(1, "cuda_ipc", "", 8, [], allocations=[Allocation(b"\x00\xff", 8, (b"count", 3))])
+    for command in (
+        Connect(2, "tcp://h:1", "/k"),
+        ExpectMessages("gloo", "h:1", members, {1: [Incoming(0, "w", box, 1)]}, 5.0),
+        Register("tcp", {1: [("w", box)]}, 5.0),
+        MeetNeighbours("cuda_ipc", [endpoint], {1: [Relay(1, 2, "w", 3, 24)]}),
+        Audit(),
+    ):
         assert commands.decode(commands.encode(command)) == command
 
 
