@@ -159,7 +159,6 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
 }
 
 
-
 def tensors_of(parameters: Parameters) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in parameters.items()}
 

@@ -1,4 +1,4 @@
-"""Transports between GPU processes: CUDA IPC on one GPU and between two, NCCL between two. What they share with the CPU's is tested there."""
+"""Transports between GPU processes: CUDA IPC on one GPU and between two, NCCL between two. The code around is tested on the CPU."""
 
 from __future__ import annotations
 

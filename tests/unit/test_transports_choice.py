@@ -76,7 +76,7 @@ def test_pairs_are_mixed_and_both_sides_agree():
     trainers, generators = [host("a"), host("b")], [host("b"), host("a"), host("c", mooncake=False)]
     pairs = transport_pairs(AUTO, trainers, generators)
     assert pairs == [["mooncake", "shared_memory"], ["shared_memory", "mooncake"], ["gloo", "gloo"]]
-    assert describe_pairs(pairs) == "mooncake for 2 of 6 pairs of ranks, shared_memory for 2 of 6 pairs of ranks, gloo for 2 of 6 pairs of ranks"
+    assert describe_pairs(pairs) == ", ".join(f"{kind} for 2 of 6 pairs of ranks" for kind in ("mooncake", "shared_memory", "gloo"))
     for generator, kinds in zip(generators, pairs):
         travelled = msgspec.json.decode(msgspec.json.encode(generator), type=Host)
         assert [transport_between(AUTO, trainer, travelled) for trainer in trainers] == kinds
