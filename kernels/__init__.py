@@ -1,7 +1,7 @@
 """Triton kernels, each beside its torch reference: the package megarl.kernels.
 
-These functions choose: the kernel for CUDA tensors, the reference for others. Both give the same bits (`quantise_*`, `tile_amax`,
-`audit_hash`) or the same numbers to float32 accuracy (`token_logprobs`). Triton is imported by the first call that needs it.
+These functions choose: the kernel for CUDA tensors, the reference for others. Both give the same bits (`quantise_*`, `tile_amax`)
+or the same numbers to float32 accuracy (`token_logprobs`). Triton is imported by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megarl.reshard.quantise_rules import Rule
 
-__all__ = ["audit_hash", "quantise_block", "quantise_block_with", "tile_amax", "token_logprobs"]
+__all__ = ["quantise_block", "quantise_block_with", "tile_amax", "token_logprobs"]
 
 
 def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
@@ -45,17 +45,6 @@ def quantise_block_with(
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
     """Largest |x| of each tile a box touches, float32: the first pass. As `megarl.reshard.quantise.tile_amax`."""
     return _quantise(values, rule).tile_amax(values, row_start, col_start, rule, name)
-
-
-def audit_hash(values: torch.Tensor, row_start: int, col_start: int) -> int:
-    """Share of a box [R, C] in its tensor's audit hash. As `megarl.reshard.audit.hash_box`, bit for bit."""
-    if values.is_cuda:
-        from megarl.kernels import audit_triton
-
-        return audit_triton.hash_box(values, row_start, col_start)
-    from megarl.reshard import audit
-
-    return audit.hash_box(values, row_start, col_start)
 
 
 def token_logprobs(

@@ -15,7 +15,7 @@ import torch
 from thread_groups import on_ranks
 
 from megarl import kernels
-from megarl.reshard import audit, quantise
+from megarl.reshard import quantise
 from megarl.reshard.box import Box
 from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, block_rule
 from megarl.trainer.logprobs import token_logprobs as trainer_logprobs
@@ -60,10 +60,11 @@ def float32(x: Fraction) -> Fraction:
 def test_no_triton_without_a_cuda_tensor():
     program = """if True:
         import sys, torch, megarl.kernels as k
+        from megarl.reshard.audit import hash_box
         from megarl.reshard.quantise_rules import BLOCK
         assert "triton" not in sys.modules
         k.quantise_block(torch.ones(2, 2), torch.empty(2, 2, dtype=torch.float8_e4m3fn), torch.empty(1, 1), BLOCK, "x")
-        k.audit_hash(torch.ones(2, 2), 0, 0)
+        hash_box(torch.ones(2, 2), 0, 0)
         assert not [m for m in sys.modules if m.startswith("triton") or m.endswith("_triton")]
     """
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
@@ -93,11 +94,6 @@ def test_places_into_strided_destinations(rule):
 def test_refuses_a_destination_of_another_shape():
     with pytest.raises(ValueError, match="need codes of that shape"):
         kernels.quantise_block(torch.ones(4, 4), torch.empty(4, 5, dtype=torch.float8_e4m3fn), torch.empty(1, 1), BLOCK, "x")
-
-
-def test_hash_is_the_audits():
-    x = torch.randn(30, 40).bfloat16()
-    assert kernels.audit_hash(x[3:, 5:], 3, 5) == audit.hash_slice(x[3:, 5:], Box((3, 5), (27, 35)), (30, 40))
 
 
 VOCAB, PADDED = 19, 24
