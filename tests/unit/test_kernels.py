@@ -18,7 +18,7 @@ from megarl import kernels
 from megarl.reshard import quantise
 from megarl.reshard.box import Box
 from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, block_rule
-from megarl.trainer.logprobs import token_logprobs as trainer_logprobs
+from megarl.trainer.logprobs import token_logprobs
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
@@ -101,7 +101,7 @@ VOCAB, PADDED = 19, 24
 
 @pytest.mark.parametrize("size", [1, 2, 4])  # at 4, the last rank holds one real token and five of padding
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_equal_float64_and_the_trainers(size, dtype):
+def test_logprobs_and_their_gradients_equal_float64(size, dtype):
     generator = torch.Generator().manual_seed(2)
     full = (8 * torch.randn(2, 5, PADDED, generator=generator)).to(dtype)
     tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
@@ -112,9 +112,8 @@ def test_logprobs_equal_float64_and_the_trainers(size, dtype):
 
     def on_rank(group):
         mine = full.chunk(size, -1)[group.rank()].clone().requires_grad_()
-        found = kernels.token_logprobs(mine, tokens, group, VOCAB, 0.7)
+        found = token_logprobs(mine, tokens, group, VOCAB, 0.7)
         (found * weights).sum().backward()
-        assert torch.equal(found, trainer_logprobs(mine.detach(), tokens, group, VOCAB, 0.7))
         return found.detach(), mine.grad
 
     results = on_ranks(size, on_rank)
