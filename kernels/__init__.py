@@ -1,4 +1,4 @@
-"""Triton kernels, each beside its torch reference: the package megarl.kernels.
+"""Triton kernels, each beside its torch reference: the package megarl.kernels. (The audit hash: also one for the CPU, by Numba.)
 
 These functions choose: the kernel for CUDA tensors, the reference for others. Both give the same bits (`quantise_*`, `tile_amax`)
 or the same numbers to float32 accuracy (`vocab_parallel_logprobs`). Triton is imported by the first call that needs it.

@@ -30,6 +30,7 @@ WORD_BYTES = 8
 MIX_SHIFT = 31
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TILE_WORDS = 1 << 14  # with as much scratch, a quarter of a 1 MiB cache: memory is read once
+COMPILED_BYTES = 1 << 20  # of a box from which on a compiled loop pays, at memory's speed; loading the compiler takes about a second
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
@@ -39,21 +40,13 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
         return audit_triton.hash_box(values, row_start, col_start)
     bits, first_word, lead = as_words(values, col_start)
-    rows, words = bits.shape[0], word_count(bits, lead)
-    a = weights(ROW_SEED, row_start, rows).view(np.uint64)
-    b = weights(COL_SEED, first_word, words).view(np.uint64)
-    whole = bits.numpy().view(np.uint64) if bits.dtype == torch.int64 else None
-    wide, high = min(words, TILE_WORDS), max(1, TILE_WORDS // max(1, words))
-    scratch = np.empty(min(high, rows) * wide, np.uint64)
-    total = 0
-    for r, w in itertools.product(range(0, rows, high), range(0, words, wide)):
-        r_end, w_end = min(r + high, rows), min(w + wide, words)
-        tile = _filled_up(bits[r:r_end], lead, w, w_end) if whole is None else whole[r:r_end, w:w_end]
-        mixed = scratch[: tile.size].reshape(tile.shape)
-        np.right_shift(tile, np.uint64(MIX_SHIFT), out=mixed)
-        np.add(tile, mixed, out=mixed)
-        total += int((np.einsum("rw,w->r", mixed, b[w:w_end]) * a[r:r_end]).sum())
-    return total & MASK
+    a = weights(ROW_SEED, row_start, bits.shape[0]).view(np.uint64)
+    b = weights(COL_SEED, first_word, word_count(bits, lead)).view(np.uint64)
+    if bits.dtype == torch.int64 and values.nbytes >= COMPILED_BYTES:
+        from megarl.kernels import audit_numba
+
+        return audit_numba.hash_words(bits, a, b, MIX_SHIFT) & MASK
+    return _hash_tiles(bits, lead, a, b)
 
 
 def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
@@ -97,6 +90,22 @@ def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, i
 def word_count(bits: torch.Tensor, lead: int) -> int:
     """Words that a row touches of what `as_words` returns."""
     return -(-(lead + bits.shape[1]) * bits.element_size() // WORD_BYTES)
+
+
+def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> int:
+    rows, words = len(a), len(b)
+    whole = bits.numpy().view(np.uint64) if bits.dtype == torch.int64 else None
+    wide, high = min(words, TILE_WORDS), max(1, TILE_WORDS // max(1, words))
+    scratch = np.empty(min(high, rows) * wide, np.uint64)
+    total = 0
+    for r, w in itertools.product(range(0, rows, high), range(0, words, wide)):
+        r_end, w_end = min(r + high, rows), min(w + wide, words)
+        tile = _filled_up(bits[r:r_end], lead, w, w_end) if whole is None else whole[r:r_end, w:w_end]
+        mixed = scratch[: tile.size].reshape(tile.shape)
+        np.right_shift(tile, np.uint64(MIX_SHIFT), out=mixed)
+        np.add(tile, mixed, out=mixed)
+        total += int((np.einsum("rw,w->r", mixed, b[w:w_end]) * a[r:r_end]).sum())
+    return total & MASK
 
 
 def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarray:

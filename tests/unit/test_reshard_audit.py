@@ -52,6 +52,17 @@ def test_equals_the_formula(dtype, tile_words, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_compiled_loop_gives_the_same(dtype, monkeypatch):
+    x = values(dtype, 40, 64)
+    boxes = [Box((0, 0), (40, 64)), Box((3, 8), (20, 16)), Box((39, 0), (1, 64)), Box((0, 56), (40, 8)), Box((4, 3), (7, 50))]
+    expected = [hash_box(x[box.slices()], *box.start) for box in boxes]
+    monkeypatch.setattr(audit, "COMPILED_BYTES", 0)
+    monkeypatch.setattr(audit, "_hash_tiles", lambda bits, *_: pytest.fail("not compiled") if bits.dtype == torch.int64 else None)
+    assert [hash_box(x[box.slices()], *box.start) for box in boxes[:4]] == expected[:4]
+    assert hash_box(x[boxes[4].slices()], *boxes[4].start) is None  # cut words: not for the loop
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_strides_do_not_matter_only_positions_do(dtype):
     x = values(dtype, 20, 30)
     view = x[2:18:1, 5:25]
