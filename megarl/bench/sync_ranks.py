@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,8 +23,10 @@ from megarl.reshard.schedule import batches_from
 from megarl.transports import gloo, mooncake
 from megarl.transports.base import Endpoint, Sent, Transport, send, shapes_of, transport_class
 
+BLOCK_BYTES = 128 << 20  # larger than any cache
 CHUNK_BYTES = 16 << 20  # of a bare medium: gloo reaches its rate from here on
 RUN_BYTES = 1 << 20  # of Mooncake's TCP
+RUNS_PER_CALL = 256
 
 
 def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> ReshardMap:
@@ -73,7 +76,8 @@ class Rank:
             for work in works:
                 work.wait()
             return
-        self.full: dict[str, torch.Tensor] = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
+        self.full: dict[str, torch.Tensor] = {}  # the last round's go first
+        self.full = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
         arriving = []
         for rank in range(self.layout.world_size):
             for tensor, piece in self.layout.owned_pieces(rank):
@@ -114,28 +118,33 @@ class Rank:
 
         return [bucket_payload(list(self.full.items())) for _ in range(count)]
 
-    # The bare media. The far end is the rank behind the trainer ranks.
+    # The bare media. The far end is the rank behind the trainer ranks. Blocks are sent again and again, up to as many bytes as asked.
 
-    def hold(self, size: int) -> None:
-        self.block = torch.full((size,), 1 + self.rank, dtype=torch.uint8)
+    @cached_property
+    def block(self) -> torch.Tensor:
+        """To send from, or at the far end one for each trainer rank to receive into."""
+        count = 1 if self.rank < self.layout.world_size else self.layout.world_size
+        return torch.full((count * BLOCK_BYTES,), 1 + self.rank, dtype=torch.uint8)
 
-    def map_file(self, path: str, size: int, offset: int) -> None:
+    def map_file(self, path: str, size: int) -> None:
         file = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, offset, (self.block.numel(),))
+        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,))
 
-    def copy_block(self) -> None:
-        self.mapped.copy_(self.block)
+    def copy_blocks(self, size: int) -> None:
+        for part in block_parts(size, BLOCK_BYTES):
+            self.mapped[part].copy_(self.block[part])
 
     def join_bare(self, address: str) -> None:
         self.bare = gloo.join(address, self.rank, self.layout.world_size + 1, self.timeout_s)
 
-    def send_block(self) -> None:
-        for work in [self.bare.send([part], self.layout.world_size, 0) for part in self.block.split(CHUNK_BYTES)]:
+    def send_blocks(self, size: int) -> None:
+        for work in [self.bare.send([self.block[part]], self.layout.world_size, 0) for part in block_parts(size, CHUNK_BYTES)]:
             work.wait()
 
     def receive_blocks(self, sizes: Sequence[int]) -> None:
-        parts = zip(range(len(sizes)), self.block.split(list(sizes)))
-        for work in [self.bare.recv([part], rank, 0) for rank, block in parts for part in block.split(CHUNK_BYTES)]:
+        blocks = self.block.split(BLOCK_BYTES)
+        parts = [(rank, blocks[rank][part]) for rank, size in enumerate(sizes) for part in block_parts(size, CHUNK_BYTES)]
+        for work in [self.bare.recv([part], rank, 0) for rank, part in parts]:
             work.wait()
 
     def open_block(self) -> str:
@@ -144,16 +153,21 @@ class Rank:
         mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
         return mooncake.address_of("127.0.0.1", self.mooncake, mooncake.default_protocol(), self.block.data_ptr())
 
-    def write_block(self, address: str, offset: int) -> None:
+    def write_blocks(self, address: str, size: int) -> None:
         _, peer, base = mooncake.address_parts(address)
-        starts = range(0, self.block.numel(), RUN_BYTES)
-        sources = [self.block.data_ptr() + start for start in starts]
-        targets = [base + offset + start for start in starts]
-        sizes = [min(RUN_BYTES, self.block.numel() - start) for start in starts]
-        for i in range(0, len(sizes), 512):
-            part = slice(i, i + 512)
-            if self.mooncake.batch_transfer_sync_write(peer, sources[part], targets[part], sizes[part]):
+        parts = list(block_parts(size, RUN_BYTES))
+        for i in range(0, len(parts), RUNS_PER_CALL):
+            call = parts[i : i + RUNS_PER_CALL]
+            sources = [self.block.data_ptr() + part.start for part in call]
+            targets = [base + self.rank * BLOCK_BYTES + part.start for part in call]
+            if self.mooncake.batch_transfer_sync_write(peer, sources, targets, [part.stop - part.start for part in call]):
                 raise RuntimeError(f"Mooncake could not write to {peer}")
+
+
+def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
+    """`size` bytes in parts of a block that is used again from its start when it is through. part_bytes divides BLOCK_BYTES."""
+    for start in range(0, size, part_bytes):
+        yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
 
 
 def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
