@@ -44,7 +44,7 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
     ],
-    "bench": ["megarl bench sync", "megarl bench sync --model-size medium --transport mooncake --json"],
+    "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png"],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
