@@ -218,16 +218,26 @@ class Ranks:
         """`per_rank`: for each rank in `ranks` (default: all) its arguments; none: no arguments. Raises RuntimeError, TimeoutError."""
         chosen = list(range(len(self._pipes)) if ranks is None else ranks)
         for i, rank in enumerate(chosen):
-            self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
+            try:
+                self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
+            except BrokenPipeError as error:  # not to be taken for a reader of our output that has seen enough
+                raise self._gone(rank, method) from error
         return [self._answer(rank, method) for rank in chosen]
 
     def _answer(self, rank: int, method: str) -> Any:
         if not self._pipes[rank].poll(self._timeout_s):
             raise TimeoutError(f"trainer rank {rank} did not finish {method} within {self._timeout_s:.0f} s")
-        done, answer = self._pipes[rank].recv()
+        try:
+            done, answer = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._gone(rank, method) from error
         if not done:
             raise RuntimeError(f"trainer rank {rank} failed at {method}:\n{answer}")
         return answer
+
+    def _gone(self, rank: int, method: str) -> RuntimeError:
+        self._processes[rank].join(10)
+        return RuntimeError(f"trainer rank {rank} ended with {self._processes[rank].exitcode} before it could answer {method}")
 
     def close(self) -> None:
         for process in self._processes:
