@@ -1,7 +1,7 @@
-"""Triton kernels, each beside its torch reference: the package megarl.kernels.
+"""Triton kernels, each beside its torch reference: the package megarl.kernels. (The audit hash: also one for the CPU, by Numba.)
 
-These functions choose: the kernel for CUDA tensors, the reference for others. Both give the same bits (`quantise_*`, `tile_amax`,
-`audit_hash`) or the same numbers to float32 accuracy (`token_logprobs`). Triton is imported by the first call that needs it.
+These functions choose: the kernel for CUDA tensors, the reference for others. Both give the same bits (`quantise_*`, `tile_amax`)
+or the same numbers to float32 accuracy (`vocab_parallel_logprobs`). Triton is imported by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megarl.reshard.quantise_rules import Rule
 
-__all__ = ["audit_hash", "quantise_block", "quantise_block_with", "tile_amax", "token_logprobs"]
+__all__ = ["quantise_block", "quantise_block_with", "tile_amax", "vocab_parallel_logprobs"]
 
 
 def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
@@ -47,28 +47,20 @@ def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, 
     return _quantise(values, rule).tile_amax(values, row_start, col_start, rule, name)
 
 
-def audit_hash(values: torch.Tensor, row_start: int, col_start: int) -> int:
-    """Share of a box [R, C] in its tensor's audit hash. As `megarl.reshard.audit.hash_box`, bit for bit."""
-    if values.is_cuda:
-        from megarl.kernels import audit_triton
-
-        return audit_triton.hash_box(values, row_start, col_start)
-    from megarl.reshard import audit
-
-    return audit.hash_box(values, row_start, col_start)
-
-
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
+def vocab_parallel_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
 ) -> torch.Tensor:
-    """[b, s] float32: entry i is log p(token i | tokens < i), and 0 at i = 0; differentiable in `logits`.
+    """log softmax(logits / temperature) at `targets`, computed in float32; differentiable in `logits`.
 
-    logits: [b, s - 1, padded_vocab / tp] of any float dtype, this rank's slice of the vocabulary; position i predicts token i + 1
-    tokens: [b, s] int64, the same on all ranks of `group`, all below `vocab_size`
+    logits:  [..., padded_vocab / tp] this rank's slice of the vocabulary, any float dtype
+    targets: [...] global token ids, int64, the same on all ranks of `group`, all below `vocab_size`
+    returns: [...] float32, the same on all ranks of `group`
+
+    Every rank of `group` must call it, with the same shapes.
     """
     from megarl.kernels import logprobs
 
-    return logprobs.token_logprobs(logits, tokens, group, vocab_size, temperature)
+    return logprobs.VocabParallelLogprobs.apply(logits, targets, group, vocab_size, temperature)
 
 
 def _quantise(values: torch.Tensor, rule: Rule):

@@ -1,7 +1,8 @@
 """The audit hash in Triton, equal to megarl/reshard/audit.py bit for bit: sums of 64-bit products that wrap do not depend on order.
 
 One program takes a strip of columns and some rows of it, and keeps one running sum per column and row of a block:
-`sum over its rows of bits * a(row)`, multiplied by b(col) once at its end. Memory is read once.
+`sum over its rows of mix(bits) * a(row)`, multiplied by b(word) once at its end. Memory is read once, by whole words where the box
+allows it (audit.as_words), else by elements.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ from megarl.reshard import audit
 
 BLOCK_ROWS, BLOCK_COLS = 16, 512
 STEPS = 8  # blocks of rows per program
+UNSIGNED = {torch.uint8: torch.uint8, torch.int16: torch.uint16, torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
 @triton.jit
 def _hash_kernel(
-    values, row_weights, col_weights, partial, rows, cols, row_stride, col_stride, strips,
-    STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    values, row_weights, word_weights, partial, rows, cols, lead, row_stride, col_stride, strips,
+    PER_WORD: tl.constexpr, MIX_SHIFT: tl.constexpr, STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     c = (tl.program_id(0) % strips).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     first = (tl.program_id(0) // strips).to(tl.int64) * (STEPS * BLOCK_ROWS)
-    sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int64)
+    place = (((c + lead) % PER_WORD) * (64 // PER_WORD)).to(tl.uint64)  # bits of its word that come before the column
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.uint64)
     for step in range(STEPS):
         r = first + step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         inside = (r < rows)[:, None] & (c < cols)[None, :]
-        bits = tl.load(values + r[:, None] * row_stride + c[None, :] * col_stride, mask=inside, other=0)
-        sums += bits.to(tl.int64) * tl.load(row_weights + r, mask=r < rows, other=0)[:, None]
-    b = tl.load(col_weights + c, mask=c < cols, other=0)
-    tl.store(partial + tl.program_id(0), tl.sum(tl.sum(sums * b[None, :], axis=1), axis=0))
+        word = tl.load(values + r[:, None] * row_stride + c[None, :] * col_stride, mask=inside, other=0).to(tl.uint64) << place[None, :]
+        sums += (word + (word >> MIX_SHIFT)) * tl.load(row_weights + r, mask=r < rows, other=0).to(tl.uint64)[:, None]
+    b = tl.load(word_weights + (c + lead) // PER_WORD, mask=c < cols, other=0).to(tl.uint64)
+    tl.store(partial + tl.program_id(0), tl.sum(tl.sum((sums * b[None, :]).to(tl.int64), axis=1), axis=0))
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
@@ -42,14 +45,17 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 def hash_sum(values: torch.Tensor, row_start: int, col_start: int) -> torch.Tensor:
     """The same as an int64 scalar on the device (its bits are the hash), without waiting for it: for many boxes at once."""
-    bits = values.detach().view(audit.BITS[values.element_size()])
+    bits, first_word, lead = audit.as_words(values, col_start)
     rows, cols = bits.shape
     strips = triton.cdiv(cols, BLOCK_COLS)
     partial = torch.empty(strips * triton.cdiv(rows, STEPS * BLOCK_ROWS), dtype=torch.int64, device=bits.device)
     if partial.numel():
+        row_weights = _weights(audit.ROW_SEED, row_start, rows, bits.device)
+        word_weights = _weights(audit.COL_SEED, first_word, audit.word_count(bits, lead), bits.device)
         _hash_kernel[(len(partial),)](
-            bits, _weights(audit.ROW_SEED, row_start, rows, bits.device), _weights(audit.COL_SEED, col_start, cols, bits.device), partial,
-            rows, cols, *bits.stride(), strips, STEPS=STEPS, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, num_warps=8,
+            bits.view(UNSIGNED[bits.dtype]), row_weights, word_weights, partial, rows, cols, lead, *bits.stride(), strips,
+            PER_WORD=audit.WORD_BYTES // bits.element_size(), MIX_SHIFT=audit.MIX_SHIFT,
+            STEPS=STEPS, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, num_warps=8,
         )  # fmt: skip
     return partial.sum()
 

@@ -29,7 +29,7 @@ def local_forward(logits: torch.Tensor, local_targets: torch.Tensor, real: int, 
         return torch.stack([z.new_full((len(z),), float("-inf")), z.new_zeros(len(z))]), z
     peak = z.amax(dim=-1)
     shift = torch.where(peak == float("-inf"), 0.0, peak)  # a slice without any weight: e^(-inf - -inf) would be NaN
-    log_sum = shift + torch.exp(z - shift.unsqueeze(-1)).sum(dim=-1).log()
+    log_sum = shift + (z - shift.unsqueeze(-1)).exp_().sum(dim=-1).log()
     at_target = z.gather(-1, local_targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.stack([log_sum, torch.where(local_targets >= 0, at_target, 0.0)]), z
 
@@ -39,13 +39,15 @@ def local_backward(
 ) -> torch.Tensor:
     """Gradient of the logits, in their dtype. kept: what the forward returned; grad, log_z: [N] float32; targets: local."""
     grad = grad / temperature
-    dz = torch.exp(kept - log_z.unsqueeze(-1)).mul_(-grad.unsqueeze(-1))
+    dz = (kept - log_z.unsqueeze(-1)).exp_().mul_(-grad.unsqueeze(-1))  # the largest tensor here: one of it is enough
     if real:
         dz.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), torch.where(targets >= 0, grad, 0.0).unsqueeze(-1))
     return F.pad(dz, (0, logits.shape[-1] - real)).to(logits.dtype)
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
+class VocabParallelLogprobs(torch.autograd.Function):
+    """See megarl.kernels.vocab_parallel_logprobs."""
+
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: Any, vocab_size: int, temperature: float) -> torch.Tensor:
         local_vocab = logits.size(-1)
@@ -71,27 +73,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         kept, flat, local_targets, log_z = ctx.saved_tensors
         gradient = ctx.local.local_backward(kept, flat, local_targets, log_z, grad.reshape(-1).float(), ctx.real, ctx.temperature)
         return gradient.view(ctx.shape), None, None, None, None
-
-
-def vocab_parallel_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
-) -> torch.Tensor:
-    """log softmax(logits / temperature) at `targets`, computed in float32; differentiable in `logits`.
-
-    logits:  [..., padded_vocab / tp] this rank's slice of the vocabulary, any float dtype
-    targets: [...] global token ids, int64, the same on all ranks of `group`, all below `vocab_size`
-    returns: [...] float32, the same on all ranks of `group`
-
-    Every rank of `group` must call it, with the same shapes.
-    """
-    return _VocabParallelLogprobs.apply(logits, targets, group, vocab_size, temperature)
-
-
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
-) -> torch.Tensor:
-    """See megarl.kernels.token_logprobs."""
-    return F.pad(vocab_parallel_logprobs(logits, tokens[:, 1:], group, vocab_size, temperature), (1, 0))
 
 
 def _local(logits: torch.Tensor):

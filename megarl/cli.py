@@ -44,7 +44,7 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
     ],
-    "bench": ["megarl bench sync", "megarl bench sync --model-size medium --transport mooncake --json"],
+    "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png"],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -94,7 +94,9 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     bench.add_argument("what", choices=("sync",), help="sync: new weights into a live engine, ours and others' ways")
     bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     bench.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
-    bench.add_argument("--model-size", choices=("tiny", "small", "medium"), default="small", help="of a random Llama; default: small")
+    bench.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
+    bench.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
+    bench.add_argument("--picture", metavar="FILE", help="draw the times as bars: .svg or .png")
     bench.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "bench":
@@ -186,7 +188,8 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
 def _bench(arguments: argparse.Namespace) -> None:
     from megarl.bench.sync import TRANSPORTS, run
 
-    run(arguments.model_size, arguments.transport or TRANSPORTS, arguments.repeats, arguments.json)
+    transports = arguments.transport or TRANSPORTS
+    run(arguments.model_size, arguments.dtype, transports, arguments.repeats, arguments.json, arguments.picture)
 
 
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {

@@ -100,12 +100,10 @@ def others(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any], int]]
     import torch
 
     from megarl.kernels import audit_triton, logprobs, logprobs_triton
-    from megarl.reshard import audit
 
     fp8 = weight.to(torch.float8_e4m3fn)
     yield "audit hash, bf16", lambda: audit_triton.hash_sum(weight, 0, 0), 2 * weight.numel()
     yield "audit hash, fp8", lambda: audit_triton.hash_sum(fp8, 0, 0), fp8.numel()
-    yield "audit hash, bf16, torch", lambda: audit.hash_box(weight, 0, 0), 2 * weight.numel()
     logits = torch.randn(TOKENS, VOCAB, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(0, VOCAB, (TOKENS,), device="cuda")
     grad = torch.randn(TOKENS, device="cuda")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,10 @@ from megarl.transports.base import Endpoint, Sent, Transport, send, shapes_of
 from megarl.transports.choice import mooncake_protocol, this_host, transport_class
 from megarl.transports.two_sided import as_bytes
 
+BLOCK_BYTES = 128 << 20  # larger than any cache
 CHUNK_BYTES = 16 << 20  # of a bare medium: gloo reaches its rate from here on
 RUN_BYTES = 1 << 20  # of Mooncake's TCP
+RUNS_PER_CALL = 256
 
 
 def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> ReshardMap:
@@ -83,7 +86,8 @@ class Rank:
             for work in works:
                 work.wait()
             return
-        self.full: dict[str, torch.Tensor] = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
+        self.full: dict[str, torch.Tensor] = {}  # the last round's go first
+        self.full = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
         arriving = []
         for rank in range(self.layout.world_size):
             for tensor, piece in self.layout.owned_pieces(rank):
@@ -125,28 +129,33 @@ class Rank:
 
         return [bucket_payload(list(self.full.items())) for _ in range(count)]
 
-    # The bare media. The far end is the rank behind the trainer ranks.
+    # The bare media. The far end is the rank behind the trainer ranks. Blocks are sent again and again, up to as many bytes as asked.
 
-    def hold(self, size: int) -> None:
-        self.block = torch.full((size,), 1 + self.rank, dtype=torch.uint8)
+    @cached_property
+    def block(self) -> torch.Tensor:
+        """To send from, or at the far end one for each trainer rank to receive into."""
+        count = 1 if self.rank < self.layout.world_size else self.layout.world_size
+        return torch.full((count * BLOCK_BYTES,), 1 + self.rank, dtype=torch.uint8)
 
-    def map_file(self, path: str, size: int, offset: int) -> None:
+    def map_file(self, path: str, size: int) -> None:
         file = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, offset, (self.block.numel(),))
+        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,))
 
-    def copy_block(self) -> None:
-        self.mapped.copy_(self.block)
+    def copy_blocks(self, size: int) -> None:
+        for part in block_parts(size, BLOCK_BYTES):
+            self.mapped[part].copy_(self.block[part])
 
     def join_bare(self, address: str) -> None:
         self.bare = join_gloo(address, self.rank, self.layout.world_size + 1, self.timeout_s)
 
-    def send_block(self) -> None:
-        for work in [self.bare.send([part], self.layout.world_size, 0) for part in self.block.split(CHUNK_BYTES)]:
+    def send_blocks(self, size: int) -> None:
+        for work in [self.bare.send([self.block[part]], self.layout.world_size, 0) for part in block_parts(size, CHUNK_BYTES)]:
             work.wait()
 
     def receive_blocks(self, sizes: Sequence[int]) -> None:
-        parts = zip(range(len(sizes)), self.block.split(list(sizes)))
-        for work in [self.bare.recv([part], rank, 0) for rank, block in parts for part in block.split(CHUNK_BYTES)]:
+        blocks = self.block.split(BLOCK_BYTES)
+        parts = [(rank, blocks[rank][part]) for rank, size in enumerate(sizes) for part in block_parts(size, CHUNK_BYTES)]
+        for work in [self.bare.recv([part], rank, 0) for rank, part in parts]:
             work.wait()
 
     def open_block(self) -> str:
@@ -156,16 +165,21 @@ class Rank:
         mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
         return mooncake.address_of("127.0.0.1", self.mooncake, protocol, self.block.data_ptr())
 
-    def write_block(self, address: str, offset: int) -> None:
+    def write_blocks(self, address: str, size: int) -> None:
         _, peer, base = mooncake.address_parts(address)
-        starts = range(0, self.block.numel(), RUN_BYTES)
-        sources = [self.block.data_ptr() + start for start in starts]
-        targets = [base + offset + start for start in starts]
-        sizes = [min(RUN_BYTES, self.block.numel() - start) for start in starts]
-        for i in range(0, len(sizes), 512):
-            part = slice(i, i + 512)
-            if self.mooncake.batch_transfer_sync_write(peer, sources[part], targets[part], sizes[part]):
+        parts = list(block_parts(size, RUN_BYTES))
+        for i in range(0, len(parts), RUNS_PER_CALL):
+            call = parts[i : i + RUNS_PER_CALL]
+            sources = [self.block.data_ptr() + part.start for part in call]
+            targets = [base + self.rank * BLOCK_BYTES + part.start for part in call]
+            if self.mooncake.batch_transfer_sync_write(peer, sources, targets, [part.stop - part.start for part in call]):
                 raise RuntimeError(f"Mooncake could not write to {peer}")
+
+
+def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
+    """`size` bytes in parts of a block that is used again from its start when it is through. part_bytes divides BLOCK_BYTES."""
+    for start in range(0, size, part_bytes):
+        yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
 
 
 def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
@@ -216,16 +230,26 @@ class Ranks:
         """`per_rank`: for each rank in `ranks` (default: all) its arguments; none: no arguments. Raises RuntimeError, TimeoutError."""
         chosen = list(range(len(self._pipes)) if ranks is None else ranks)
         for i, rank in enumerate(chosen):
-            self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
+            try:
+                self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
+            except BrokenPipeError as error:  # not to be taken for a reader of our output that has seen enough
+                raise self._gone(rank, method) from error
         return [self._answer(rank, method) for rank in chosen]
 
     def _answer(self, rank: int, method: str) -> Any:
         if not self._pipes[rank].poll(self._timeout_s):
             raise TimeoutError(f"trainer rank {rank} did not finish {method} within {self._timeout_s:.0f} s")
-        done, answer = self._pipes[rank].recv()
+        try:
+            done, answer = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._gone(rank, method) from error
         if not done:
             raise RuntimeError(f"trainer rank {rank} failed at {method}:\n{answer}")
         return answer
+
+    def _gone(self, rank: int, method: str) -> RuntimeError:
+        self._processes[rank].join(10)
+        return RuntimeError(f"trainer rank {rank} ended with {self._processes[rank].exitcode} before it could answer {method}")
 
     def close(self) -> None:
         for process in self._processes:

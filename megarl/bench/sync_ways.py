@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Awaitable, Callable, Sequence
@@ -16,16 +16,18 @@ from typing import Any, Awaitable, Callable, Sequence
 import msgspec
 import torch
 
-from megarl.bench.sync_ranks import CHUNK_BYTES, RUN_BYTES, Ranks, build_map
+from megarl.bench.sync_ranks import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES, Ranks, build_map
 from megarl.messaging.link import Hub, RunKey
 from megarl.generator import commands, update
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.sglang_updates import FLATTENED, GROUP
+from megarl.reshard.kinds import ITEM_BYTES
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
 from megarl.transports.shared_memory import view_at
 
 TIMEOUT_S = 300.0
+AUDITED = " audited"  # ends the name of a direct way that hashes on both sides
 BARE = {SHARED_MEMORY: "ceiling memcpy", GLOO: "ceiling gloo send", MOONCAKE: "ceiling mooncake write"}
 
 
@@ -51,25 +53,26 @@ class Bench:
         self.ranks = Ranks(len(self.everyone), job, TIMEOUT_S)
         stack.callback(self.ranks.close)
 
-    async def measure(
-        self, transports: Sequence[str], repeats: int
-    ) -> tuple[dict[str, Way], dict[str, list[float]], dict[str, float]]:
-        """The ways, the seconds of each run of each, and what an audit adds to the direct ones."""
+    async def measure(self, transports: Sequence[str], repeats: int) -> tuple[dict[str, Way], dict[str, list[float]]]:
+        """The ways, and the seconds of each run of each."""
         await self.start_engine()
         self.live = await update.open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
-        direct = {f"direct {kind}": await self.direct(kind) for kind in transports}
-        through_sglang = await self.gather_ways()
-        ways = {**direct, **through_sglang, **{BARE[kind]: await getattr(self, f"bare_{kind}")() for kind in transports}}
-        await self.check({**direct, **through_sglang})
+        ways: dict[str, Way] = {}
+        for kind in transports:  # what is compared stands side by side, so that it is measured at nearly the same time
+            name = f"direct {kind}"
+            ways[BARE[kind]] = await getattr(self, f"bare_{kind}")()
+            ways[name] = await self.direct(kind)
+            ways[name + AUDITED] = replace(ways[name], run=partial(self.audited, kind))
+        ways |= await self.gather_ways()
+        await self.check({name: way for name, way in ways.items() if name not in BARE.values()})
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
             began = time.perf_counter()
             await way.run()
             times[name].append(time.perf_counter() - began)
-        audit_s = {f"direct {kind}": await self.audit_seconds(kind, repeats) for kind in transports}
         await self.client.end_update(TIMEOUT_S)
         await self.client.close()
-        return ways, {name: seconds[1:] for name, seconds in times.items()}, audit_s  # the first round warms up
+        return ways, {name: seconds[1:] for name, seconds in times.items()}  # the first round warms up
 
     async def start_engine(self) -> None:
         port, keys, log = free_port(), EngineKeys.generate(), self.folder / "engine.log"
@@ -112,17 +115,9 @@ class Bench:
             await self.session.spread()
         return sent
 
-    async def audit_seconds(self, kind: str, repeats: int) -> float:
-        """Difference of the medians of updates with and without audit."""
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for audit in [False, True] * repeats:
-            began = time.perf_counter()
-            sent = await self.write(kind, audit)
-            if audit:
-                await self.session.audit([each.shares for each in sent], self.map)
-            seconds[audit].append(time.perf_counter() - began)
-        without, with_audit = (sorted(seconds[audit])[repeats // 2] for audit in (False, True))
-        return with_audit - without
+    async def audited(self, kind: str) -> None:
+        sent = await self.write(kind, True)
+        await self.session.audit([each.shares for each in sent], self.map)
 
     # SGLang's
 
@@ -137,12 +132,13 @@ class Bench:
         await asyncio.gather(joining, self.client.call("/init_weights_update_group", group, TIMEOUT_S))
         names = {"names": [name for name, _, _ in logical], "shapes": [list(shape) for _, shape, _ in logical]}
         body = {**names, "dtypes": [self.job[1]] * len(logical), "group_name": GROUP, "flush_cache": False}
-        gathered, pieces = self.bytes - self.bytes // len(self.trainers), len(logical)
-        moved = gathered + self.bytes * self.job[3]
+        gathered = [owned for rank in self.trainers[1:] for owned in self.map.source.owned_pieces(rank)]
+        moved = sum(piece.local.numel * ITEM_BYTES[tensor.dtype] for tensor, piece in gathered) + self.bytes * self.job[3]
+        messages = len(gathered) + 1
         return {
-            "gather + broadcast": Way(partial(self.broadcast, body, False), moved, pieces * 2),
-            "gather + broadcast flattened": Way(partial(self.broadcast, {**body, "load_format": FLATTENED}, True), moved, pieces + 1),
-            "gather + bucket": Way(self.bucket, moved, pieces + 1),
+            "gather + broadcast": Way(partial(self.broadcast, body, False), moved, len(gathered) + len(logical)),
+            "gather + broadcast flattened": Way(partial(self.broadcast, {**body, "load_format": FLATTENED}, True), moved, messages),
+            "gather + bucket": Way(self.bucket, moved, messages),
         }
 
     async def broadcast(self, body: dict[str, Any], flattened: bool) -> None:
@@ -161,35 +157,28 @@ class Bench:
     async def bare_shared_memory(self) -> Way:
         descriptor = os.memfd_create("megarl-bench")
         self.stack.callback(os.close, descriptor)
-        os.posix_fallocate(descriptor, 0, self.bytes)
-        await self.on_trainers("hold", each=self.sent)
-        path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        await self.on_trainers("map_file", path, self.bytes, each=self.offsets)
-        return Way(partial(self.on_trainers, "copy_block"), self.bytes, len(self.trainers))
+        size = BLOCK_BYTES * len(self.trainers)
+        os.posix_fallocate(descriptor, 0, size)
+        await self.on_trainers("map_file", f"/proc/{os.getpid()}/fd/{descriptor}", size)
+        return Way(partial(self.on_trainers, "copy_blocks", each=self.sent), self.bytes, self.parts(BLOCK_BYTES))
 
     async def bare_gloo(self) -> Way:
-        await self.hold_everywhere()
         self.bare_store = update.open_store("127.0.0.1")
         await self.on_ranks(self.everyone, "join_bare", f"127.0.0.1:{self.bare_store.port}")
 
         async def run() -> None:
             far = self.on_ranks([self.everyone[-1]], "receive_blocks", self.sent)
-            await asyncio.gather(self.on_trainers("send_block"), far)
+            await asyncio.gather(self.on_trainers("send_blocks", each=self.sent), far)
 
-        return Way(run, self.bytes, sum(-(-size // CHUNK_BYTES) for size in self.sent))
+        return Way(run, self.bytes, self.parts(CHUNK_BYTES))
 
     async def bare_mooncake(self) -> Way:
-        await self.hold_everywhere()
         addresses = await self.on_ranks(self.everyone, "open_block")
-        run = partial(self.on_trainers, "write_block", addresses[-1], each=self.offsets)
-        return Way(run, self.bytes, sum(-(-size // RUN_BYTES) for size in self.sent))
+        run = partial(self.on_trainers, "write_blocks", addresses[-1], each=self.sent)
+        return Way(run, self.bytes, self.parts(RUN_BYTES))
 
-    async def hold_everywhere(self) -> None:
-        await self.on_ranks(self.everyone, "hold", each=[*self.sent, self.bytes])
-
-    @property
-    def offsets(self) -> list[int]:
-        return [sum(self.sent[:rank]) for rank in self.trainers]
+    def parts(self, part_bytes: int) -> int:
+        return sum(-(-size // part_bytes) for size in self.sent)
 
     # Checks
 

@@ -1,18 +1,23 @@
 """A position-dependent additive hash of tensors: boxes are hashed where they lie, and the sums compared. Nothing is gathered.
 
-A tensor is viewed as [rows, cols] (1-D: one row; leading dims flattened), and
+A tensor is viewed as [rows, cols] (1-D: one row; leading dims flattened). Each row's bytes, filled up with zeros, are 64-bit
+little-endian words x[r, w], and
 
-    H = sum over r, c of  bits(x[r, c]) * a(r) * b(c)   modulo 2^64
+    H = sum over r, w of  mix(x[r, w]) * a(r) * b(w)   modulo 2^64,     mix(x) = x + (x >> 31)
 
-with odd 64-bit weights a, b drawn by splitmix64 from the absolute row and column. The weights separate, so only rows + cols of
-them exist. Hashes of disjoint boxes add up to the hash of the whole. Changing one element always changes H: an odd number
-times a difference below 2^32 is not 0 modulo 2^64. Zeros (padding) contribute nothing.
+with odd 64-bit weights a, b drawn by splitmix64 from the absolute row and word: rows + words of them. An element counts as the
+word in which all else is 0; since words are sums of their elements, hashes of disjoint boxes add up to the hash of the whole.
+
+`mix` is there for the high bits of a word: of them alone, a product modulo 2^64 keeps hardly more than their parity, and two
+flipped signs would cancel. Changing one element of up to 4 bytes always changes H: `mix` of the difference is not 0 modulo 2^64,
+and a * b is odd. Zeros (padding) contribute nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -21,30 +26,42 @@ from megarl.reshard.box import Box, whole_box
 
 MASK = (1 << 64) - 1
 ROW_SEED, COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK_ELEMENTS = 1 << 22  # of the int64 temporary on devices other than the CPU
+WORD_BYTES = 8
+MIX_SHIFT = 31
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TILE_WORDS = 1 << 14  # with as much scratch, a quarter of a 1 MiB cache: memory is read once
+COMPILED_BYTES = 1 << 20  # of a box from which on a compiled loop pays, at memory's speed; loading the compiler takes about a second
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
     """Share of a box in its tensor's hash. `values`: [R, C], any strides; its first element lies at row_start, col_start."""
-    bits = values.detach().view(BITS[values.element_size()])
-    rows, cols = bits.shape
-    a = weights(ROW_SEED, row_start, rows)
-    b = weights(COL_SEED, col_start, cols)
-    return (_hash_numpy if bits.device.type == "cpu" else _hash_torch)(bits, a, b)
+    if values.is_cuda:
+        from megarl.kernels import audit_triton
+
+        return audit_triton.hash_box(values, row_start, col_start)
+    bits, first_word, lead = as_words(values, col_start)
+    a = weights(ROW_SEED, row_start, bits.shape[0]).view(np.uint64)
+    b = weights(COL_SEED, first_word, word_count(bits, lead)).view(np.uint64)
+    if bits.dtype == torch.int64 and values.nbytes >= COMPILED_BYTES:
+        from megarl.kernels import audit_numba
+
+        return audit_numba.hash_words(bits, a, b, MIX_SHIFT) & MASK
+    return _hash_tiles(bits, lead, a, b)
 
 
 def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """Share of `values`, the elements in `box` of a tensor of shape `shape`, any number of dims."""
     if len(shape) < 2:
-        start = box.start[0] if box.start else 0
-        return hash_box(values.reshape(1, -1), 0, start)
+        return hash_box(values.reshape(1, -1), 0, box.start[0] if box.start else 0)
+    dims = len(shape) - 1
+    while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:  # rows follow each other through the next dim, too
+        dims -= 1
     total = 0
-    for lead in itertools.product(*(range(n) for n in box.shape[:-2])):
+    for lead in itertools.product(*(range(n) for n in box.shape[: dims - 1])):
         row = 0
-        for offset, start, extent in zip(lead, box.start, shape):
-            row = row * extent + start + offset
-        total += hash_box(values[lead], row * shape[-2] + box.start[-2], box.start[-1])
+        for index, extent in zip((*map(sum, zip(lead, box.start)), *box.start[dims - 1 : -1]), shape):
+            row = row * extent + index
+        total += hash_box(values[lead].reshape(math.prod(box.shape[dims - 1 : -1]), box.shape[-1]), row, box.start[-1])
     return total & MASK
 
 
@@ -54,17 +71,51 @@ def hash_tensor(values: torch.Tensor) -> int:
     return hash_slice(values, whole_box(shape), shape)
 
 
-def _hash_numpy(bits: torch.Tensor, a: np.ndarray, b: np.ndarray) -> int:
-    # einsum widens the integers block by block: 2.5 times as fast as torch's int64 product, which needs a widened copy.
-    sums = np.einsum("rc,c->r", bits.numpy(), b)
-    return int((sums * a).sum()) & MASK
+def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, int]:
+    """(integers [R, C], the first word touched, integers of it that come before the first column).
+
+    The integers are words (int64) where columns, strides and address allow it, else one for each element, of its size.
+    """
+    bits = values.detach().view(BITS[values.element_size()])
+    if len(bits) == 1:
+        bits = bits[0].unsqueeze(0)  # the stride from row to row is then no obstacle
+    item = bits.element_size()
+    first_word, lead = divmod(col_start * item, WORD_BYTES)
+    places = (lead, bits.shape[1] * item, bits.stride(0) * item, bits.data_ptr())
+    if bits.stride(1) == 1 and bits.numel() and not any(place % WORD_BYTES for place in places):
+        bits, item = bits.view(torch.int64), WORD_BYTES
+    return bits, first_word, lead // item
 
 
-def _hash_torch(bits: torch.Tensor, a: np.ndarray, b: np.ndarray) -> int:
-    row_weights, col_weights = (torch.tensor(weights, device=bits.device) for weights in (a, b))
-    step = max(1, _CHUNK_ELEMENTS // max(1, bits.shape[1]))
-    sums = torch.cat([(chunk * col_weights).sum(1) for chunk in bits.split(step)])
-    return int((sums * row_weights).sum().item()) & MASK
+def word_count(bits: torch.Tensor, lead: int) -> int:
+    """Words that a row touches of what `as_words` returns."""
+    return -(-(lead + bits.shape[1]) * bits.element_size() // WORD_BYTES)
+
+
+def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> int:
+    rows, words = len(a), len(b)
+    whole = bits.numpy().view(np.uint64) if bits.dtype == torch.int64 else None
+    wide, high = min(words, TILE_WORDS), max(1, TILE_WORDS // max(1, words))
+    scratch = np.empty(min(high, rows) * wide, np.uint64)
+    total = 0
+    for r, w in itertools.product(range(0, rows, high), range(0, words, wide)):
+        r_end, w_end = min(r + high, rows), min(w + wide, words)
+        tile = _filled_up(bits[r:r_end], lead, w, w_end) if whole is None else whole[r:r_end, w:w_end]
+        mixed = scratch[: tile.size].reshape(tile.shape)
+        np.right_shift(tile, np.uint64(MIX_SHIFT), out=mixed)
+        np.add(tile, mixed, out=mixed)
+        total += int((np.einsum("rw,w->r", mixed, b[w:w_end]) * a[r:r_end]).sum())
+    return total & MASK
+
+
+def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarray:
+    """Words first .. end of each row of elements, of which `lead` are missing at the start: there, and at the end, are zeros."""
+    per_word = WORD_BYTES // bits.element_size()
+    words = np.zeros((len(bits), end - first), np.uint64)
+    low, high = max(0, first * per_word - lead), min(bits.shape[1], end * per_word - lead)
+    place = low + lead - first * per_word
+    torch.from_numpy(words.view(np.int64)).view(bits.dtype)[:, place : place + high - low].copy_(bits[:, low:high])
+    return words
 
 
 def weights(seed: int, start: int, count: int) -> np.ndarray:

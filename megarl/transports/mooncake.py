@@ -27,6 +27,7 @@ from megarl.transports.base import MOONCAKE, Endpoint, RemoteTensor
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends those of a call in parallel, and RDMA cuts them up anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
+MOST_NOTED_BYTES = 256 << 20  # before what is noted is handed over: long calls for the wire, and yet it runs while we go on
 _MOST_RUNS = 512  # in one call: the TCP transport refuses a few thousand, and then works no more
 
 Run = tuple[int, int, int]  # staging address, destination address, bytes
@@ -65,14 +66,11 @@ class MooncakeTransport:
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         rank, start = copy.destination_rank, copy.destination_box.start
         base = self._peers[rank][2]
-        if self._noted >= HALF_BYTES:
-            self._flush()
         if (landing := self._landings[rank].get((copy.destination_tensor, start))) is not None:
-            self._stage_run(rank, base + landing, as_bytes(values.contiguous()))
+            self._put(rank, base + landing, values)
             return
-        tensor = self._tensors[rank][copy.destination_tensor]
-        for address, run in destination_runs(values, start, tensor):
-            self._stage_run(rank, base + address, run)
+        for offset, run in destination_runs(values, start, self._tensors[rank][copy.destination_tensor]):
+            self._put(rank, base + offset, run)
 
     def fence(self) -> None:
         self._flush()
@@ -87,25 +85,26 @@ class MooncakeTransport:
         self._jobs.put(None)
         self._staging = None
 
-    def _stage_run(self, rank: int, address: int, run: torch.Tensor) -> None:
-        """In parts that fit into what is left of the half."""
-        if run.untyped_storage().data_ptr() in self._sources:
-            for first in range(0, run.numel(), LONGEST_RUN_BYTES):
-                self._note(rank, run.data_ptr() + first, address + first, min(LONGEST_RUN_BYTES, run.numel() - first))
-            return
-        while run.numel():
-            if self._staging is None:
-                self._staging = torch.empty(2, HALF_BYTES, dtype=torch.uint8, device=run.device)
-                register(self._engine, [(self._staging.data_ptr(), 2 * HALF_BYTES)])
-            if self._filled >= HALF_BYTES:
-                self._flush()
-            part = run[: min(HALF_BYTES - self._filled, LONGEST_RUN_BYTES)]
-            place = self._staging[self._half, self._filled : self._filled + part.numel()]
-            place.copy_(part)
-            self._note(rank, place.data_ptr(), address, part.numel())
-            self._filled += part.numel()
-            address += part.numel()
-            run = run[part.numel() :]
+    def _put(self, rank: int, address: int, values: torch.Tensor) -> None:
+        """Values of any strides to contiguous memory at `address`: from where they lie if that is registered, else packed."""
+        in_place = values.is_contiguous() and values.untyped_storage().data_ptr() in self._sources
+        for part in pieces(values, LONGEST_RUN_BYTES):
+            self._note(rank, part.data_ptr() if in_place else self._staged(part), address, part.nbytes)
+            address += part.nbytes
+
+    def _staged(self, part: torch.Tensor) -> int:
+        """Copies at most LONGEST_RUN_BYTES into the staging buffer; the address there."""
+        if self._staging is None:
+            self._staging = torch.empty(2, HALF_BYTES, dtype=torch.uint8, device=part.device)
+            register(self._engine, [(self._staging.data_ptr(), 2 * HALF_BYTES)])
+        start = -(-self._filled // part.itemsize) * part.itemsize
+        if start + part.nbytes > HALF_BYTES:
+            self._flush()
+            start = 0
+        place = self._staging[self._half, start : start + part.nbytes].view(part.dtype).view(part.shape)
+        place.copy_(part)
+        self._filled = start + part.nbytes
+        return place.data_ptr()
 
     def _note(self, rank: int, source: int, destination: int, size: int) -> None:
         runs = self._runs.setdefault(rank, [])
@@ -115,6 +114,8 @@ class MooncakeTransport:
         else:
             runs.append((source, destination, size))
         self._noted += size
+        if self._noted >= MOST_NOTED_BYTES:
+            self._flush()
 
     def _flush(self) -> None:
         """Hands the current half to the thread and takes over the other."""
@@ -147,7 +148,7 @@ class MooncakeTransport:
 
 
 def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(offset in the endpoint's memory, bytes) of each contiguous run of a box of `tensor` that begins at `start`."""
+    """(offset in the endpoint's memory, its values) of each contiguous run of a box of `tensor` that begins at `start`."""
     dim = len(tensor.shape)  # from here on the box is contiguous in the destination
     extent = 1
     while dim and tensor.strides[dim - 1] == extent:
@@ -157,17 +158,25 @@ def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: Remot
             break
     item = values.element_size()
     first = tensor.offset_bytes + item * sum(s * stride for s, stride in zip(start, tensor.strides))
-    rows = values.reshape(math.prod(values.shape[:dim]), -1)
-    for row, index in zip(rows, _indices(values.shape[:dim])):
-        yield first + item * sum(i * stride for i, stride in zip(index, tensor.strides)), as_bytes(row)
+    for index in _indices(values.shape[:dim]):
+        yield first + item * sum(i * stride for i, stride in zip(index, tensor.strides)), values[index]
+
+
+def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Views of at most `most_bytes` that together are `values`, in the order of its elements."""
+    if values.nbytes <= most_bytes:
+        yield values
+        return
+    row_bytes = values.nbytes // len(values)
+    if row_bytes > most_bytes:
+        for row in values:
+            yield from pieces(row, most_bytes)
+    else:
+        yield from values.split(most_bytes // row_bytes)
 
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return (tuple(i) for i in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()) if shape else iter([()])
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def open_engine(host: str, protocol: str, timeout_s: float) -> Any:

@@ -20,21 +20,25 @@ class SharedMemoryTransport:
     def __init__(self, rank: int, timeout_s: float):
         self._rank = rank
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
+        self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # a box where it lies: cut once, used every update
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        self._tensors = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}
+        self._tensors, self._places = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}, {}
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         """Nothing to do."""
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
-        self._tensors[copy.destination_rank][copy.destination_tensor][copy.destination_box.slices()].copy_(values)
+        key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
+        if (place := self._places.get(key)) is None:
+            place = self._places[key] = self._tensors[key[0]][key[1]][copy.destination_box.slices()]
+        place.copy_(values)
 
     def fence(self) -> None:
         """Nothing to wait for: a store to shared memory is in place, and the message that follows orders it."""
 
     def close(self) -> None:
-        self._tensors = {}
+        self._tensors, self._places = {}, {}
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
         try:

@@ -100,7 +100,7 @@ def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
 def test_which_boxes_land(start, shape, of, runs, through_landing):
     assert lands(Box(start, shape), of, 4) is through_landing
     remote = RemoteTensor("t", of, "float32", torch.empty(of).stride(), 256)
-    found = [run.numel() for _, run in mooncake.destination_runs(torch.zeros(shape), start, remote)]
+    found = [run.nbytes for _, run in mooncake.destination_runs(torch.zeros(shape), start, remote)]
     assert len(found) == runs and sum(found) == 4 * torch.Size(shape).numel()
 
 
@@ -110,7 +110,16 @@ def test_runs_name_every_byte_of_the_box_once():
     for box in (Box((1, 1, 2), (2, 3, 4)), Box((0, 2, 0), (3, 2, 8)), Box((2, 0, 0), (1, 5, 8))):
         memory = torch.full_like(whole, -1)
         for offset, run in mooncake.destination_runs(whole[box.slices()], box.start, remote):
-            memory.view(-1).view(torch.uint8)[offset : offset + run.numel()] = run
+            memory.view(-1)[offset // 4 : offset // 4 + run.numel()] = run.reshape(-1)
         expected = torch.full_like(whole, -1)
         expected[box.slices()] = whole[box.slices()]
         assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 8), (2, 1, 100), (9, 2)])
+@pytest.mark.parametrize("most", [4, 20, 40, 64, 10_000])
+def test_pieces_are_short_and_in_order(shape, most):
+    values = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape, 2)[..., 1]  # not contiguous
+    found = list(mooncake.pieces(values, most))
+    assert torch.equal(torch.cat([piece.reshape(-1) for piece in found]), values.reshape(-1))
+    assert max(piece.nbytes for piece in found) <= most and all(piece.numel() for piece in found)

@@ -212,7 +212,7 @@ def scenario_train(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """vocab_parallel_logprobs and its gradient, on this rank's slice of the given logits."""
-    from megarl.trainer.logprobs import vocab_parallel_logprobs
+    from megarl.kernels import vocab_parallel_logprobs
 
     found = {}
     for name, (logits, targets, vocab_size, temperature) in torch.load(scenario["inputs"]).items():

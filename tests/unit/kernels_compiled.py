@@ -13,7 +13,7 @@ from megarl.kernels import audit_triton, logprobs_triton, quantise_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = dict(
-    codes="*u8", scales="*fp32", row_weights="*i64", col_weights="*i64", partial="*i64", targets="*i64", log_z="*fp32", grad="*fp32",
+    codes="*u8", scales="*fp32", row_weights="*i64", word_weights="*i64", partial="*i64", targets="*i64", log_z="*fp32", grad="*fp32",
     temperature="fp32", BF16="constexpr", STEPS="constexpr", INTERPRETED="constexpr",
 )  # fmt: skip
 UNALIGNED = ("floor_bits", "tiles_across", "strips", "temperature", "tokens")
@@ -45,10 +45,12 @@ def test_quantise(mode):
     assert set(re.findall(r"(?:div|rcp|mul|add|fma)[\w.]*\.f32", text)) <= {"div.rn.f32", "mul.f32", "add.f32", "fma.rn.f32"}
 
 
-@pytest.mark.parametrize("bits", ["*i8", "*i16", "*i32"])
-def test_audit_hash(bits):
+@pytest.mark.parametrize(("bits", "per_word"), [("*u64", 1), ("*u32", 2), ("*u16", 4), ("*u8", 8)])
+def test_audit_hash(bits, per_word):
     blocks = dict(STEPS=audit_triton.STEPS, BLOCK_ROWS=audit_triton.BLOCK_ROWS, BLOCK_COLS=audit_triton.BLOCK_COLS)
-    assert "v4.b32" in accesses(ptx(audit_triton._hash_kernel, dict(values=bits), col_stride=1, **blocks), "ld")
+    constants = dict(PER_WORD=per_word, MIX_SHIFT=31, col_stride=1, **blocks)
+    loads = accesses(ptx(audit_triton._hash_kernel, dict(values=bits), **constants), "ld")
+    assert loads & {"v4.b32", "v2.b64"}  # 16 bytes at a time
 
 
 @pytest.mark.parametrize("logits", ["*bf16", "*fp32"])

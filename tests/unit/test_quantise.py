@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.reshard import quantise as rules
 from megarl.reshard.box import Box, whole_box
 from megarl.reshard.quantise import FP8, merge_amax, quantise, quantise_with, scales_of, tile_amax
 from megarl.reshard.quantise_rules import BLOCK, CHANNEL, CHANNEL_ONLINE, TENSOR, TENSOR_ONLINE, Rule, block_rule
@@ -180,3 +181,23 @@ def test_tensor_equals_sglangs_converter(converter):
     scale = converter.tensor_fp8(x)[1]
     equal(quantise(x, TENSOR, "x"), (bits(codes), scale.view(1, 1).numpy()))
     assert converter.tensor_fp8(x * 0)[1] == quantise(x * 0, TENSOR, "x")[1]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("start", [(0, 0), (5, 70)])
+def test_strips_of_rows_change_nothing(rule, start, monkeypatch):
+    """A large box is worked through strip by strip; all rows at once give the same bits, also where the first strip is a cut tile."""
+    x = torch.randn(2, 300, 200, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+    def worked_through(elements: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(rules, "STRIP_ELEMENTS", elements)
+        amax = tile_amax(x, *start, rule, "x")
+        codes = quantise_with(x, *start, scales_of(amax, rule), rule)
+        return len(list(rules._strips(x, start[0], rule))), amax, codes.view(torch.uint8)
+
+    strips, amax, codes = worked_through(1 << 30)
+    assert strips == 1
+    for elements in (1, 60_000):
+        strips, found_amax, found_codes = worked_through(elements)
+        assert (strips > 1) == (rule.rows is not None)
+        assert torch.equal(found_amax, amax) and torch.equal(found_codes, codes)

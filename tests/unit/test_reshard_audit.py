@@ -32,24 +32,34 @@ def splitmix64(state: int) -> int:
 
 def written_out(tensor: torch.Tensor) -> int:
     """The formula of the module's docstring in Python integers."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    rows = tensor.view(torch.uint8).reshape(len(tensor), -1).tolist()
     total = 0
-    for r, row in enumerate(tensor.view(bits).tolist()):
-        for c, x in enumerate(row):
+    for r, row in enumerate(rows):
+        for w in range(0, len(row), 8):
+            x = int.from_bytes(bytes(row[w : w + 8]), "little")
             a = splitmix64((r + 1) * 0x9E3779B97F4A7C15 + audit.ROW_SEED) | 1
-            b = splitmix64((c + 1) * 0x9E3779B97F4A7C15 + audit.COL_SEED) | 1
-            total += x * a * b
+            b = splitmix64((w // 8 + 1) * 0x9E3779B97F4A7C15 + audit.COL_SEED) | 1
+            total += (x + (x >> 31)) * a * b
     return total & MASK
 
 
+@pytest.mark.parametrize("tile_words", [audit.TILE_WORDS, 8, 2])  # several rows, one row, part of a row
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_equals_the_formula_on_both_paths(dtype, monkeypatch):
-    x = values(dtype, 9, 13)
-    expected = written_out(x)
-    assert hash_tensor(x) == expected
-    monkeypatch.setattr(audit, "_hash_numpy", audit._hash_torch)  # the path of other devices, in several chunks
-    monkeypatch.setattr(audit, "_CHUNK_ELEMENTS", 30)
-    assert hash_tensor(x) == expected
+def test_equals_the_formula(dtype, tile_words, monkeypatch):
+    monkeypatch.setattr(audit, "TILE_WORDS", tile_words)
+    for x in (values(dtype, 9, 32), values(dtype, 9, 13)):  # whole words, and filled up
+        assert hash_tensor(x) == hash_tensor(x.t().contiguous().t()) == written_out(x)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_compiled_loop_gives_the_same(dtype, monkeypatch):
+    x = values(dtype, 40, 64)
+    boxes = [Box((0, 0), (40, 64)), Box((3, 8), (20, 16)), Box((39, 0), (1, 64)), Box((0, 56), (40, 8)), Box((4, 3), (7, 50))]
+    expected = [hash_box(x[box.slices()], *box.start) for box in boxes]
+    monkeypatch.setattr(audit, "COMPILED_BYTES", 0)
+    monkeypatch.setattr(audit, "_hash_tiles", lambda bits, *_: pytest.fail("not compiled") if bits.dtype == torch.int64 else None)
+    assert [hash_box(x[box.slices()], *box.start) for box in boxes[:4]] == expected[:4]
+    assert hash_box(x[boxes[4].slices()], *boxes[4].start) is None  # cut words: not for the loop
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -60,18 +70,27 @@ def test_strides_do_not_matter_only_positions_do(dtype):
     assert hash_box(x.t(), 0, 0) == hash_tensor(x.t().contiguous()) != hash_tensor(x)
 
 
-@settings(max_examples=25, deadline=None)
-@given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=4), data=st.data())
-def test_shares_of_disjoint_boxes_add_up(shape, data):
-    x = values(torch.bfloat16, *shape)
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    dtype=st.sampled_from(list(INTEGERS)),
+    tile_words=st.sampled_from([1, 3, audit.TILE_WORDS]),
+    data=st.data(),
+)
+def test_shares_of_disjoint_boxes_add_up(shape, dtype, tile_words, data):
+    """Wherever the cuts fall: boxes begin and end inside words, and lie in memory as views or as copies of their own."""
+    x = values(dtype, *shape)
     whole = Box((0,) * len(shape), tuple(shape))
     inner_start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     inner = Box(inner_start, tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, inner_start)))
     boxes = [inner, *whole.subtract(inner)]
     assert sum(box.numel for box in boxes) == whole.numel
-    assert sum(hash_slice(x[box.slices()], box, tuple(shape)) for box in boxes) & MASK == hash_tensor(x)
-    flat = x.reshape(1, -1) if len(shape) == 1 else x.flatten(0, -2)
-    assert hash_tensor(x) == hash_box(flat, 0, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit, "TILE_WORDS", tile_words)
+        for place in (torch.Tensor.detach, torch.Tensor.clone):
+            shares = [hash_slice(place(x[box.slices()]), box, tuple(shape)) for box in boxes]
+            assert sum(shares) & MASK == hash_tensor(x)
+    assert hash_tensor(x) == written_out(x.reshape(1, -1) if len(shape) == 1 else x.flatten(0, -2))
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -101,6 +120,23 @@ def test_every_swap_of_elements_rows_and_columns_is_seen():
             order = list(range(8))
             order[i], order[j] = j, i
             assert hash_tensor(x[order]) != expected and hash_tensor(x[:, order]) != expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flipped_signs_do_not_cancel(dtype):
+    """Every pair of elements of two rows, wherever they stand in their words: also where one word loses what another one gains."""
+    x = values(dtype, 2, 16)
+    expected = hash_tensor(x)
+    for i in range(32):
+        for j in range(i):
+            y = x.clone().view(-1)
+            y[[i, j]] = -y[[i, j]]
+            assert hash_tensor(y.view(2, 16)) != expected
+    assert len({hash_tensor(x), hash_tensor(-x), hash_tensor(x.roll(1, 0)), hash_tensor(x.roll(1, 1))}) == 4
+    for rows in ([0], [1], [0, 1]):
+        y = x.clone()
+        y[rows] = -y[rows]
+        assert hash_tensor(y) != expected
 
 
 def test_zeros_add_nothing_and_negative_zero_is_not_zero():
