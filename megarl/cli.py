@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import select
 import sys
 from dataclasses import asdict
 from typing import Any, Callable, Optional, Sequence
@@ -64,9 +65,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return _fail([str(error)], 1)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough; keep Python from flushing into the closed pipe
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # another pipe, of a process that died
+        # The reader (head, less) has seen enough; keep Python from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _reader_is_gone() -> bool:
+    watched = select.poll()
+    watched.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
