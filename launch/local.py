@@ -100,7 +100,7 @@ def headline(plan: RunPlan, step: int) -> str:
     start = f"from the checkpoint of step {step}" if step else "from the start"
     engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
     return (
-        f"Asynchronous RL ({config.algorithm.name}, capacity {config.async_.capacity}): {config.max_steps} steps {start}, "
+        f"Asynchronous RL ({config.algorithm.name}, capacity {'unbounded' if config.async_.capacity is None else config.async_.capacity}): {config.max_steps} steps {start}, "
         f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples, trainer {sizes(plan)} -> {engines}, in {config.run_dir}"
     )
 
