@@ -12,7 +12,7 @@ import torch
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
 from megarl.messaging.messages import ProbeReady, WeightsApplied
-from megarl.channels.ledger import LEDGER_FILE
+from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.channels.weights_sender import SyncReport
 from megarl.executors.checkpoints import checkpoint_path, prune_checkpoints
 from megarl.launch.rendezvous import Rendezvous
@@ -34,7 +34,7 @@ class TrainerExecutor:
     plan: RunPlan
     rank: int
     rendezvous: Rendezvous
-    ledger: Callable[[], bytes]  # on rank 0: what has become of every prompt, for the checkpoint
+    ledger: Callable[[], bytes] = Ledger().encode  # on rank 0: what has become of every prompt, for the checkpoint
     name: str = "trainer"
     curr_step: int = 0
 

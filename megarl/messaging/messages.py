@@ -67,8 +67,11 @@ class GroupsStarted(_Message, frozen=True):
     version: Version
 
 
-class GroupReady(_Message, frozen=True):
-    """Generator: a finished group. Times are seconds of the generator's monotonic clock; all 0 in a group that an earlier process made."""
+class GroupReady(_Message, frozen=True, gc=False):
+    """Generator: a finished group. Times are seconds of the generator's monotonic clock; all 0 in a group that an earlier process made.
+
+    (Out of the garbage collector's sight, for the sake of full buffers: it holds nothing that could refer back to it.)
+    """
 
     ordinal: Ordinal
     oldest: Version  # of its tokens

@@ -163,9 +163,9 @@ def test_the_checks_accept_what_the_layouts_can_cut(
 
 
 def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
-    problems = problems_of(tmp_path, "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.max_staleness=0")
+    problems = problems_of(tmp_path, "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.chunk_tokens=9")
     assert {problem.split(":")[0] for problem in problems} == {
-        "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.max_staleness=0"
+        "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.chunk_tokens=9"
     }  # fmt: skip
 
 
