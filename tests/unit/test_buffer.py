@@ -152,12 +152,13 @@ class Simulation:
     """A run without engines: rollouts take random times, the trainer trains, both ends by the real rules. Killed and resumed at will.
 
     Old weights can live on in a rollout (in flight) or not (block): `mixed` says whether an update waits for running rollouts.
+    An `eager` generator also begins what is bound to be rejected.
     """
 
-    def __init__(self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed):
+    def __init__(self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False):
         self.random = random.Random(seed)
         self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
-        self.capacity = run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
+        self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
         self.trained, self.ages, self.rejected = [], [], 0
         self.start(Ledger(), 0)
 
@@ -226,11 +227,14 @@ some_or_none = st.one_of(st.none(), st.integers(0, 5))
     max_staleness=some_or_none,
     in_flight=st.integers(1, 20),
     mixed=st.booleans(),
+    eager=st.booleans(),
     kills=st.lists(st.integers(0, 14), max_size=3),
 )
-def test_every_prompt_is_trained_on_once_none_too_old_whatever_happens(seed, per_step, capacity, max_staleness, in_flight, mixed, kills):
+def test_every_prompt_is_trained_on_once_none_too_old_whatever_happens(
+    seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills
+):
     steps = 15
-    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed)
+    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager)
     for kill_at in sorted(kills):
         run.run(kill_at)
         run.kill_and_resume()
@@ -254,6 +258,13 @@ def test_rejection_of_everything_is_no_deadlock():
     run.run()
     assert run.rejected == 12
     assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(20, 40))
+
+
+def test_an_eager_generator_is_rejected_often_and_gets_there():
+    run = Simulation(2, 4, 6, 1, 8, 40, False, eager=True)
+    run.run()
+    assert run.rejected > 100
+    assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(160))
 
 
 def test_long_rollouts_are_trained_on_as_often_as_short_ones():
