@@ -106,7 +106,7 @@ class GeneratorExecutor:
         """One batch's worth of groups more has gone to the trainer, which makes them up into batches by a rule of its own."""
         with self.trace.span(f"generate batch {self.curr_step}"):
             enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
-            self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines, or weights from the trainer")
+            self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
         self.curr_step += 1
 
     def get_output(self) -> None:

@@ -71,7 +71,8 @@ class RolloutStream:
         return self.admission.in_flight == 0 and self.admission.held_back(self.version)
 
     def __str__(self) -> str:
-        return f"{self.sent} groups sent, {self.admission.in_flight} in flight, under version {self.version}"
+        why = ", held back until the trainer sends newer weights" if self.held_back else ""
+        return f"{self.sent} groups sent, {self.admission.in_flight} in flight, under version {self.version}{why}"
 
     def _begin(self) -> None:
         ordinals = [] if self._held else self.admission.begin(self.version)
