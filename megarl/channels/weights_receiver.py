@@ -76,13 +76,17 @@ class WeightsReceiver:
             self._link.send(name, applied)
 
     async def _offer(self, executor: Executor) -> Version:
-        """The next version that every trainer rank stands still for. Who needs it has a deadline; this is only on the watch for it."""
+        """The next version that every trainer rank stands still for. The first rank may take its time: who needs the weights
+        has a deadline. Then the others must follow."""
         while True:
             for version, ranks in self._offers.items():
                 if len(ranks) == len(self._trainers):
                     del self._offers[version]
                     return version
-            sender, offer = await self._link.arrival(WeightsOffer, None, f"weights newer than version {executor.version}")
+            missing = ", ".join(name for name in self._trainers if name not in set().union(*self._offers.values()))
+            timeout_s = self._plan.config.timeouts.weights_s if self._offers else None
+            awaited = f"weights newer than version {executor.version} from {missing}"
+            sender, offer = await self._link.arrival(WeightsOffer, timeout_s, awaited)
             self._offers.setdefault(offer.version, set()).add(sender)
 
     async def _update(self, executor: Executor, version: Version) -> tuple[update.WeightUpdate, int]:
@@ -96,19 +100,24 @@ class WeightsReceiver:
         with executor.trace.span(f"pause for weights {version}", track="weights"):
             await session.open()
             endpoints = await self._open_memory() if first else []
-            for name in self._trainers:
-                self._link.send(name, WeightsGrant(version, [endpoint.encode() for endpoint in endpoints]))
-            if self._kind == GLOO:
-                await session.receive()
-            written = [await self._written(version) for _ in self._trainers]
-            if self._kind == MOONCAKE:
-                await session.spread()
-            if config.weights.audit:
-                await session.audit([message.shares for message in written], self._map)
+            written = await self._take_writes(session, version, endpoints)
             await session.close(version)
         return session, sum(message.bytes_written for message in written)
 
-    async def _written(self, version: Version) -> WeightsWritten:
+    async def _take_writes(self, session: update.WeightUpdate, version: Version, endpoints: list[Endpoint]) -> list[WeightsWritten]:
+        """Lets all trainer ranks write, and proves what they wrote; what each said of it."""
+        for name in self._trainers:
+            self._link.send(name, WeightsGrant(version, [endpoint.encode() for endpoint in endpoints]))
+        if self._kind == GLOO:
+            await session.receive()
+        written = [await self._await_written(version) for _ in self._trainers]
+        if self._kind == MOONCAKE:
+            await session.spread()
+        if self._plan.config.weights.audit:
+            await session.audit([message.shares for message in written], self._map)
+        return written
+
+    async def _await_written(self, version: Version) -> WeightsWritten:
         awaited = f"the trainer ranks to write weights version {version}"
         _, message = await self._link.arrival(WeightsWritten, self._plan.config.timeouts.weights_s, awaited)
         assert message.version == version
