@@ -22,14 +22,17 @@ class Background:
         task.add_done_callback(self._ended)
 
     async def beside(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` to its end. Raises what it raises, or what a task raises or has raised."""
+        """Runs `coroutine` to its end. Raises what it raises, or what a task raises or has raised; then all tasks are ended too,
+        so that nothing but the error is heard of them."""
         self._failure = self._failure or asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(coroutine)
-        await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-        if self._failure.done():
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            return self._failure.result() if self._failure.done() else task.result()
+        except BaseException:
             await _cancelled({task})
-            self._failure.result()
-        return task.result()
+            await self.close()
+            raise
 
     async def close(self) -> None:
         await _cancelled(set(self._tasks))

@@ -163,12 +163,20 @@ def test_what_died_while_nobody_waited_is_reported_by_the_next_wait():
     async def dies():
         raise ValueError("first")
 
+    async def ends(ended):
+        try:
+            await asyncio.sleep(DEADLINE_S)
+        finally:
+            ended.set()
+
     async def run():
-        background = Background()
+        background, other = Background(), asyncio.Event()
         background.start(dies(), "a task")
+        background.start(ends(other), "another")
         await settle()
         with pytest.raises(ValueError, match="first"):
             await background.beside(asyncio.sleep(DEADLINE_S))
+        assert other.is_set(), "the other tasks are ended"
 
     asyncio.run(run())
 
