@@ -108,6 +108,7 @@ def test_a_broken_ledger_is_an_error_that_names_the_file(tmp_path):
         Ledger.load(tmp_path)
 
 
+@settings(deadline=None)
 @given(st.permutations(range(12)))
 def test_consumed_is_a_set(order):
     consumed, seen = Consumed(), set()
