@@ -117,8 +117,9 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
     start = f"from the checkpoint of step {step}" if step else "from the start"
     engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
     where = f" on {nodes} nodes" if nodes > 1 else ""
+    capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
     return (
-        f"Asynchronous RL ({config.algorithm.name}, capacity {config.async_.capacity}): {config.max_steps} steps {start}, "
+        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}, "
         f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples, trainer {sizes(plan)} -> {engines}{where}, in {config.run_dir}"
     )
 

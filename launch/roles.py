@@ -17,24 +17,28 @@ from megarl.protocols import Channel, Executor
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
     """One trainer rank of a run."""
     prepare_megatron()
-    from megarl.messaging.link import Peer
-    from megarl.channels.rollouts import RolloutsChannel
+    from megarl.channels.buffer import RolloutBuffer
+    from megarl.channels.ledger import Ledger
+    from megarl.channels.rollouts import RolloutsReceiver
     from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
+    from megarl.messaging.link import Peer
 
     plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
-    link = Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
+    config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
+    ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
+    buffer = RolloutBuffer(config.rollout.prompts_per_step, config.async_.max_staleness, ledger) if rank == 0 else None
     weights = WeightsSender(plan, link)
-    rollouts = RolloutsChannel(link, plan.config.async_.capacity, plan.config.timeouts.rollouts_s)
-    run_controller(plan, TrainerExecutor(plan, rank, rendezvous), [weights, rollouts], weights)
+    rollouts = RolloutsReceiver(link, config.async_.capacity, config.timeouts.rollouts_s, buffer)
+    run_controller(plan, TrainerExecutor(plan, rank, rendezvous, rollouts.ledger), [weights, rollouts], weights)
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
     """The generator executor of a run."""
-    from megarl.messaging.link import Hub
-    from megarl.channels.rollouts import RolloutsChannel
-    from megarl.channels.weights_receiver import SynchronousWeightsReceiver, WeightsReceiver
+    from megarl.channels.rollouts import RolloutsSender
+    from megarl.channels.weights_receiver import InitialWeights, WeightsReceiver
     from megarl.executors.generator import GeneratorExecutor
+    from megarl.messaging.link import Hub
     from megarl.reshard.layout import trainer_layout
     from megarl.trainer.norm_names import norm_names
 
@@ -42,8 +46,8 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, norm_names())
     weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
-    rollouts = RolloutsChannel(link, plan.config.async_.capacity, plan.config.timeouts.rollouts_s)
-    run_controller(plan, GeneratorExecutor(plan, rendezvous), [weights, rollouts], SynchronousWeightsReceiver(weights))
+    rollouts = RolloutsSender(link, plan.config.async_.capacity)
+    run_controller(plan, GeneratorExecutor(plan, rendezvous, rollouts), [weights, rollouts], InitialWeights(weights))
 
 
 def run_controller(plan: RunPlan, executor: Executor, channels: list[Channel], initial_weights: Channel) -> None:

@@ -13,6 +13,9 @@ class Controller:
     Per step: what comes in, the step, what goes out. Algorithm 1 runs all channels before the step; receiving before
     and sending after it is the same order one tick shifted, and lets capacity 0 be the plain synchronous loop.
 
+    What goes on beside the loop, as generation and the taking of weights do, is the executor's own: it goes on while the loop
+    waits there, and its failure is raised where the loop waits.
+
     `init_channels` run once before the first step (Algorithm 1's `init_communication_channels`): the weights the
     trainer starts from reach the generator whatever the generator was started with.
     """

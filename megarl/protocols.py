@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Protocol
+from typing import Any, Optional, Protocol
 
 
 class ChannelType(enum.Enum):
@@ -42,7 +42,8 @@ class Executor(Protocol):
 
 
 class Channel(Protocol):
-    """A directed, named link. Asynchrony is nothing but `capacity`: 0 synchronous, 1 one step behind, K a bounded queue.
+    """A directed, named link. Asynchrony is nothing but `capacity`: 0 synchronous, 1 one step behind, K a bounded
+    queue, None unbounded.
 
     `send` runs on the outbound executor's processes, `recv` on the inbound executor's. Each blocks only until its
     deadline, and then raises an error that names who waits for whom.
@@ -52,7 +53,7 @@ class Channel(Protocol):
     outbound: str  # executor name
     inbound: str  # executor name
     type: ChannelType
-    capacity: int
+    capacity: Optional[int]
 
     def send(self, executor: Executor) -> None: ...
 

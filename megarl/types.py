@@ -14,10 +14,14 @@ Version = int
 """Weight version: 0 for the initial weights, +1 for every optimizer step."""
 
 
+Ordinal = int
+"""Number of a prompt in the run's endless stream of prompts, from 0 on."""
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt. `ordinal` numbers the prompts of a run; it is never reused, also not across a resume."""
 
-    ordinal: int
+    ordinal: Ordinal
     token_ids: list[int]  # [P]
     text: str
     answer: str  # the reference the verifier compares with
@@ -75,8 +79,11 @@ class Batch(msgspec.Struct, frozen=True):
 
     step: int
     groups: list[Group]
-    generate_s: float  # from the first request's submission to the last score
-    generator_wait_s: float  # time the generator was held back before it could start this batch
+    generate_s: float  # from the start of its first rollout to the end of its last
+    generator_wait_s: float  # time the generator was held back since the batch before
+    due_wait_s: float = 0.0  # of the trainer's waiting: for rollouts that would have become too old, though others were there
+    rejected: int = 0  # groups found too old since the batch before, to be generated again
+    buffered: int = 0  # finished groups left for later batches
 
 
 class TrainSequence(msgspec.Struct, frozen=True):

@@ -1,60 +1,149 @@
-"""The rollouts channel: finished batches, from the generator to every trainer rank."""
+"""The rollouts channel: groups from the generator as they finish, batches to every trainer rank.
+
+    generator                                   trainer rank 0
+    begins where the ledger ends       ←        GenerateFrom(first, skip), once
+    GroupsStarted(ordinals, version)   →
+    GroupReady(group)                  →        buffers it; a batch is made when one is asked for
+    generates them again               ←        Regenerate(ordinals) of groups found too old
+
+How far the generator may run ahead is decided where it begins prompts (`admission`), which of what it sent is used, and
+when, where it is received (`buffer`).
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import Optional
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from megarl.channels.buffer import RolloutBuffer
 from megarl.messaging.link import Hub, Peer
-from megarl.messaging.messages import BatchReady
+from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate
 from megarl.protocols import ChannelType, Executor
-from megarl.types import Batch
+from megarl.types import Batch, Ordinal, Version
 
 
-@dataclass
-class RolloutsChannel:
-    """Generator → trainer, one `Batch` a step.
+class _Rollouts:
+    """What both ends agree on."""
 
-    The generator's process sends each batch once, to trainer rank 0, which broadcasts its bytes over the trainer's own
-    process group: every rank sees the whole batch (token ids and log-probs only: 64 MiB at 2048 samples of 8k tokens)
-    and picks its data-parallel share itself, so that all ranks agree on denominators and microbatch counts without
-    talking.
+    name = "rollouts"
+    outbound = "generator"
+    inbound = "trainer"
+    type = ChannelType.BROADCAST
 
-    How far the generator may run ahead is bounded where it takes weights: it starts batch s only with weights of
-    version s - capacity or newer, so at most `capacity` finished batches are ever under way.
-    """
+    def __init__(self, link: Hub | Peer, capacity: Optional[int]):
+        self.link, self.capacity = link, capacity
 
-    link: Hub | Peer
-    capacity: int
-    timeout_s: float
-    name: str = "rollouts"
-    outbound: str = "generator"
-    inbound: str = "trainer"
-    type: ChannelType = ChannelType.BROADCAST
+    def close(self) -> None:
+        self.link.close()
+
+
+class RolloutsSender(_Rollouts):
+    """At the generator. Groups go out one by one, as they finish; `send`, once a step, has nothing left to send."""
+
+    async def first(self, timeout_s: float) -> GenerateFrom:
+        return (await self.link.arrival(GenerateFrom, timeout_s, "trainer.0 to say which prompts are to be generated"))[1]
+
+    async def rejected(self) -> list[Ordinal]:
+        """Waits for the next rejection, for ever if there is none."""
+        return (await self.link.arrival(Regenerate, None, "rejected groups"))[1].ordinals
+
+    def begun(self, ordinals: list[Ordinal], version: Version) -> None:
+        self.link.send("trainer.0", GroupsStarted(ordinals, version))
+
+    def finished(self, group: GroupReady) -> None:
+        self.link.send("trainer.0", group)
 
     def send(self, executor: Executor) -> None:
-        self.link.send("trainer.0", BatchReady(executor.get_output()))
+        """See above."""
+
+    def recv(self, executor: Executor) -> None:
+        raise AssertionError("the generator does not receive rollouts")
+
+
+class _EncodedBatch(msgspec.Struct, frozen=True):
+    """A Batch whose groups are still encoded: on the wire, the same."""
+
+    step: int
+    groups: list[msgspec.Raw]
+    generate_s: float
+    generator_wait_s: float
+    due_wait_s: float
+    rejected: int
+    buffered: int
+
+
+class RolloutsReceiver(_Rollouts):
+    """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
+
+    Rank 0 broadcasts a batch's bytes over the trainer's own process group: every rank sees the whole batch (token ids and
+    log-probs only: 64 MiB at 2048 samples of 8k tokens) and picks its data-parallel share itself, so that all ranks agree on
+    denominators and microbatch counts without talking. Groups are decoded once, on each rank.
+    """
+
+    def __init__(self, link: Peer, capacity: Optional[int], timeout_s: float, buffer: Optional[RolloutBuffer] = None):
+        super().__init__(link, capacity)
+        self._timeout_s, self._buffer = timeout_s, buffer
+        self._idle_s = 0.0  # of the generator, up to the batch before
+        if buffer is not None:
+            ledger = buffer.ledger()
+            held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
+            link.send(GenerateFrom(ledger.consumed_below, held))
 
     def recv(self, executor: Executor) -> None:
         """Hands the batch of `executor.curr_step` to the executor, with the seconds it waited for it."""
         started = time.monotonic()
-        body = b""
-        if executor.rank == 0:
-            awaited = f"batch {executor.curr_step} from generator.0"
-            with executor.status.waiting("generator.0", awaited):
-                _, message = self.link.receive(BatchReady, self.timeout_s, awaited)
-            if message.batch.step != executor.curr_step:
-                raise RuntimeError(f"trainer.0 is at step {executor.curr_step} but was sent batch {message.batch.step}")
-            body = msgspec.msgpack.encode(message.batch)
+        body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
         body = broadcast_bytes(body, executor.device)
         executor.put_batch(msgspec.msgpack.decode(body, type=Batch), waited_s=time.monotonic() - started)
 
-    def close(self) -> None:
-        self.link.close()
+    def ledger(self) -> bytes:
+        """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
+        self._take_in()
+        return self._buffer.ledger().encode()
+
+    def send(self, executor: Executor) -> None:
+        raise AssertionError("the trainer does not send rollouts")
+
+    def _next_batch(self, executor: Executor) -> _EncodedBatch:
+        """Waits until the buffer gives the batch of this step, and has what it finds too old generated again."""
+        step, buffer = executor.curr_step, self._buffer
+        deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
+        with executor.status.waiting("generator.0", f"batch {step} from generator.0"):
+            while True:
+                self._take_in()
+                if stale := buffer.reject(step):
+                    self.link.send(Regenerate(stale))
+                    rejected += len(stale)
+                groups = buffer.take(step)
+                if groups is not None:
+                    break
+                if full_since is None and buffer.full():
+                    full_since = time.monotonic()
+                if not self.link.wait(deadline - time.monotonic()):
+                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for batch {step} from generator.0; {buffer}")
+        now = time.monotonic()
+        due_wait_s = now - full_since if full_since is not None else 0.0
+        return self._encoded(step, groups, due_wait_s, rejected)
+
+    def _take_in(self) -> None:
+        """Everything that has arrived. What has begun comes first: a group is announced before it finishes."""
+        while (found := self.link.poll(GroupsStarted)) is not None:
+            self._buffer.begin(found[1].ordinals, found[1].version)
+        while (found := self.link.poll(GroupReady)) is not None:
+            self._buffer.finish(found[1])
+
+    def _encoded(self, step: int, groups: list[GroupReady], due_wait_s: float, rejected: int) -> _EncodedBatch:
+        timed = [group for group in groups if group.ended_s > 0]
+        generate_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
+        idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
+        waited_s, self._idle_s = idle_s - self._idle_s, idle_s
+        return _EncodedBatch(
+            step, [group.group for group in groups], generate_s, waited_s, due_wait_s, rejected, buffered=self._buffer.finished
+        )
 
 
 def broadcast_bytes(body: bytes, device: torch.device) -> bytes:

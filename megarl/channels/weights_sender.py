@@ -20,6 +20,7 @@ from typing import Optional
 
 import torch
 
+from megarl.channels.admission import run_ahead
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
@@ -53,7 +54,7 @@ class WeightsSender:
 
     def __init__(self, plan: RunPlan, link: Peer):
         config = plan.config
-        self.capacity = config.async_.capacity
+        self.capacity = run_ahead(config.async_)
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
@@ -63,7 +64,7 @@ class WeightsSender:
     def send(self, executor: Executor) -> None:
         """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor.
 
-        The grant comes at the generator's next batch boundary: hence the long deadline of a batch, not of a write.
+        With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
         """
         version = executor.version
         if self._transport is None:

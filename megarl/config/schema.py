@@ -103,12 +103,25 @@ class GeneratorConfig:
 
 @dataclass
 class AsyncConfig:
-    capacity: int = setting(1, "of the rollouts channel, in steps: 0 synchronous, 1 one step behind, K a bounded queue", at_least(0))
-    max_staleness: Optional[int] = setting(None, "most optimizer steps a sample may be behind; null: what capacity gives", at_least(0))
+    capacity: Optional[int] = setting(
+        1, "of the rollouts channel, in steps: 0 synchronous, 1 one step behind, K a bounded queue; null: unbounded", at_least(0)
+    )
+    max_staleness: Optional[int] = setting(
+        None,
+        "most optimizer steps that the oldest token of a group may be behind when the group is used; "
+        "older ones are rejected and generated again, and nothing is begun further ahead; null: no limit of its own",
+        at_least(0),
+    )
+    max_in_flight: Optional[int] = setting(None, "prompts whose rollouts run at the same time; null: rollout.prompts_per_step", at_least(1))
     partial_rollout: str = setting(
         "block",
-        "what happens to running requests at a weight update; block: they finish first",
-        Limit("block; in_flight, retract, resume and abort are not supported yet", lambda value: value == "block"),
+        "what a weight update does to what is running; block: waits for rollouts to finish, and begins none; in_flight: pauses "
+        "requests in place, keeping their KV cache; retract: computes it anew; abort: begins requests again from the prompt, once; "
+        "resume: waits for cuts every chunk_tokens, and continues from there",
+        one_of("block", "in_flight", "retract", "abort", "resume"),
+    )
+    chunk_tokens: Optional[int] = setting(
+        None, "with partial_rollout=resume, tokens between cuts; null: a quarter of rollout.max_tokens", at_least(1)
     )
 
 

@@ -1,10 +1,9 @@
-"""The generator executor: prompts in, a batch of scored groups out, from a fleet of SGLang engines."""
+"""The generator executor: prompts in, scored groups out, from a fleet of SGLang engines."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +11,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megarl.messaging.messages import ProbeReady
+from megarl.channels.admission import Admission, run_ahead
+from megarl.channels.rollouts import RolloutsSender
 from megarl.data.prompts import eval_prompts, train_prompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.executors.background import Background
 from megarl.executors.evaluate import pass_at_1
 from megarl.executors.rollout import eval_sampling, open_fleet, open_rollout, train_sampling
+from megarl.executors.stream import RolloutStream
 from megarl.generator.fleet import Fleet
 from megarl.launch.rendezvous import Rendezvous
+from megarl.messaging.messages import ProbeReady
+from megarl.messaging.pulse import Pulse
 from megarl.observe.evaluations import write_result
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.types import Batch, Group, Version
+from megarl.types import Group, Ordinal, Version
 
 T = TypeVar("T")
 
@@ -33,15 +37,20 @@ PROBE_TOKENS = 32
 
 @dataclass
 class GeneratorExecutor:
-    """One process that drives all engines over HTTP. Of what they compute, only tokens and log-probs pass through here."""
+    """One process that drives all engines over HTTP. Of what they compute, only tokens and log-probs pass through here.
+
+    Its work is done by background tasks, whatever the controller's loop waits for: the rollout stream (`stream`), and the
+    weights channel's receiver. A step is one batch's worth of groups sent.
+    """
 
     plan: RunPlan
     rendezvous: Rendezvous
+    rollouts: RolloutsSender
     name: str = "generator"
     rank: int = 0
     curr_step: int = 0
-    version: Version = -1  # of the weights in the engines; -1 until the trainer has sent its first
-    waited_s: float = 0.0  # held back before the coming batch; the weights channel adds to it
+    background: Background = field(default_factory=Background)
+    pulse: Pulse = field(default_factory=Pulse)  # beats when the version or what was sent has changed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def init(self) -> None:
@@ -57,48 +66,79 @@ class GeneratorExecutor:
         with self.status.waiting("the engines", "start-up"):
             self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources))
         self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
+        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
+        self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
+
+    def _admission(self) -> Admission:
+        config = self.plan.config
+        per_step = config.rollout.prompts_per_step
+        return Admission(per_step, run_ahead(config.async_), config.async_.max_in_flight or per_step, end=per_step * config.max_steps)
+
+    async def _roll_out(self, ordinal: Ordinal) -> Group:
+        return await self.rollout(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs one coroutine of this process to its end."""
-        return self.loop.run_until_complete(coroutine)
+        """Runs one coroutine to its end, with the background tasks beside it; raises at once what one of them dies of."""
+        return self.loop.run_until_complete(self.background.beside(coroutine))
+
+    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        """Starts a background task, which goes on whenever the executor waits."""
+        self.loop.call_soon(self.background.start, coroutine, name)
+
+    def wait_until(self, holds: Callable[[], bool], awaited: str) -> None:
+        """Goes on with the background tasks until `holds`. Raises TimeoutError when nothing has happened for `timeouts.rollouts_s`."""
+        self.run(self._until(holds, awaited))
+
+    async def _until(self, holds: Callable[[], bool], awaited: str) -> None:
+        timeout_s = self.plan.config.timeouts.rollouts_s
+        while not holds():
+            seen = self.version, self.stream.sent
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.pulse.until(lambda: holds() or seen != (self.version, self.stream.sent))
+            except TimeoutError:
+                raise TimeoutError(f"generator.0 waited {timeout_s:.0f} s for {awaited}; {self.stream}") from None
 
     def set_step(self, step: int) -> None:
         self.status.set(f"batch {step}")
 
     def step(self) -> None:
-        """Generates and scores the batch of `curr_step` under the weights that the engines hold."""
-        if self._evaluation_due():
-            self._evaluate()
-        started = time.monotonic()
+        """One batch's worth of groups more has gone to the trainer, which makes them up into batches by a rule of its own."""
         with self.trace.span(f"generate batch {self.curr_step}"):
-            groups = self.run(self._generate(self.curr_step))
-        generate_s = time.monotonic() - started
-        self._batch = Batch(step=self.curr_step, groups=groups, generate_s=generate_s, generator_wait_s=self.waited_s)
-        self.waited_s = 0.0
+            enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
+            self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
         self.curr_step += 1
 
-    async def _generate(self, step: int) -> list[Group]:
-        """All prompts of a step at once: the engines batch continuously, and scoring overlaps with what still runs."""
-        rollout = self.plan.config.rollout
-        ordinals = range(step * rollout.prompts_per_step, (step + 1) * rollout.prompts_per_step)
-        return await asyncio.gather(*(self.rollout(self.prompts[ordinal], self.sampling, rollout.n) for ordinal in ordinals))
-
-    def get_output(self) -> Batch:
-        return self._batch
+    def get_output(self) -> None:
+        """Groups went out as they finished."""
 
     def get_model(self) -> Fleet:
         """The engines: where the weights channel writes to."""
         return self.fleet
 
-    def probe(self) -> ProbeReady:
+    @property
+    def version(self) -> Version:
+        """Of the weights in the engines; -1 until the trainer has sent its first."""
+        return self.stream.version
+
+    async def hold(self) -> None:
+        """Brings what is running into the state that `async.partial_rollout` asks for at a weight update."""
+        config = self.plan.config
+        if config.async_.partial_rollout == "block":
+            await self.stream.drain()
+        await self.fleet.hold(config.timeouts.weights_s)
+
+    def release(self, version: Version) -> None:
+        """The engines serve `version`: goes on."""
+        self.fleet.release(version)
+        self.stream.put_version(version)
+
+    async def probe(self) -> ProbeReady:
         """A few fresh samples with their log-probs, for the trainer to score under the same weights."""
         sampling = msgspec.structs.replace(self.sampling, max_tokens=min(PROBE_TOKENS, self.sampling.max_tokens))
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
-
-        async def sample() -> list[Any]:
-            return await asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
-
-        completions = [completion for (completion,) in self.run(sample())]
+        answers = await asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
+        completions = [completion for (completion,) in answers]
         return ProbeReady(
             version=self.version,
             token_ids=[prompt.token_ids + completion.token_ids for prompt, completion in zip(prompts, completions)],
@@ -106,22 +146,21 @@ class GeneratorExecutor:
             logprobs=[completion.logprobs for completion in completions],
         )
 
-    def _evaluation_due(self) -> bool:
-        every = self.plan.config.eval.every
-        return bool(self.eval_prompts) and (self.curr_step == 0 or (every > 0 and self.curr_step % every == 0))
-
-    def _evaluate(self) -> None:
-        self.status.set(f"evaluating version {self.version}")
-        with self.trace.span(f"evaluate version {self.version}"):
-            result = self.run(pass_at_1(self.rollout, self.eval_prompts, eval_sampling(self.plan, self.tokenizer)))
-        write_result(self.plan.config.run_dir, self.version, result)
+    async def evaluate(self) -> None:
+        """pass@1 of the version the engines have just taken, where one is due: the first, the last, and every `eval.every`-th."""
+        config, version = self.plan.config, self.version
+        due = version in (0, config.max_steps) or (config.eval.every > 0 and version % config.eval.every == 0)
+        if not (due and self.eval_prompts):
+            return
+        with self.trace.span(f"evaluate version {version}", track="weights"):
+            result = await pass_at_1(self.rollout, self.eval_prompts, eval_sampling(self.plan, self.tokenizer))
+        write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:
-        """The trainer's checkpoint holds all: batches are made anew from their prompts' ordinals."""
+        """The trainer's checkpoint holds all: what is not finished by then is made anew from its prompt's ordinal."""
 
     def shutdown(self) -> None:
-        if self.eval_prompts:
-            self._evaluate()
         self.status.set("done")
+        self.run(self.background.close())
         self.run(self._resources.aclose())
         self.trace.close()

@@ -12,11 +12,12 @@ import torch
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
 from megarl.messaging.messages import ProbeReady, WeightsApplied
+from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.channels.weights_sender import SyncReport
 from megarl.executors.checkpoints import checkpoint_path, prune_checkpoints
 from megarl.launch.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
-from megarl.observe.rollouts import write_rollouts
+from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
@@ -33,6 +34,7 @@ class TrainerExecutor:
     plan: RunPlan
     rank: int
     rendezvous: Rendezvous
+    ledger: Callable[[], bytes] = Ledger().encode  # on rank 0: what has become of every prompt, for the checkpoint
     name: str = "trainer"
     curr_step: int = 0
 
@@ -54,6 +56,7 @@ class TrainerExecutor:
             self.trainer.load_checkpoint(self.rendezvous.checkpoint)
         self.curr_step = self.rendezvous.start_step
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, resume_step=self.curr_step) if self.rank == 0 else None
+        self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
 
@@ -111,17 +114,21 @@ class TrainerExecutor:
                 "time/sync_pause_s": applied.pause_s,
                 "time/trainer_wait_s": self._batch_wait_s + self._sync.wait_s,
                 "time/generator_wait_s": batch.generator_wait_s,
+                "time/due_wait_s": batch.due_wait_s,
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,
                 "sync/bytes": applied.bytes_written,
                 "sync/audit_ok": applied.audited,
+                "staleness/rejected": batch.rejected,
+                "prompts/buffered": batch.buffered,
                 "prompts/first": batch.groups[0].prompt.ordinal,
                 "prompts/last": batch.groups[-1].prompt.ordinal,
             },
         )
         self._probe_metrics = {}
         write_rollouts(Path(self.plan.config.run_dir), batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
+        self.ordinals.write(batch.step, [group.prompt.ordinal for group in batch.groups])
 
     @property
     def layout(self) -> Layout:
@@ -155,14 +162,14 @@ class TrainerExecutor:
         self._probe_metrics = {"logprob/abs_diff_mean": sum(differences) / len(differences)}
 
     def save_checkpoint(self) -> None:
-        """Every `checkpoint.every` steps and after the last: weights, optimizer, RNG, and the place in the prompts."""
+        """Every `checkpoint.every` steps and after the last: weights, optimizer, RNG, and the ledger of the prompts."""
         config, step = self.plan.config, self.curr_step
         due = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
         if not (due or step == config.max_steps):
             return
         with self.trace.span(f"checkpoint {step}"):
-            state = {"step": step, "next_prompt": step * config.rollout.prompts_per_step}
-            self.trainer.save_checkpoint(checkpoint_path(config.run_dir, step), state)
+            files = {LEDGER_FILE: self.ledger()} if self.rank == 0 else {}
+            self.trainer.save_checkpoint(checkpoint_path(config.run_dir, step), {"step": step}, files)
             if self.rank == 0:
                 prune_checkpoints(config.run_dir, config.checkpoint.keep)
 
@@ -171,4 +178,5 @@ class TrainerExecutor:
         self.trace.close()
         if self.metrics is not None:
             self.metrics.close()
+            self.ordinals.close()
         shutdown_distributed()

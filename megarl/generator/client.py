@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Sequence
 
 import aiohttp
 import msgspec
@@ -14,6 +14,7 @@ from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
 from megarl.types import Version
 
+ABORT = "abort"  # finish reason of a request that was told to end
 _MOST_CANDIDATES = 4095  # SGLang reports the kept tokens of a truncated distribution up to 4096 of them, ties included
 
 
@@ -38,7 +39,7 @@ class Completion(msgspec.Struct, frozen=True):
     token_ids: list[int]  # [T]
     logprobs: list[float]  # [T] under the distribution sampled from: after temperature, top-k and top-p
     versions: list[Version]  # [T] weight version that produced each token
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # "stop" | "length"; of one answer of an engine, also "abort"
 
 
 class EngineError(RuntimeError):
@@ -89,21 +90,36 @@ class EngineClient:
         # No limit on connections: continuous batching wants every request at the engine at once, and the caller bounds them.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600))
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1) -> list[Completion]:
-        """n independent completions of one prompt, in one request.
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1, version: Optional[Version] = None) -> list[Completion]:
+        """n independent completions of one prompt, in one request; `complete` says what `version` is.
 
         Raises EngineError when the engine refuses or aborts the request, TimeoutError past `request_s`.
         """
         # The prompt n times, rather than SGLang's own n: that one first prefills each prompt alone and waits for it.
+        completions = await self.complete([prompt_ids] * n, [sampling] * n, version)
+        if any(completion.finish_reason == ABORT for completion in completions):
+            raise EngineError(f"engine {self.url} aborted a request")
+        return completions
+
+    async def complete(
+        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version] = None
+    ) -> list[Completion]:
+        """One completion of each input, in one request. An aborted one is empty.
+
+        `version` is that of the weights at submission. SGLang's prefix cache keeps keys and values apart by it: what older
+        weights left there is never used. All of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
+        """
         body: dict[str, Any] = {
-            "input_ids": [prompt_ids] * n,
-            "sampling_params": _sampling_params(sampling),
+            "input_ids": inputs,
+            "sampling_params": [_sampling_params(sampling) for sampling in samplings],
             "return_logprob": True,
         }
-        if sampling.truncated:
+        if version is not None:
+            body["extra_key"] = str(version)
+        if samplings[0].truncated:
             body["return_sampling_mask"] = True
         answers = _decode_answers(await self._post("/generate", body, self._user, self._request_s))
-        return [self._completion(answer.meta_info, sampling) for answer in answers]
+        return [self._completion(answer.meta_info, sampling) for answer, sampling in zip(answers, samplings, strict=True)]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """For each sequence of L tokens the log-probs of tokens 1 to L-1, each given those before it: [L - 1] values."""
@@ -117,8 +133,10 @@ class EngineClient:
         return [[value for value, _, _ in answer.meta_info.input_token_logprobs[1:]] for answer in answers]
 
     def _completion(self, meta: _Meta, sampling: Sampling) -> Completion:
-        if meta.finish_reason.type not in ("stop", "length"):
+        if meta.finish_reason.type not in ("stop", "length", ABORT):
             raise EngineError(f"engine {self.url} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
+        if meta.finish_reason.type == ABORT:
+            return Completion([], [], [], ABORT)
         tokens = [token for _, token, _ in meta.output_token_logprobs]
         logprobs = meta.output_token_sampling_logprobs if sampling.truncated else None
         if logprobs is None:
@@ -153,8 +171,13 @@ class EngineClient:
             return False
 
     async def pause(self, timeout_s: float, mode: str = "retract") -> None:
-        """Stops sampling at a token boundary. `retract` frees the KV of running requests; they go on, recomputed, later."""
+        """Stops sampling at a token boundary. `retract` frees the KV of running requests; they go on, recomputed, later.
+        `in_place` keeps it; they go on with the KV they have."""
         await self._admin_call("/pause_generation", {"mode": mode}, timeout_s)
+
+    async def abort_all(self, timeout_s: float) -> None:
+        """Ends every request that the engine has by now; each answers with finish reason "abort"."""
+        await self._admin_call("/abort_request", {"rid": "", "abort_all": True}, timeout_s)
 
     async def resume(self, timeout_s: float) -> None:
         await self._admin_call("/continue_generation", {"torch_empty_cache": False}, timeout_s)

@@ -1,29 +1,116 @@
-"""The engines of a run as one: every request goes to the engine with the fewest in flight."""
+"""The engines of a run as one: every request goes to the engine with the fewest in flight, and survives weight updates."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Sequence
+from dataclasses import dataclass, field
+from typing import Optional, Sequence
 
-from megarl.generator.client import Completion, EngineClient, Sampling
+import msgspec
+
+from megarl.generator.client import ABORT, Completion, EngineClient, EngineError, Sampling
+from megarl.messaging.pulse import Pulse
+from megarl.types import Version
+
+
+@dataclass
+class Draft:
+    """A response in the making, of one request after another."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
+    finish_reason: str = ""  # while it goes on
+    aborted: bool = False  # it was begun anew from the prompt; it will not be again
+
+    def add(self, completion: Completion, max_tokens: int) -> None:
+        """What one more request has sampled. Of an aborted one nothing is kept."""
+        if completion.finish_reason == ABORT:
+            self.aborted = True
+            return
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+        cut = completion.finish_reason == "length" and len(self.token_ids) < max_tokens
+        self.finish_reason = "" if cut else completion.finish_reason
+
+    def completion(self) -> Completion:
+        return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason)
 
 
 class Fleet:
-    """`engines` are clients of servers that all hold the same weights."""
+    """`engines` are clients of servers that all hold the same weights, `version`.
 
-    def __init__(self, engines: Sequence[EngineClient]):
+    `partial_rollout` says what a weight update means for requests (see `hold`). `chunk_tokens` cuts each request into several
+    of at most so many tokens.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], partial_rollout: str = "block", chunk_tokens: Optional[int] = None):
         self.engines = list(engines)
-        self._in_flight: Counter[int] = Counter()
+        self.version: Optional[Version] = None
+        self._partial_rollout, self._chunk_tokens = partial_rollout, chunk_tokens
+        self._load: Counter[int] = Counter()  # samples by engine
+        self._requests: Counter[bool] = Counter()  # at the engines now, by whether they must not be aborted
+        self._aborts = 0
+        self._held = False
+        self._pulse = Pulse()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        """n completions of one prompt, from one engine, so that they share the prompt's KV cache."""
-        index = min(range(len(self.engines)), key=lambda i: self._in_flight[i])
-        self._in_flight[index] += n
+        """n completions of one prompt, from one engine, so that they share the prompt's KV cache.
+
+        Log-probs are those under the weights that sampled each token. Raises EngineError, TimeoutError.
+        """
+        index = min(range(len(self.engines)), key=lambda i: self._load[i])
+        drafts = [Draft() for _ in range(n)]
+        self._load[index] += n
         try:
-            return await self.engines[index].generate(prompt_ids, sampling, n)
+            while unfinished := [draft for draft in drafts if not draft.finish_reason]:
+                await self._continue(self.engines[index], prompt_ids, sampling, unfinished)
         finally:
-            self._in_flight[index] -= n
+            self._load[index] -= n
+        return [draft.completion() for draft in drafts]
+
+    async def _continue(self, engine: EngineClient, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
+        """One request: each draft goes on from the prompt and what it has, to its end or the next cut."""
+        await self._pulse.until(lambda: not self._held)
+        protected, aborts = any(draft.aborted for draft in drafts), self._aborts
+        left = [sampling.max_tokens - len(draft.token_ids) for draft in drafts]
+        samplings = [msgspec.structs.replace(sampling, max_tokens=min(tokens, self._chunk_tokens or tokens)) for tokens in left]
+        self._requests[protected] += 1
+        try:
+            completions = await engine.complete([prompt_ids + draft.token_ids for draft in drafts], samplings, self.version)
+        finally:
+            self._requests[protected] -= 1
+            self._pulse.beat()
+        for draft, completion in zip(drafts, completions, strict=True):
+            if completion.finish_reason == ABORT and aborts == self._aborts:
+                raise EngineError(f"engine {engine.url} aborted a request that nobody told it to")
+            draft.add(completion, sampling.max_tokens)
+
+    async def hold(self, timeout_s: float) -> None:
+        """Submits nothing more, and returns when the requests at the engines are as `partial_rollout` wants them for an update:
+
+        in_flight, retract: as they are; the engines keep them through the pause
+        block, resume:      answered; `resume` has cut them short before (`chunk_tokens`), and the rest is submitted after `release`
+        abort:              answered, since they are aborted, and submitted anew after `release`; those that were aborted at an
+                            earlier update are left to finish first, so that each response gets done
+        """
+        self._held = True
+        if self._partial_rollout in ("in_flight", "retract"):
+            return
+        if self._partial_rollout == "abort":
+            await self._pulse.until(lambda: not self._requests[True])
+            while self._requests[False]:  # again: one may still have been on its way
+                self._aborts += 1
+                await asyncio.gather(*(engine.abort_all(timeout_s) for engine in self.engines))
+                await asyncio.sleep(0.02)
+        await self._pulse.until(lambda: not self._requests.total())
+
+    def release(self, version: Version) -> None:
+        """The engines serve `version`: requests are submitted again."""
+        self.version, self._held = version, False
+        self._pulse.beat()
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self.engines))

@@ -84,7 +84,7 @@ class Workers:
         payloads: dict[int, bytes] = {}
         while len(payloads) < self.count:
             missing = ", ".join(str(rank) for rank in range(self.count) if rank not in payloads)
-            _, reply = self.hub.receive(WorkerReply, self.timeout_s, f"the answer of generator rank {missing} to {name}")
+            _, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {missing} to {name}")
             if reply.error:
                 raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
             payloads[reply.generator_rank] = reply.payload
@@ -161,15 +161,20 @@ async def open_memories(workers: Workers, pairs: Pairs, map: ReshardMap, protoco
 
 @dataclass
 class WeightUpdate:
-    """One update of all engines. `pause_s` is how long they stood still, once closed."""
+    """One update of all engines. `pause_s` is how long they stood still, once closed.
+
+    Requests that are running are retracted, and their KV is computed anew from the new weights; `in_place`, they keep it.
+    """
 
     workers: Workers
+    in_place: bool = False
     pause_s: float = 0.0
 
     async def open(self) -> None:
         """Engines stop at a token boundary and open SGLang's update session."""
         self._began = time.monotonic()
-        await self._each(lambda engine: engine.pause(self.workers.timeout_s))
+        mode = "in_place" if self.in_place else "retract"
+        await self._each(lambda engine: engine.pause(self.workers.timeout_s, mode))
         await self._each(lambda engine: engine.begin_update(self.workers.timeout_s))
 
     async def receive(self) -> None:
@@ -192,10 +197,14 @@ class WeightUpdate:
         compare([msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in payloads], shares, map, relays)
 
     async def close(self, version: Version) -> None:
-        """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`."""
+        """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`.
+
+        In place they cannot be forgotten while requests use them; that they serve no other is the version's work (`EngineClient.complete`).
+        """
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.set_version(version, self.workers.timeout_s))
-        await self._each(lambda engine: engine.flush(self.workers.timeout_s))
+        if not self.in_place:
+            await self._each(lambda engine: engine.flush(self.workers.timeout_s))
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
         self.pause_s = time.monotonic() - self._began
 

@@ -1,23 +1,26 @@
 """Typed messages between the processes of one run: ZeroMQ for transport, MessagePack for content, CURVE for who may speak.
 
 A `Hub` binds; `Peer`s connect to it under their own name. Only holders of the run's key get through, content is
-decoded into the declared message types and nothing else, and every wait has a deadline that names both sides.
+decoded into the declared message types and nothing else, and every wait has a deadline that names both sides. A wait blocks
+(`receive`), or lets the tasks beside it go on (`arrival`, on the hub).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Optional, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from megarl.messaging.messages import Message, decode, encode
+from megarl.messaging.pulse import Pulse
 
 M = TypeVar("M", bound=Message)
 
@@ -82,11 +85,23 @@ class _Endpoint:
     def _read(self) -> tuple[str, Message]:
         raise NotImplementedError
 
+    def _take_in(self) -> None:
+        """Moves everything that has arrived into the inbox."""
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._inbox.put(*self._read())
+            self._arrived()
+
+    def _arrived(self) -> None:
+        """Something has come in."""
+
     def poll(self, kind: type[M]) -> tuple[str, M] | None:
         """(sender, message) if one of that type has arrived; does not wait."""
-        while self._socket.poll(0):
-            self._inbox.put(*self._read())
+        self._take_in()
         return self._inbox.take(kind)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until anything at all arrives; False past the deadline."""
+        return bool(self._socket.poll(max(0.0, timeout_s) * 1000))
 
     def receive(self, kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M]:
         """Waits for a message of type `kind`; returns (sender, message).
@@ -97,7 +112,7 @@ class _Endpoint:
         deadline = time.monotonic() + timeout_s
         while (found := self.poll(kind)) is None:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self._socket.poll(left_s * 1000):
+            if left_s <= 0 or not self.wait(left_s):
                 raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {awaited}")
         return found
 
@@ -120,6 +135,7 @@ class Hub(_Endpoint):
         socket.sndhwm = socket.rcvhwm = 0
         socket.bind(f"tcp://{host}:{port}")
         self.address = socket.last_endpoint.decode()
+        self._loop: Optional[asyncio.AbstractEventLoop] = None  # where tasks wait for messages
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
@@ -132,8 +148,43 @@ class Hub(_Endpoint):
             self._socket.send_multipart([peer.encode(), encode(message)])
         except zmq.ZMQError as error:
             raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
+        if self._loop is not None:
+            self._take_in()
+
+    async def arrival(self, kind: type[M], timeout_s: Optional[float], awaited: str) -> tuple[str, M]:
+        """As `receive`, while other tasks of the event loop go on. None waits for as long as the task lives.
+
+        Several tasks may wait at once, each for a type of its own.
+        """
+        self._listen()
+        found: list[tuple[str, M]] = []
+
+        def arrived() -> bool:
+            found.extend(filter(None, [self.poll(kind)]))
+            return bool(found)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._arrivals.until(arrived)
+        except TimeoutError:
+            raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {awaited}") from None
+        return found[0]
+
+    def _listen(self) -> None:
+        """ZeroMQ's descriptor becomes readable when the socket's state may have changed, not while there is something to read:
+        all must be taken in every time it does, and after every send, which can swallow the change."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._arrivals = loop, Pulse()
+            loop.add_reader(self._socket.getsockopt(zmq.FD), self._take_in)
+
+    def _arrived(self) -> None:
+        if self._loop is not None:
+            self._arrivals.beat()
 
     def close(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
         context = self._socket.context
         super().close()
         self._authenticator.stop()

@@ -7,7 +7,7 @@ from typing import Union
 import msgspec
 
 from megarl.messaging.host import Host
-from megarl.types import Batch
+from megarl.types import Ordinal, Version
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -57,8 +57,38 @@ class WeightsApplied(_Message, frozen=True):
     bytes_written: int  # by all trainer ranks together
 
 
-class BatchReady(_Message, frozen=True):
-    batch: Batch
+class GenerateFrom(_Message, frozen=True):
+    """Trainer rank 0, first of all: generate every prompt from `first` on but those of `skip`, which are trained on or held here."""
+
+    first: Ordinal
+    skip: list[Ordinal]
+
+
+class GroupsStarted(_Message, frozen=True):
+    """Generator: rollouts of these prompts have begun, under weights `version`."""
+
+    ordinals: list[Ordinal]
+    version: Version
+
+
+class GroupReady(_Message, frozen=True, gc=False):
+    """Generator: a finished group. Times are seconds of the generator's monotonic clock; all 0 in a group that an earlier process made.
+
+    (Out of the garbage collector's sight, for the sake of full buffers: it holds nothing that could refer back to it.)
+    """
+
+    ordinal: Ordinal
+    oldest: Version  # of its tokens
+    started_s: float
+    ended_s: float
+    idle_s: float  # how long the generator has been held back since it began, up to `ended_s`
+    group: msgspec.Raw  # an encoded Group: decoded by those who train on it, once
+
+
+class Regenerate(_Message, frozen=True):
+    """Trainer rank 0: these groups came too late to be trained on; generate them again."""
+
+    ordinals: list[Ordinal]
 
 
 class ProbeReady(_Message, frozen=True):
@@ -79,7 +109,9 @@ class WorkerReply(_Message, frozen=True):
     payload: bytes
 
 
-Message = Union[Hello, WeightsOffer, WeightsGrant, WeightsWritten, WeightsApplied, BatchReady, ProbeReady, WorkerReply]
+Weights = Union[Hello, WeightsOffer, WeightsGrant, WeightsWritten, WeightsApplied, ProbeReady, WorkerReply]
+Rollouts = Union[GenerateFrom, GroupsStarted, GroupReady, Regenerate]
+Message = Union[Weights, Rollouts]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.observe.metrics import cut_from
 from megarl.types import Group, Sample
 
 # Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
@@ -64,3 +66,22 @@ def write_rollouts(run_dir: Path | str, step: int, groups: Sequence[Group], limi
     rule = "\n" + "=" * 80 + "\n\n"
     path.write_text(f"step {step}\n{rule}" + rule.join(format_group(group) for group in groups[:limit]), encoding="utf-8")
     return path
+
+
+class OrdinalsWriter:
+    """`run_dir`/rollouts/ordinals.jsonl: which prompts each step was trained on, one line a step. Exactly once is checked by it.
+
+    A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut off, as in the metrics.
+    """
+
+    def __init__(self, run_dir: Path | str, resume_step: int = 0):
+        path = Path(run_dir) / "rollouts" / "ordinals.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_from(path, resume_step)
+        self._file = open(path, "ab", buffering=0)
+
+    def write(self, step: int, ordinals: Sequence[int]) -> None:
+        self._file.write(json.dumps({"step": step, "ordinals": ordinals}).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()

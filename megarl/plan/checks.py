@@ -211,11 +211,13 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
                 yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
 
 
-def check_staleness(config: RunConfig) -> Iterable[str]:
-    asynchrony = config.async_
-    if asynchrony.max_staleness is not None and asynchrony.max_staleness < asynchrony.capacity:
-        least = f"async.capacity={asynchrony.capacity}, which lets samples fall that many steps behind"
-        yield f"async.max_staleness={asynchrony.max_staleness}: must be at least {least}"
+def check_partial_rollout(config: RunConfig) -> Iterable[str]:
+    """A cut that no response is long enough for cuts nothing."""
+    tokens = config.async_.chunk_tokens
+    if config.async_.partial_rollout != "resume" and tokens is not None:
+        yield f"async.chunk_tokens={tokens}: only async.partial_rollout=resume cuts; it is {config.async_.partial_rollout}"
+    elif tokens is not None and tokens >= config.rollout.max_tokens:
+        yield f"async.chunk_tokens={tokens}: must be below rollout.max_tokens={config.rollout.max_tokens}, or nothing is ever cut"
 
 
 def check_eval(config: RunConfig) -> Iterable[str]:
@@ -242,7 +244,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_schedule,
     check_sequence_parallel,
     check_batch,
-    check_staleness,
+    check_partial_rollout,
     check_eval,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_lengths)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import queue
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 
-def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any]) -> None:
+
+def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
     # For the results of asynchronous saves Megatron starts a server process, which imports the main module again, takes seconds,
     # and outlives a trainer that is killed. A synchronous save reads its results in the process that wrote them.
     filesystem_async._results_queue = queue.SimpleQueue()
@@ -36,6 +38,8 @@ def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any]) -> N
         dist_checkpointing.save(_sharded_state(trainer, is_loading=False, with_random=True), str(folder), content_metadata=_content())
         if dist.get_rank() == 0:
             (folder / STATE).write_text(text)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:

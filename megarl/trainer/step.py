@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Optional
@@ -245,9 +245,10 @@ class MegatronTrainer:
         """Writes the weights as a HF checkpoint folder; configuration and tokenizer files come from `hf_config_dir`."""
         hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir)
 
-    def save_checkpoint(self, path: str, state: dict[str, Any]) -> None:
-        """Weights, optimizer, random generators, schedule and the caller's JSON-able `state`; complete or not there at all."""
-        checkpoint.save(self, path, state)
+    def save_checkpoint(self, path: str, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
+        """Weights, optimizer, random generators, schedule, the caller's JSON-able `state` and rank 0's `files` (name → content);
+        complete or not there at all."""
+        checkpoint.save(self, path, state, files)
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Restores what save_checkpoint wrote, under any tp, pp and dp; returns the caller's state."""

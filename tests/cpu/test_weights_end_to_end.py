@@ -123,13 +123,18 @@ class Generator:
     live: Parameters = field(default_factory=list)  # the engine's memory
     started_with: Parameters = field(default_factory=list)
     version: int = -1
-    waited_s: float = 0.0
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(coroutine)
 
     def get_model(self) -> Fleet:
         return Fleet([self.client])
+
+    async def hold(self) -> None:
+        """Nothing is running."""
+
+    def release(self, version: int) -> None:
+        self.version = version
 
     def scramble(self) -> None:
         for tensors in self.live:
@@ -245,14 +250,14 @@ def receive_and_compare(side: Side, job: Job, hubs: dict[int, NotingHub], traine
     for tp, generator in side.generators.items():
         generator.version = -1
         generator.scramble()
-        receivers[tp].take(generator, oldest=0)
+        generator.run(receivers[tp].take(generator))
         if hubs[tp].endpoints[0].kind == SHARED_MEMORY:
             generator.live = mapped(hubs[tp].endpoints)
         assert unequal(generator.memory(), generator.started_with) == []  # what the trainer loaded, before any step
 
     for tp, generator in side.generators.items():
         generator.scramble()
-        receivers[tp].take(generator, oldest=1)
+        generator.run(receivers[tp].take(generator))
     trainers.await_export(job)
     synced = {tp: generator.memory() for tp, generator in side.generators.items()}
     before, after = (hf_model(folder, getattr(torch, side.dtype)) for folder in (side.checkpoint, job.export))

@@ -109,8 +109,8 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("generator.mem_fraction=0", "generator.mem_fraction=0.0: must be in (0, 1]"),
         ("async.capacity=-1", "async.capacity=-1: must be at least 0"),
         (
-            "async.partial_rollout=in_flight",
-            "async.partial_rollout=in_flight: must be block; in_flight, retract, resume and abort are not supported yet",
+            "async.partial_rollout=wait",
+            "async.partial_rollout=wait: must be one of block, in_flight, retract, abort, resume",
         ),
         ("algorithm.name=ppo", "algorithm.name=ppo: must be aipo"),
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),

@@ -1,5 +1,7 @@
-import zmq
+import asyncio
+
 import pytest
+import zmq
 
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import Hello, WeightsOffer
@@ -64,3 +66,40 @@ def test_key_file_is_private(tmp_path, key):
     key.save(tmp_path / "key")
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert RunKey.load(tmp_path / "key") == key
+
+
+def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
+    """Messages that come while another is awaited, while nobody waits, and in the middle of sending, are all delivered."""
+    peer = Peer("trainer.0", key, hub.address)
+
+    async def numbers(count: int) -> list[int]:
+        return [(await hub.arrival(WeightsOffer, 5, "offers"))[1].version for _ in range(count)]
+
+    async def texts(count: int) -> list[str]:
+        found = []
+        for _ in range(count):
+            found.append((await hub.arrival(Hello, 5, "hellos"))[1].plan_hash)
+            hub.send("trainer.0", Hello("yes"))
+        return found
+
+    async def speak(count: int) -> None:
+        for number in range(count):
+            peer.send(WeightsOffer(number))
+            peer.send(Hello(str(number)))
+            if number % 3 == 0:
+                await asyncio.sleep(0.001)
+
+    async def main() -> list:
+        return await asyncio.gather(numbers(200), texts(200), speak(200))
+
+    for _ in range(2):  # in one event loop, and in another
+        found = asyncio.run(main())
+        assert found[:2] == [list(range(200)), [str(number) for number in range(200)]]
+    for _ in range(400):
+        peer.receive(Hello, 5, "answers")
+    peer.close()
+
+
+def test_a_task_that_waits_past_its_deadline_names_both_sides(hub):
+    with pytest.raises(TimeoutError, match="generator.0 waited 0 s for weights version 7 from trainer.1"):
+        asyncio.run(hub.arrival(WeightsOffer, 0.05, "weights version 7 from trainer.1"))

@@ -13,7 +13,7 @@ from megarl.observe.evaluations import write_result
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.plot import moving_mean, plot
 from megarl.observe.report import finish_report, summarize
-from megarl.observe.rollouts import escape, write_rollouts
+from megarl.observe.rollouts import OrdinalsWriter, escape, write_rollouts
 from megarl.observe.trace import TraceWriter, merge_traces
 from megarl.types import Group, Prompt, Sample
 
@@ -130,3 +130,13 @@ def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Pat
     assert not [line for line in text.splitlines() if line.startswith("response 9")]
     assert "\\x1b]0;title\\x07" in text and "\\u202e" in text and "\\ud800" in text and "é語" in text
     assert escape("\\x1b") == "\\\\x1b" != escape("\x1b")  # what was written apart stays apart
+
+
+def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> None:
+    for resume_step, mark in ((0, 0), (2, 100)):
+        writer = OrdinalsWriter(tmp_path, resume_step)
+        for step in range(resume_step, 4):
+            writer.write(step, [mark + step, 7])
+        writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "rollouts/ordinals.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["ordinals"][0]) for line in lines] == [(0, 0), (1, 1), (2, 102), (3, 103)]

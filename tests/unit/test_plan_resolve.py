@@ -101,8 +101,12 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "eval.max_tokens=131072: must be less than the model's context of 131072, prompt and response together",
         ),
         (
-            "async.capacity=3 async.max_staleness=2",
-            "async.max_staleness=2: must be at least async.capacity=3, which lets samples fall that many steps behind",
+            "async.chunk_tokens=64",
+            "async.chunk_tokens=64: only async.partial_rollout=resume cuts; it is block",
+        ),
+        (
+            "async.partial_rollout=resume async.chunk_tokens=1024",
+            "async.chunk_tokens=1024: must be below rollout.max_tokens=1024, or nothing is ever cut",
         ),
         ("rollout.top_p=0.9", "rollout.top_p=0.9: only 1 is supported: the trainer scores the untruncated distribution"),
         ("rollout.top_k=20", "rollout.top_k=20: only -1 is supported: the trainer scores the untruncated distribution"),
@@ -125,7 +129,7 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
 
 @pytest.mark.parametrize(
     "overrides",
-    ["trainer.tp=8", "generator.tp=32", "async.capacity=2 async.max_staleness=2", "async.capacity=0", "generator.server_args.page_size=1"],
+    ["trainer.tp=8", "generator.tp=32", "async.capacity=4 async.max_staleness=2", "async.capacity=null", "generator.server_args.page_size=1"],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
     assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)
@@ -159,9 +163,9 @@ def test_the_checks_accept_what_the_layouts_can_cut(
 
 
 def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
-    problems = problems_of(tmp_path, "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.max_staleness=0")
+    problems = problems_of(tmp_path, "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.chunk_tokens=9")
     assert {problem.split(":")[0] for problem in problems} == {
-        "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.max_staleness=0"
+        "trainer.tp=5", "generator.tp=7", "rollout.n=1", "trainer.vpp=2", "async.chunk_tokens=9"
     }  # fmt: skip
 
 

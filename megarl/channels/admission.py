@@ -1,0 +1,84 @@
+"""The sending end of the rollouts channel: which prompt begins next, and when it may."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Iterable, Optional
+
+from megarl.config.schema import AsyncConfig
+from megarl.types import Ordinal, Version
+
+
+def run_ahead(config: AsyncConfig) -> Optional[int]:
+    """How many steps the generator may be ahead of the trainer; None: as many as it can.
+
+    The capacity, or `max_staleness` where that is less: a prompt begun further ahead would be too old when its turn comes.
+    """
+    bounds = [bound for bound in (config.capacity, config.max_staleness) if bound is not None]
+    return min(bounds, default=None)
+
+
+class Admission:
+    """Pure logic, no waiting. Prompts begin in the order of their ordinals, rejected ones first.
+
+    Depth bound: with c = `run_ahead`, the j-th prompt (j = 0, 1, …; a rejected one no longer counts) may begin under weights of
+    version v when j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under version s - c or newer: 0 is the
+    synchronous loop, 1 LlamaRL's one step behind, K a bounded queue.
+    """
+
+    def __init__(self, prompts_per_step: int, run_ahead: Optional[int], max_in_flight: int, end: Ordinal):
+        self._prompts_per_step, self._run_ahead, self._max_in_flight, self._end = prompts_per_step, run_ahead, max_in_flight, end
+        self._again: list[Ordinal] = []  # heap
+        self._next: Ordinal = end
+        self._skip: frozenset[Ordinal] = frozenset()
+        self.begun = 0  # prompts, less those that were rejected
+        self.in_flight = 0
+
+    def generate_from(self, first: Ordinal, skip: Iterable[Ordinal]) -> None:
+        """Every ordinal from `first` up to the end of the run is to be generated, but those of `skip`."""
+        self._skip = frozenset(skip)
+        self.begun = first + len(self._skip)
+        self._next = self._after(first)
+
+    @property
+    def exhausted(self) -> bool:
+        """Every prompt of the run has begun."""
+        return not self._again and self._next >= self._end
+
+    def held_back(self, version: Version) -> bool:
+        """There is a prompt to begin, but only newer weights would allow it."""
+        return not self.exhausted and not self._deep_enough(version)
+
+    def begin(self, version: Version) -> list[Ordinal]:
+        """The prompts that may begin now, under weights `version`. They count as begun from here on."""
+        begun = []
+        while self.in_flight < self._max_in_flight and not self.exhausted and self._deep_enough(version):
+            begun.append(self._pop())
+            self.begun += 1
+            self.in_flight += 1
+        return begun
+
+    def finish(self) -> None:
+        self.in_flight -= 1
+
+    def again(self, ordinals: Iterable[Ordinal]) -> None:
+        """They finished too late and are to be generated again."""
+        for ordinal in ordinals:
+            heapq.heappush(self._again, ordinal)
+            self.begun -= 1
+
+    def _deep_enough(self, version: Version) -> bool:
+        if version < 0:  # the engines have no weights of the run yet
+            return False
+        return self._run_ahead is None or self.begun < (version + self._run_ahead + 1) * self._prompts_per_step
+
+    def _pop(self) -> Ordinal:
+        if self._again:
+            return heapq.heappop(self._again)
+        ordinal, self._next = self._next, self._after(self._next + 1)
+        return ordinal
+
+    def _after(self, ordinal: Ordinal) -> Ordinal:
+        while ordinal in self._skip:
+            ordinal += 1
+        return ordinal

@@ -1,0 +1,222 @@
+"""What weight updates do to running requests (`async.partial_rollout`), on one real SGLang engine that all modes share.
+
+Two sets of weights, A and B, take turns as versions 0, 1, 2, …: even versions are A, odd ones B. They are written into the
+engine's memory between the real steps of an update, while long requests run through the real fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, start_engine
+
+from megarl.generator.client import Completion, EngineClient, Sampling
+from megarl.generator.fleet import Fleet
+from megarl.generator.update import Workers, WeightUpdate, connect, open_memory
+from megarl.messaging.link import Hub, RunKey
+from megarl.transports.base import SHARED_MEMORY
+from megarl.transports.shared_memory import view_at
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(9 + i)] for i in range(4)]
+LONG = Sampling(max_tokens=72, ignore_eos=True)
+SHORT = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+CHUNK = 12
+TOLERANCE = 2e-5  # of log-probs, fp32: two programs, or two ways to batch, that round differently
+DEADLINE_S = 60.0
+MODES = ("block", "in_flight", "retract", "abort", "resume")
+
+
+@dataclass
+class Rig:
+    """One engine, its memory, and both sets of weights, as the engine has them and as Hugging Face's model."""
+
+    client: EngineClient
+    workers: Workers
+    memory: dict[str, torch.Tensor]
+    weights: list[dict[str, torch.Tensor]]
+    models: list[torch.nn.Module]
+    version: int = 0
+
+    def fleet(self, mode: str) -> Fleet:
+        fleet = Fleet([self.client], mode, CHUNK if mode == "resume" else None)
+        fleet.release(self.version)
+        return fleet
+
+    def write(self, version: int) -> None:
+        for name, values in self.weights[version % 2].items():
+            self.memory[name].copy_(values)
+
+    async def update(self, fleet: Fleet, in_place: bool, key: int | None = None) -> None:
+        """To the next version, as the weights channel does it; `key` is what the fleet takes for the version, for what goes wrong then."""
+        await asyncio.wait_for(fleet.hold(DEADLINE_S), DEADLINE_S)
+        session = WeightUpdate(self.workers, in_place)
+        await session.open()
+        self.write(self.version + 1)
+        await session.close(self.version + 1)
+        self.version += 1
+        fleet.release(self.version if key is None else key)
+
+    async def set_version(self, version: int) -> None:
+        """Between tests: to the weights of this parity, nothing running."""
+        while self.version % 2 != version % 2:
+            await self.update(self.fleet("block"), in_place=False)
+
+    async def scores(self, prompt: list[int], completions: list[Completion], version: int) -> list[list[float]]:
+        """Log-probs of the completions' tokens, computed afresh by the engine under the weights of `version`, no cache in use."""
+        await self.set_version(version)
+        scored = await self.client.score([prompt + completion.token_ids for completion in completions])
+        return [row[len(prompt) - 1 :] for row in scored]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("partial")
+    checkpoints = [make_checkpoint(folder / name, seed, torch.float32, tied=False) for name, seed in (("A", 1), ("B", 2))]
+    key = RunKey.generate()
+    key.save(folder / "key")
+    engines = start_engine(checkpoints[0], "float32", 1, folder / "engine.log")
+    hub = Hub("generator.0", key)
+    with asyncio.Runner() as runner:
+        try:
+            engine = next(engines)
+            yield runner, runner.run(open_rig(engine, hub, str(folder / "key"), checkpoints))
+        finally:
+            hub.close()
+            engines.close()
+
+
+async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
+    client = engine.client()
+    await client.wait_ready(180, engine.log, engine.died)
+    workers = Workers([client], 1, hub, DEADLINE_S)
+    await client.begin_update(DEADLINE_S)
+    await connect(workers, key_file)
+    (endpoint,) = await open_memory(workers, SHARED_MEMORY, map=None)
+    await client.end_update(DEADLINE_S)
+    storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+    memory = {tensor.name: view_at(storage, tensor) for tensor in endpoint.tensors}
+    weights = [{name: values.clone() for name, values in memory.items()}]
+    await client.load_from_disk(str(checkpoints[1]), DEADLINE_S)
+    weights.append({name: values.clone() for name, values in memory.items()})
+    assert not any(torch.equal(weights[0][name], weights[1][name]) for name in memory)
+    rig = Rig(client, workers, memory, weights, [hf_model(folder, torch.float32) for folder in checkpoints], version=1)
+    await rig.set_version(0)
+    return rig
+
+
+async def started(fleet: Fleet, n: int) -> list[asyncio.Task]:
+    """Long requests on all prompts, each a few tokens on its way."""
+    running = [asyncio.create_task(fleet.generate(prompt, LONG, n)) for prompt in PROMPTS]
+    await asyncio.sleep(0.01)
+    await fleet.engines[0].generate(PROMPTS[0], SHORT)  # queued behind them, sampled together with them
+    return running
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled_it(rig, mode):
+    runner, rig = rig
+
+    async def body() -> list[list[Completion]]:
+        fleet = rig.fleet(mode)
+        first = rig.version
+        running = await started(fleet, 3)
+        await rig.update(fleet, in_place=mode == "in_flight")
+        groups = await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S)
+        for completion in itertools.chain(*groups):
+            assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == LONG.max_tokens
+            assert completion.finish_reason == "length"
+            versions = completion.versions
+            assert versions == sorted(versions)
+            if mode == "block":
+                assert set(versions) == {first}
+            elif mode == "abort":
+                assert set(versions) == {first + 1}, "begun anew"
+            else:
+                assert set(versions) == {first, first + 1}
+            if mode == "resume":
+                assert versions.index(first + 1) % CHUNK == 0, "cut where it was to be cut"
+        return groups
+
+    groups = runner.run(body())
+    if mode == "in_flight":
+        return check_in_flight(rig, groups)
+    for prompt, completions in zip(PROMPTS, groups):
+        for version in sorted(set(itertools.chain(*(completion.versions for completion in completions)))):
+            scored = runner.run(rig.scores(prompt, completions, version))
+            for completion, fresh in zip(completions, scored):
+                at = [i for i, each in enumerate(completion.versions) if each == version]
+                assert difference([completion.logprobs[i] for i in at], [fresh[i] for i in at]) < TOLERANCE
+
+
+def check_in_flight(rig: Rig, groups: list[list[Completion]]) -> None:
+    """Tokens sampled after the update have keys and values of the old weights behind them: the policy that sampled them is the new
+    weights on the old cache. Hugging Face's model computes it in the same way, the old weights' cache handed to the new ones."""
+    for prompt, completions in zip(PROMPTS, groups):
+        for completion in completions:
+            old, new = (rig.models[version % 2] for version in sorted(set(completion.versions)))
+            tokens = prompt + completion.token_ids
+            switch = len(prompt) + completion.versions.index(max(completion.versions))  # the first token of the new weights
+            with torch.no_grad():
+                before = old(torch.tensor([tokens[: switch - 1]]), use_cache=True)
+                after = new(torch.tensor([tokens[switch - 1 : -1]]), past_key_values=before.past_key_values, use_cache=True)
+            logits = torch.cat([before.logits[0], after.logits[0]])[len(prompt) - 1 :]
+            expected = torch.log_softmax(logits.float(), -1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert difference(completion.logprobs, expected.tolist()) < TOLERANCE
+            forgotten = hf_logprobs(new, tokens).gather(-1, torch.tensor(tokens[1:])[:, None])[len(prompt) - 1 :, 0]
+            assert difference(completion.logprobs, forgotten.tolist()) > 0.01, "the old cache makes a difference that this test can see"
+
+
+async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:
+    """Largest log-prob difference of a new request to a fresh computation, after an update under a prefix that older weights have cached."""
+    fleet = rig.fleet(mode)
+    prompt = (PROMPTS[3] * 4)[:40]
+    running = [asyncio.create_task(fleet.generate(PROMPTS[0], LONG, 1))]
+    await fleet.generate(prompt, SHORT, 1)  # leaves the prefix in the cache
+    await rig.update(fleet, in_place=mode == "in_flight", key=key)
+    [completion] = await fleet.generate(prompt, SHORT, 1)
+    await asyncio.gather(*running)
+    assert completion.versions == [rig.version] * SHORT.max_tokens
+    [fresh] = await rig.scores(prompt, [completion], rig.version)
+    return difference(completion.logprobs, fresh)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_new_requests_never_use_what_older_weights_have_cached(rig, mode):
+    runner, rig = rig
+    assert runner.run(shared_prefix(rig, mode)) < TOLERANCE
+
+
+def test_the_version_is_what_keeps_the_cache_apart(rig):
+    """Without it, the test above fails: requests that run through the update keep the cache from being emptied."""
+    runner, rig = rig
+    assert runner.run(shared_prefix(rig, "in_flight", key=rig.version)) > 0.01
+
+
+def test_a_response_that_was_aborted_once_is_waited_for(rig):
+    runner, rig = rig
+
+    async def body() -> None:
+        fleet = rig.fleet("abort")
+        first = rig.version
+        running = await started(fleet, 2)
+        await rig.update(fleet, in_place=False)
+        await rig.update(fleet, in_place=False)
+        assert all(task.done() for task in running), "the second update waited for them"
+        for completion in itertools.chain(*(task.result() for task in running)):
+            assert set(completion.versions) == {first + 1}
+
+    runner.run(body())
+
+
+def test_lengths_fit_the_engine():
+    assert max(map(len, PROMPTS)) + LONG.max_tokens < CONTEXT

@@ -1,0 +1,121 @@
+"""Both ends of the rollouts channel over a real link, with trainer rank 0 as the only rank and a fake executor around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.channels.buffer import RolloutBuffer
+from megarl.channels.ledger import Ledger
+from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
+from megarl.messaging.link import Hub, Peer, RunKey
+from megarl.messaging.messages import GenerateFrom, GroupReady, Regenerate
+from megarl.types import Batch, Group, Prompt, Sample
+
+
+@dataclass
+class FakeTrainer:
+    curr_step: int = 0
+    rank: int = 0
+    device: torch.device = torch.device("cpu")
+    batches: list[Batch] = field(default_factory=list)
+
+    @property
+    def status(self):
+        return self
+
+    @contextlib.contextmanager
+    def waiting(self, for_whom, for_what):
+        yield
+
+    def put_batch(self, batch, waited_s):
+        self.batches.append(batch)
+
+
+def group(ordinal: int, version: int = 0) -> Group:
+    sample = Sample([ordinal, 2, 3], [-0.25, -0.5, -1.0], [version] * 3, "é", 1.0, "stop")
+    return Group(Prompt(ordinal, [1, 2], "x", "y"), [sample, sample])
+
+
+def ready(ordinal: int, version: int = 0, started_s: float = 1.0, ended_s: float = 2.0, idle_s: float = 0.0) -> GroupReady:
+    return GroupReady(ordinal, version, started_s, ended_s, idle_s, msgspec.Raw(msgspec.msgpack.encode(group(ordinal, version))))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def link():
+    key = RunKey.generate()
+    hub = Hub("generator.0", key)
+    peer = Peer("trainer.0", key, hub.address)
+    yield hub, peer
+    peer.close()
+    hub.close()
+
+
+def ends(link, max_staleness=None, ledger=Ledger(), timeout_s=5.0):
+    hub, peer = link
+    return RolloutsSender(hub, 1), RolloutsReceiver(peer, 1, timeout_s, RolloutBuffer(2, max_staleness, ledger))
+
+
+def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
+    sender, receiver = ends(link)
+    assert asyncio.run(sender.first(5)) == GenerateFrom(0, [])
+    sender.begun([0, 1, 2, 3], 0)
+    for each in (ready(2, started_s=1.0, ended_s=4.0), ready(0, started_s=1.5, ended_s=3.0, idle_s=0.5), ready(3)):
+        sender.finished(each)
+    trainer = FakeTrainer()
+    receiver.recv(trainer)
+    assert trainer.batches == [Batch(0, [group(0), group(2)], 3.0, 0.5, due_wait_s=0.0, rejected=0, buffered=1)]
+    ledger = msgspec.msgpack.decode(receiver.ledger(), type=Ledger)
+    assert (ledger.consumed_below, ledger.consumed_beyond, [each.ordinal for each in ledger.groups]) == (1, [2], [3])
+    sender.finished(ready(1))
+    assert b"\xc3\xa9" in receiver.ledger(), "what has arrived by then is in it"
+
+
+def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):
+    ledger = Ledger(4, [6], [ready(5, started_s=0.0, ended_s=0.0)])
+    sender, receiver = ends(link, ledger=ledger)
+    assert asyncio.run(sender.first(5)) == GenerateFrom(4, [5, 6])
+    sender.begun([4, 7], 2)
+    sender.finished(ready(7, 2, started_s=8.0, ended_s=9.0))
+    trainer = FakeTrainer(curr_step=2)
+    receiver.recv(trainer)
+    assert trainer.batches[0].groups == [group(5), group(7, 2)] and trainer.batches[0].generate_s == 1.0
+
+
+def test_what_is_too_old_is_sent_back_and_counted(alone, link):
+    sender, receiver = ends(link, max_staleness=1, ledger=Ledger(0, [], [ready(0), ready(1)]))
+    asyncio.run(sender.first(5))
+    sender.begun([2, 3], 5)
+    for ordinal in (2, 3):
+        sender.finished(ready(ordinal, 5))
+    trainer = FakeTrainer(curr_step=5)
+    receiver.recv(trainer)
+    assert trainer.batches[0].groups == [group(2, 5), group(3, 5)] and trainer.batches[0].rejected == 2
+    assert asyncio.run(link[0].arrival(Regenerate, 5, "rejected"))[1].ordinals == [0, 1]
+
+
+def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
+    sender, receiver = ends(link, max_staleness=1, ledger=Ledger(0, [], [ready(0)]), timeout_s=0.3)
+    asyncio.run(sender.first(5))
+    sender.begun([3, 2], 4)
+    sender.begun([1], 5)
+    sender.finished(ready(3, 5))
+    with pytest.raises(TimeoutError) as failure:
+        receiver.recv(FakeTrainer(curr_step=5))
+    assert str(failure.value) == (
+        "trainer.0 waited 0 s for batch 5 from generator.0; 1 of 2 groups finished; "
+        "2 in flight, the oldest being prompt 2, begun under version 4; 1 rejected and not begun again"
+    )

@@ -1,0 +1,246 @@
+"""The rollout stream and the background tasks it is made of, with fake rollouts and a fake channel (real engines are in tests/cpu)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from megarl.channels.admission import Admission
+from megarl.executors.background import Background
+from megarl.executors.stream import RolloutStream
+from megarl.generator.client import Completion, EngineError, Sampling
+from megarl.generator.fleet import Fleet
+from megarl.messaging.messages import GenerateFrom, GroupReady
+from megarl.messaging.pulse import Pulse
+from megarl.types import Group, Prompt, Sample
+
+DEADLINE_S = 10.0
+
+
+@dataclass
+class FakeChannel:
+    """Notes what is sent; what is put into `again` is rejected."""
+
+    start: GenerateFrom = GenerateFrom(0, [])
+    started: list = field(default_factory=list)
+    ready: list[GroupReady] = field(default_factory=list)
+    again: asyncio.Queue = field(default_factory=asyncio.Queue)
+
+    async def first(self, timeout_s):
+        return self.start
+
+    async def rejected(self):
+        return await self.again.get()
+
+    def begun(self, ordinals, version):
+        self.started.append((version, ordinals))
+
+    def finished(self, group):
+        self.ready.append(group)
+
+
+class FakeRollouts:
+    """Groups that finish when they are told to."""
+
+    def __init__(self):
+        self.running: dict[int, asyncio.Future] = {}
+
+    async def __call__(self, ordinal: int) -> Group:
+        self.running[ordinal] = asyncio.get_running_loop().create_future()
+        versions = await self.running[ordinal]
+        samples = [Sample([1], [0.0], [version], "", 0.0, "stop") for version in versions]
+        return Group(Prompt(ordinal, [1], "", ""), samples)
+
+    def finish(self, ordinal: int, *versions: int) -> None:
+        self.running.pop(ordinal).set_result(versions or [0])
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def with_stream(body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, [])):
+    async def run():
+        background, channel, rollouts, pulse = Background(), FakeChannel(start), FakeRollouts(), Pulse()
+        admission = Admission(prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12)
+        stream = RolloutStream(admission, rollouts, channel, background, pulse)
+
+        async def main():
+            background.start(stream.run(DEADLINE_S), "rollout stream")
+            await settle()
+            await body(stream, channel, rollouts)
+
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await background.beside(main())
+        finally:
+            await background.close()
+
+    asyncio.run(run())
+
+
+def test_prompts_begin_as_others_finish_and_as_weights_come():
+    async def body(stream, channel, rollouts):
+        assert channel.started == [], "no weights yet"
+        stream.put_version(0)
+        await settle()
+        assert channel.started == [(0, [0, 1, 2])]
+        rollouts.finish(1)
+        await settle()
+        assert channel.started[1:] == [(0, [3])] and [group.ordinal for group in channel.ready] == [1]
+        rollouts.finish(0)
+        await settle()
+        assert len(channel.started) == 2 and set(rollouts.running) == {2, 3}, "one step ahead, and no further"
+        stream.put_version(1)
+        await settle()
+        assert channel.started[2:] == [(1, [4])]
+        channel.again.put_nowait([0])
+        rollouts.finish(2)
+        await settle()
+        assert channel.started[3:] == [(1, [0])], "a rejected prompt goes first"
+        assert stream.finished == 2 and stream.sent == 3
+
+    with_stream(body)
+
+
+def test_a_group_is_as_old_as_its_oldest_token():
+    async def body(stream, channel, rollouts):
+        stream.put_version(3)
+        await settle()
+        rollouts.finish(0, 5, 4, 6)
+        await settle()
+        assert channel.ready[0].oldest == 4
+        assert msgspec.msgpack.decode(channel.ready[0].group, type=Group).prompt.ordinal == 0
+
+    with_stream(body)
+
+
+def test_draining_lets_what_runs_finish_and_begins_nothing():
+    async def body(stream, channel, rollouts):
+        stream.put_version(0)
+        await settle()
+        drained = asyncio.create_task(stream.drain())
+        for ordinal in (0, 1, 2):
+            await settle()
+            assert not drained.done()
+            rollouts.finish(ordinal)
+        await drained
+        assert channel.started == [(0, [0, 1, 2])]
+        stream.put_version(1)
+        await settle()
+        assert channel.started[1:] == [(1, [3, 4, 5])]
+
+    with_stream(body)
+
+
+def test_a_resumed_stream_leaves_out_what_the_ledger_has():
+    async def body(stream, channel, rollouts):
+        stream.put_version(2)
+        await settle()
+        assert channel.started == [(2, [4, 6, 7])]
+        assert stream.finished == 5, "4 are trained on, and 5 is held by the trainer"
+
+    with_stream(body, start=GenerateFrom(4, [5]))
+
+
+def test_a_rollout_that_dies_fails_what_is_being_done_with_its_own_error():
+    async def body(stream, channel, rollouts):
+        stream.put_version(0)
+        await settle()
+        rollouts.running[1].set_exception(ValueError("the verifier is gone"))
+        await asyncio.sleep(DEADLINE_S)
+
+    with pytest.raises(ValueError, match="the verifier is gone") as failure:
+        with_stream(body)
+    assert failure.value.__notes__ == ["in the background task: rollout of prompt 1"]
+
+
+def test_what_died_while_nobody_waited_is_reported_by_the_next_wait():
+    async def dies():
+        raise ValueError("first")
+
+    async def ends(ended):
+        try:
+            await asyncio.sleep(DEADLINE_S)
+        finally:
+            ended.set()
+
+    async def run():
+        background, other = Background(), asyncio.Event()
+        background.start(dies(), "a task")
+        background.start(ends(other), "another")
+        await settle()
+        with pytest.raises(ValueError, match="first"):
+            await background.beside(asyncio.sleep(DEADLINE_S))
+        assert other.is_set(), "the other tasks are ended"
+
+    asyncio.run(run())
+
+
+class FakeEngine:
+    """Answers each request by what `answer(inputs, samplings)` gives, and notes the versions it was asked under."""
+
+    url = "engine"
+
+    def __init__(self, answer):
+        self.answer, self.versions, self.aborted = answer, [], asyncio.Event()
+
+    async def complete(self, inputs, samplings, version):
+        self.versions.append(version)
+        return await self.answer(inputs, samplings)
+
+    async def abort_all(self, timeout_s):
+        self.aborted.set()
+
+
+def tokens_of(count: int, finish_reason: str) -> Completion:
+    return Completion([7] * count, [-0.5] * count, [0] * count, finish_reason)
+
+
+def test_a_response_is_put_together_from_its_cuts():
+    async def answer(inputs, samplings):
+        seen.append([(len(tokens), sampling.max_tokens) for tokens, sampling in zip(inputs, samplings)])
+        return [tokens_of(s.max_tokens, "length") if len(t) < 9 or i else tokens_of(1, "stop") for i, (t, s) in enumerate(zip(inputs, samplings))]
+
+    async def run():
+        fleet = Fleet([FakeEngine(answer)], "resume", chunk_tokens=4)
+        return await fleet.generate([1, 2, 3], Sampling(max_tokens=10), 2)
+
+    seen: list = []
+    first, second = asyncio.run(run())
+    assert seen == [[(3, 4), (3, 4)], [(7, 4), (7, 4)], [(11, 2), (11, 2)]]
+    assert (len(first.token_ids), first.finish_reason) == (9, "stop")
+    assert (len(second.token_ids), second.finish_reason) == (10, "length")
+
+
+def test_requests_wait_for_the_end_of_an_update_and_carry_the_new_version():
+    async def answer(inputs, samplings):
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    async def run():
+        fleet = Fleet([engine := FakeEngine(answer)], "in_flight")
+        fleet.release(4)
+        await fleet.hold(1)
+        request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
+        await settle()
+        assert engine.versions == []
+        fleet.release(5)
+        await request
+        assert engine.versions == [5]
+
+    asyncio.run(run())
+
+
+def test_an_abort_that_nobody_asked_for_is_an_error():
+    async def answer(inputs, samplings):
+        return [Completion([], [], [], "abort")]
+
+    async def run():
+        await Fleet([FakeEngine(answer)], "abort").generate([1], Sampling(max_tokens=2), 1)
+
+    with pytest.raises(EngineError, match="engine engine aborted a request that nobody told it to"):
+        asyncio.run(run())
