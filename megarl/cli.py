@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from dataclasses import asdict
@@ -28,7 +27,7 @@ COMMANDS = {
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
     "eval": "greedy pass@1 on data.eval, through SGLang",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
-    "plan": "what a config means: ranks, parameters, bytes of weights on each of them",
+    "plan": "whether a run fits, how long its steps take and what binds; --search finds the fastest split of a GPU budget",
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
 }
 BENCH = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
@@ -38,7 +37,11 @@ EXAMPLES = {
               "megarl train configs/405b_aipo.yaml --dry-run"],
     "eval": ["megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json"],
     "export": ["megarl export configs/quickstart.yaml --output runs/quickstart/export"],
-    "plan": ["megarl plan configs/8b_aipo.yaml trainer.dp=16"],
+    "plan": [
+        "megarl plan configs/8b_aipo.yaml trainer.dp=16",
+        "megarl plan configs/70b_aipo.yaml --search --gpus 256 cluster.gpu=H200",
+        "megarl plan configs/405b_aipo.yaml --picture 405b.svg --json",
+    ],
     "reshard": [
         "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
@@ -90,6 +93,10 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
     reshard.add_argument("--dump", metavar="FILE", help="write every copy, one JSON object a line")
     reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
+    plan = by_name["plan"]
+    plan.add_argument("--search", action="store_true", help="look for the fastest parallel sizes, batches, precision and split")
+    plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
+    plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
     by_name["bench"] = bench = commands.add_parser("bench", help=BENCH, description=BENCH, epilog=_examples("bench"), formatter_class=_RAW)
     bench.add_argument("what", choices=("sync",), help="sync: new weights into a live engine, ours and others' ways")
     bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
@@ -140,16 +147,47 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.planner import report
+    from megarl.planner.baseline import best_baseline
+    from megarl.planner.estimate import estimate, to_json
+    from megarl.planner.remedies import remedies
+    from megarl.planner.search import search
+
+    if arguments.gpus is not None and not arguments.search:
+        raise ConfigError(f"--gpus {arguments.gpus}: needs --search")
+    found, asked = None, plan.config
+    if arguments.search:
+        budget = _gpus(plan) if arguments.gpus is None else arguments.gpus
+        found, config = search(asked, plan.spec, budget)
+        plan = resolve(config, "plan")
+    estimated = estimate(plan.config, plan.spec)
+    baseline, cures = best_baseline(plan.config, plan.spec, _gpus(plan)), remedies(plan.config, plan.spec, estimated)
     facts = describe(plan)
+    if arguments.picture:
+        from megarl.planner.picture import draw
+
+        draw(estimated, baseline, arguments.picture, f"{facts['family']}, {_sizes(facts['trainer'])}; {_sizes(facts['generator'])}")
     if arguments.json:
-        print(json.dumps(facts))
+        facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
+        print(json.dumps(facts | ({"search": report.search_details(found)} if found else {})))
         return
-    trainer, generator = facts["trainer"], facts["generator"]
+    _print_roles(plan, facts)
+    print(*report.render(estimated, baseline, cures), sep="\n")
+    if found:
+        print(*report.render_search(found, budget, asked, arguments.config), sep="\n")
+
+
+def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
     rollout = plan.config.rollout
     print(f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}")
-    for name, role in (("trainer", trainer), ("generator", generator)):
+    for name in ("trainer", "generator"):
+        role = facts[name]
         print(f"{name:<10} {_sizes(role)}: {role['ranks']} rank{'s' * (role['ranks'] > 1)}; weights {_gib_range(role)} a rank")
     print(f"a step     {rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens; {plan.steps} steps")
+
+
+def _gpus(plan: RunPlan) -> int:
+    return plan.trainer_topology.world_size + plan.generator_topology.world_size
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
@@ -201,15 +239,13 @@ RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
 
 def describe(plan: RunPlan) -> dict[str, Any]:
     """What is known of a run without estimating anything: sizes of the roles, parameters, bytes of weights per rank."""
-    from megarl.reshard.kinds import ITEM_BYTES
-    from megarl.reshard.layout import hf_layout
+    from megarl.planner.sizes import parameter_count
 
-    dtype = plan.config.model.dtype
     trainer, generator = _layouts(plan)
     return {
         "family": plan.spec.family,
-        "dtype": dtype,
-        "parameters": sum(rank_bytes(hf_layout(plan.spec, dtype))) // ITEM_BYTES[dtype],
+        "dtype": plan.config.model.dtype,
+        "parameters": parameter_count(plan.spec),
         "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
         "generator": {"ranks": generator.world_size, **asdict(plan.generator_topology), **_weight_bytes(generator)},
         "steps": plan.steps,
@@ -229,21 +265,10 @@ def _layouts(plan: RunPlan) -> tuple[Any, Any]:
 
 def _weight_bytes(layout: Any) -> dict[str, int]:
     """Bytes of weights, padding included, on the ranks that hold least and most; pipeline stages differ."""
+    from megarl.planner.sizes import rank_bytes
+
     sizes = rank_bytes(layout)
     return {"weight_bytes_min": min(sizes), "weight_bytes_max": max(sizes)}
-
-
-def rank_bytes(layout: Any) -> list[int]:
-    """Bytes of weights on each rank of a `megarl.reshard.kinds.Layout`, [world_size]."""
-    from megarl.reshard.kinds import ITEM_BYTES
-
-    sizes = [0] * layout.world_size
-    for kind in layout.kinds:
-        for instance, stage in enumerate(kind.stages):
-            for shard, tensor in enumerate(kind.shards):
-                for rank in kind.ranks[stage, shard]:
-                    sizes[rank] += math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-    return sizes
 
 
 def _sizes(role: dict[str, Any]) -> str:
