@@ -45,10 +45,16 @@ class Group:
         return self.latency_s + size_bytes * (self.size - 1) / self.size / self.bytes_per_s
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """As a reduce-scatter and an all-gather; small ones in one shot, so one latency."""
+        """As a reduce-scatter and an all-gather."""
+        return 2 * self.gather_s(size_bytes)
+
+    def small_all_reduce_s(self, size_bytes: float) -> float:
+        """Of the megabyte or less that a decoding step sums: in one shot, and too small to be spread over all NICs of a node."""
         if self.size == 1:
             return 0.0
-        return self.latency_s + 2 * size_bytes * (self.size - 1) / self.size / self.bytes_per_s
+        gpu = self.cluster.gpu
+        wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else gpu.nic_bytes_per_s
+        return self.latency_s + 2 * size_bytes * (self.size - 1) / self.size / wire / self.constants.link_efficiency
 
     def all_to_all_s(self, size_bytes: float) -> float:
         """Every member sends `size_bytes`, evenly to all; what leaves the node goes over the member's own NIC."""

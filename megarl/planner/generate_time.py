@@ -103,7 +103,7 @@ class GenerateModel:
         if spec.num_experts:
             read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** running)
         flops = running * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp
-        summed = Group(tp, 1, self.cluster, k).all_reduce_s(running * spec.hidden_size * ITEM_BYTES[self.dtype])
+        summed = Group(tp, 1, self.cluster, k).small_all_reduce_s(running * spec.hidden_size * ITEM_BYTES[self.dtype])
         return DecodeStep(
             memory=read / (self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency),
             compute=flops / self._rate,

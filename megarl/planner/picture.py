@@ -12,7 +12,7 @@ from megarl.planner.estimate import Estimate, generate_parts, train_parts
 from megarl.planner.report import gib_parts
 
 FORMATS = (".svg", ".png")
-SMALL = 0.02  # of the longest bar: parts below are drawn, not named
+SMALL = 0.1  # of the longest bar: parts below that have no room for their name, and are in the legend only
 
 
 def draw(found: Estimate, baseline: Optional[Baseline], path: str, title: str) -> None:
@@ -25,7 +25,7 @@ def draw(found: Estimate, baseline: Optional[Baseline], path: str, title: str) -
     figure, (memory, time) = plt.subplots(2, 1, figsize=(10, 6.4), layout="constrained")
     _bars(memory, {"generator": gib_parts(found.generator), "trainer": gib_parts(found.trainer)})
     memory.axvline(found.cluster.gpu.memory_gib, color="tab:red", lw=1.2)
-    memory.set_xlabel(f"GiB per GPU; red: what a {found.cluster.gpu.name} has")
+    memory.set_xlabel(f"GiB per GPU; red: what one {found.cluster.gpu.name} has")
     memory.set_title(f"{title}\nfits: {'no' if found.overfull else 'yes'}; binds: {found.binding}", fontsize=10)
     update = {"weight update": found.sync_s, "the rest of a step": found.glue_s}
     rows = {"generation": generate_parts(found.generate), "training": train_parts(found.train), "beside them": update}
@@ -45,7 +45,9 @@ def _bars(axes: "matplotlib.axes.Axes", rows: Mapping[str, Mapping[str, float]])
     for row, parts in rows.items():
         left = 0.0
         for name, value in parts.items():
-            axes.barh(row, value, left=left, color=colours[names.index(name) % 20], edgecolor="white", lw=0.5)
+            axes.barh(row, value, left=left, color=colours[names.index(name) % 20], edgecolor="white", lw=0.5, label=name)
             if value > SMALL * longest:
                 axes.text(left + value / 2, row, f"{name}\n{value:.3g}", ha="center", va="center", fontsize=7)
             left += value
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))  # a part that two rows have stands there once
+    axes.legend(handles.values(), handles.keys(), fontsize=7, bbox_to_anchor=(1.0, 1.0), loc="upper left")

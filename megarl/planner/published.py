@@ -22,7 +22,7 @@ H100 = Cluster(GPUS["H100"])
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 ASSUMED = {
-    "LlamaRL": "prompts of 128 tokens, responses of 512 on average and 2048 at most, microbatches of 8192 tokens, full recomputation, "
+    "LlamaRL": "prompts of 128 tokens, responses of 512 on average and 2048 at most, microbatches of 16384 tokens, full recomputation, "
     "FSDP over the data-parallel ranks; groups of engines are GPUs / mp, and the 8 / 4 row has 136 generating GPUs, not 120, as only those make its 34 groups; asynchronous runs carry unfinished responses over (section 4); one factor for all rows, as only ratios count",
     "NeMo-RL": "prompts of 150 tokens, 16 responses each, microbatches of the longest sequence, full recomputation, one scoring pass for "
     "the policy's log-probs; runs one step off give half of their GPUs to each side",
@@ -58,7 +58,7 @@ class LlamaRlRow(Row):
         work = Workload(sequences=2048, prompts=512, prompt_tokens=128, response_tokens=512, max_response_tokens=2048)
         trainer = TrainerConfig(
             tp=self.trainer_mp, dp=self.trainer_gpus // self.trainer_mp, fsdp="rows", sequence_parallel=self.trainer_mp > 1,
-            recompute=True, max_tokens_per_microbatch=8192,
+            recompute=True, max_tokens_per_microbatch=16384,
         )  # fmt: skip
         generator = GeneratorConfig(
             engines=self.generator_gpus // self.generator_mp, tp=self.generator_mp, max_concurrency=self.concurrency,

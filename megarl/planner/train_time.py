@@ -10,7 +10,7 @@ from megarl.models import ModelSpec
 from megarl.planner.communication import Group
 from megarl.planner.constants import CONSTANTS, Constants
 from megarl.planner.hardware import Cluster
-from megarl.planner.sizes import Held, active_elements, largest_stage, trainer_held
+from megarl.planner.sizes import Held, active_elements, largest_stage, stage_layers, trainer_held
 from megarl.planner.workload import Workload
 from megarl.reshard.kinds import ITEM_BYTES
 
@@ -53,7 +53,8 @@ class TrainModel:
         layers = largest_stage(self.spec, t)
         per_layer = self._layer_s(rows, length)
         head = 2 * rows * self.spec.vocab_size * self.spec.hidden_size / t.tp / t.cp / self._rate(rows / t.cp, self.spec.vocab_size / t.tp)
-        compute = passes * layers * per_layer + (3 + extra_forwards) * head
+        last = sum(stage_layers(self.spec, t)[-1])
+        compute = max(passes * layers * per_layer, passes * last * per_layer + (3 + extra_forwards) * head)
         tensor = passes * layers * self._tensor_s(rows)
         expert = passes * layers * self._expert_s(rows)
         between = (2 + extra_forwards) * self._between_s(rows)

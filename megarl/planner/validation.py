@@ -11,7 +11,7 @@ import argparse
 import math
 import statistics
 from dataclasses import dataclass, replace
-from typing import Sequence
+from typing import Optional, Sequence
 
 import numpy as np
 
@@ -52,11 +52,11 @@ def results(constants: Constants = CONSTANTS) -> list[list[Result]]:
     return found
 
 
-def fit(rounds: int = 12) -> Constants:
-    """Gauss-Newton in the logarithms of the constants; reads rows that are not held out and no others."""
+def fit(rounds: int = 12, start: Optional[Constants] = None) -> Constants:
+    """Gauss-Newton in the logarithms of the constants; reads rows that are not held out and no others. `start`: else the guesses."""
     guess = np.log([GUESSES[name][0] for name in FITTED])
     width = np.log([GUESSES[name][1] for name in FITTED])
-    at = guess.copy()
+    at = guess.copy() if start is None else np.log([getattr(start, name) for name in FITTED])
     for _ in range(rounds):
         here = _residuals(at)
         slope = np.stack([(_residuals(at + 1e-4 * unit) - here) / 1e-4 for unit in np.eye(len(at))], axis=1)
