@@ -2,6 +2,7 @@
 
 For a given split each side is a problem of its own: the fastest of its shapes whose memory fits, on no more than its GPUs. The trainer
 gets no slower with more of them, the generator no faster with fewer, so the best split is where the two meet: found by bisection.
+Beyond it a few with more trainers are tried, as more senders make the weight update shorter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megarl.planner.generate_time import GenerateModel
 from megarl.planner.generator_memory import generator_memory, usable_static
 from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.knobs import Settings, problems, turned
-from megarl.planner.sizes import generator_weights, shape_of
+from megarl.planner.sizes import generator_topology, generator_weights, shape_of, trainer_topology
 from megarl.planner.sync_time import balanced_sync_s
 from megarl.planner.train_time import TrainModel
 from megarl.planner.trainer_memory import trainer_memory
@@ -72,10 +73,10 @@ class Search:
             raise ConfigError(f"--gpus {self.gpus}: must be at least 2: trainer and generator have GPUs of their own")
         if self.config.async_.capacity:  # equation 3: the slower side counts
             meet = bisect.bisect_left(splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1])
-            tried, cost = splits[max(0, meet - 1) : meet + 1], max
+            tried = [splits[i] for i in (meet - 1, *(meet + 2**n - 1 for n in range(12))) if 0 <= i < len(splits)]
         else:  # equation 2: both count
-            tried, cost = splits[:: max(1, len(splits) // 16)], sum
-        best = min(tried, key=lambda gpus: cost(self._seconds(gpus)))
+            tried = list(splits[:: max(1, len(splits) // 16)])
+        best = min(tried, key=self._step_s)
         trainer, generator = self.trainer(best), self.generator(self.gpus - best)
         if trainer is None or generator is None:
             raise ConfigError(f"--gpus {self.gpus}: nothing fits on {self.gpus} {self.cluster.gpu.name}; {self._needed()}")
@@ -89,6 +90,18 @@ class Search:
             trainer_too_large=_fastest_too_large(trainer, self._trainers(best, fitting=False)),
             generator_too_large=_fastest_too_large(generator, self._generators(self.gpus - best, fitting=False)),
         )
+
+    def _step_s(self, trainer_gpus: int) -> float:
+        """With the update, which more senders make shorter: why more trainers than balance asks for may be better."""
+        trainer, generator = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
+        if trainer is None or generator is None:
+            return math.inf
+        chosen = turned(self.config, {**trainer.settings, **generator.settings})
+        senders, receivers = trainer_topology(chosen.trainer).world_size, generator_topology(chosen.generator).world_size
+        engine_bytes = generator_weights(self.spec, chosen.generator, self.dtype).total
+        both = (trainer.seconds, generator.seconds)
+        step_s = max(both) if self.config.async_.capacity else sum(both)
+        return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster)
 
     def _seconds(self, trainer_gpus: int) -> tuple[float, float]:
         sides = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
@@ -134,7 +147,6 @@ class Search:
             if (over <= 0) == fitting:
                 model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
                 time = model.seconds(self.workload, carried_over=carries_over(self.config)).total
-                time += balanced_sync_s(memory.weights, gpus, max(1, self.gpus - gpus), self.cluster)
                 yield Side(_generator_settings(generator), time, over)
 
     def _needed(self) -> str:
