@@ -71,7 +71,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
             sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
         )  # fmt: skip
         ep = min(m, config.generator.ep) if spec.num_experts else 1
-        yield trainer, replace(config.generator, tp=m, ep=ep, engines=gpus // m, quantization=None)
+        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None)
 
 
 def even_stages(layers: int, pp: int) -> tuple[Optional[int], Optional[int]]:

@@ -91,7 +91,7 @@ class GenerateModel:
 
     def room(self, workload: Workload) -> float:
         """Requests of mean length that the KV cache holds at once."""
-        per_token = kv_bytes_per_token(self.spec, self.generator.tp, ITEM_BYTES[self.dtype])
+        per_token = kv_bytes_per_token(self.spec, self.generator, ITEM_BYTES[self.dtype])
         free = usable_static(self.generator, self.cluster.gpu) - self.weights.total
         tokens = self.generator.kv_cache_tokens or free / per_token
         return tokens / (workload.prompt_tokens + workload.response_tokens)
@@ -99,7 +99,7 @@ class GenerateModel:
     def decode_step(self, running: float, context: float) -> DecodeStep:
         """One token for each of `running` requests that have `context` tokens behind them."""
         spec, k, tp = self.spec, self.constants, self.generator.tp
-        read = self.weights.streamed + running * context * kv_bytes_per_token(spec, tp, ITEM_BYTES[self.dtype])
+        read = self.weights.streamed + running * context * kv_bytes_per_token(spec, self.generator, ITEM_BYTES[self.dtype])
         if spec.num_experts:
             read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** running)
         flops = running * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp

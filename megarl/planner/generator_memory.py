@@ -42,26 +42,30 @@ class GeneratorMemory:
 
 def generator_memory(spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu) -> GeneratorMemory:
     """Raises ConfigError where the sizes do not divide the model."""
-    item = ITEM_BYTES[dtype]
-    tp = generator.tp
+    item, tp = ITEM_BYTES[dtype], generator.tp
     kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
     ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
     chunk = min(CHUNKED_PREFILL_TOKENS, spec.max_position_embeddings)
     logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # gathered over tp, fp32, and a copy to sample from
     return GeneratorMemory(
         weights=generator_weights(spec, generator, dtype).total,
-        kv_cache=kv_tokens * kv_bytes_per_token(spec, tp, item),
+        kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
         graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,
         activations=chunk * item * (4 * spec.hidden_size + 3 * ffn) + logits,
         runtime=gpu.runtime_gib * GIB,
     )
 
 
-def kv_bytes_per_token(spec: ModelSpec, tp: int, item: int) -> float:
-    """On one rank, all layers. Ranks beyond the key-value heads hold copies; latent attention keeps its latent on every rank."""
+def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
+    """On one rank, all layers, the mean over an engine's requests: a replica of attention keeps only its own requests.
+
+    Ranks beyond the key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
+    """
+    replicas = generator.dp_attention
     if spec.kv_lora_rank:
-        return item * spec.num_layers * (spec.kv_lora_rank + spec.qk_rope_head_dim)
-    return item * spec.num_layers * 2 * max(1.0, spec.num_kv_heads / tp) * spec.head_dim
+        return item * spec.num_layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
+    heads = max(1.0, spec.num_kv_heads / (generator.tp / replicas))
+    return item * spec.num_layers * 2 * heads * spec.head_dim / replicas
 
 
 def usable_static(generator: GeneratorConfig, gpu: Gpu) -> float:

@@ -186,7 +186,7 @@ def _generator_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster, work
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
             for ep in sorted({1, tp}) if spec.num_experts else (1,):
-                shape = replace(config.generator, tp=tp, ep=ep, quantization=quantization, kv_cache_tokens=None)
+                shape = replace(config.generator, tp=tp, ep=ep, dp_attention=1, quantization=quantization, kv_cache_tokens=None)
                 try:
                     generator_weights(spec, shape, config.model.dtype)
                 except ConfigError:  # SGLang does not take these sizes
@@ -202,7 +202,7 @@ def _trainer_settings(trainer: TrainerConfig) -> Settings:
 
 
 def _generator_settings(generator: GeneratorConfig) -> Settings:
-    return {f"generator.{key}": getattr(generator, key) for key in "engines tp ep quantization max_concurrency kv_cache_tokens".split()}
+    return {f"generator.{key}": getattr(generator, key) for key in "engines tp ep dp_attention quantization max_concurrency kv_cache_tokens".split()}
 
 
 def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunConfig]:

@@ -52,7 +52,7 @@ def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
 
 
 def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
-    return GeneratorTopology(engines=generator.engines, tp=generator.tp, ep=generator.ep)
+    return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
 
 
 def stages_held(layout: Layout) -> list[Held]:
@@ -75,7 +75,7 @@ def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[He
 
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
     """Scales included. Raises ConfigError where the sizes do not divide the model."""
-    return _generator_weights(shape_of(spec), generator.tp, generator.ep, generator.quantization, dtype)
+    return _generator_weights(shape_of(spec), replace(generator_topology(generator), engines=1), generator.quantization, dtype)
 
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:
@@ -110,8 +110,8 @@ def _stage_layers(spec: ModelSpec, pp: int, vpp: int, first: Optional[int], last
 
 
 @functools.lru_cache(maxsize=4096)
-def _generator_weights(spec: ModelSpec, tp: int, ep: int, quantization: Optional[str], dtype: str) -> GeneratorWeights:
-    layout = generator_layout(spec, GeneratorTopology(engines=1, tp=tp, ep=ep), dtype, quantization=quantization)
+def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantization: Optional[str], dtype: str) -> GeneratorWeights:
+    layout = generator_layout(spec, topology, dtype, quantization=quantization)
     embedding = expert = streamed = 0
     for kind in layout.kinds:
         size = kind.instances * max(elements(shard) * ITEM_BYTES[shard.dtype] for shard in kind.shards)

@@ -155,9 +155,14 @@ def test_logits_are_on_the_last_stage_alone() -> None:
 
 def test_kv_cache_of_a_token() -> None:
     """8B: 32 layers, keys and values of 8 heads of 128 in bf16. Beyond 8 ranks heads are repeated. DeepSeek-V3: 512 + 64 a layer."""
-    assert kv_bytes_per_token(spec("llama-3.1-8b"), 1, 2) == 32 * 2 * 8 * 128 * 2 == 131072
-    assert kv_bytes_per_token(spec("llama-3.1-8b"), 8, 2) == kv_bytes_per_token(spec("llama-3.1-8b"), 16, 2) == 131072 / 8
-    assert kv_bytes_per_token(spec("deepseek-v3"), 8, 2) == kv_bytes_per_token(spec("deepseek-v3"), 1, 2) == 61 * 576 * 2
+    llama, deepseek = spec("llama-3.1-8b"), spec("deepseek-v3")
+    one, eight, sixteen = (GeneratorConfig(tp=tp) for tp in (1, 8, 16))
+    assert kv_bytes_per_token(llama, one, 2) == 32 * 2 * 8 * 128 * 2 == 131072
+    assert kv_bytes_per_token(llama, eight, 2) == kv_bytes_per_token(llama, sixteen, 2) == 131072 / 8
+    assert kv_bytes_per_token(deepseek, eight, 2) == kv_bytes_per_token(deepseek, one, 2) == 61 * 576 * 2
+    assert kv_bytes_per_token(deepseek, GeneratorConfig(tp=8, dp_attention=8), 2) == 61 * 576 * 2 / 8  # each replica its own requests
+    qwen = spec("qwen3-235b-a22b")  # 4 key-value heads: at tp 8 each is held twice, by two replicas of attention once
+    assert kv_bytes_per_token(qwen, eight, 2) == 2 * kv_bytes_per_token(qwen, GeneratorConfig(tp=8, dp_attention=2), 2)
 
 
 def test_an_engine_needs_room_for_what_is_wanted() -> None:
