@@ -147,56 +147,19 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.planner import report
-    from megarl.planner.baseline import best_baseline
-    from megarl.planner.estimate import estimate, to_json
-    from megarl.planner.remedies import remedies
-    from megarl.planner.search import search
+    from megarl.planner.command import run
 
-    if arguments.gpus is not None and not arguments.search:
-        raise ConfigError(f"--gpus {arguments.gpus}: needs --search")
-    found, asked = None, plan.config
-    if arguments.search:
-        budget = _gpus(plan) if arguments.gpus is None else arguments.gpus
-        found, config = search(asked, plan.spec, budget)
-        plan = resolve(config, "plan")
-    estimated = estimate(plan.config, plan.spec)
-    baseline, cures = best_baseline(plan.config, plan.spec, _gpus(plan)), remedies(plan.config, plan.spec, estimated)
-    facts = describe(plan)
-    if arguments.picture:
-        from megarl.planner.picture import draw
-
-        draw(estimated, baseline, arguments.picture, f"{facts['family']}, {_sizes(facts['trainer'])}; {_sizes(facts['generator'])}")
-    if arguments.json:
-        facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
-        print(json.dumps(facts | ({"search": report.search_details(found)} if found else {})))
-        return
-    _print_roles(plan, facts)
-    print(*report.render(estimated, baseline, cures), sep="\n")
-    if found:
-        print(*report.render_search(found, budget, asked, arguments.config), sep="\n")
-
-
-def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
-    rollout = plan.config.rollout
-    print(f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}")
-    for name in ("trainer", "generator"):
-        role = facts[name]
-        print(f"{name:<10} {_sizes(role)}: {role['ranks']} rank{'s' * (role['ranks'] > 1)}; weights {_gib_range(role)} a rank")
-    print(f"a step     {rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens; {plan.steps} steps")
-
-
-def _gpus(plan: RunPlan) -> int:
-    return plan.trainer_topology.world_size + plan.generator_topology.world_size
+    run(plan, arguments.config, searching=arguments.search, gpus=arguments.gpus, picture=arguments.picture, as_json=arguments.json)
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.planner.roles import layouts, sizes
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
     from megarl.reshard.report import LINK_BYTES_PER_S, copies_of, copy_fields, dump_lines, render_copies, to_json
     from megarl.reshard.table import render
 
-    reshard_map = ReshardMap.build(*_layouts(plan))
+    reshard_map = ReshardMap.build(*layouts(plan))
     facts = to_json(reshard_map) if arguments.json else None
     if facts is None:
         prove_exactly_once(reshard_map)
@@ -206,8 +169,8 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.picture:
         from megarl.reshard.picture import draw
 
-        draw(reshard_map, arguments.picture, f"{plan.spec.family}, {_sizes(asdict(plan.trainer_topology))} to "
-             f"{_sizes(asdict(plan.generator_topology))}")  # fmt: skip
+        draw(reshard_map, arguments.picture, f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to "
+             f"{sizes(asdict(plan.generator_topology))}")  # fmt: skip
     if arguments.rank:
         copies = copies_of(reshard_map, arguments.rank)
         if facts is None:
@@ -235,51 +198,6 @@ RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "plan": _plan,
     "reshard": _reshard,
 }
-
-
-def describe(plan: RunPlan) -> dict[str, Any]:
-    """What is known of a run without estimating anything: sizes of the roles, parameters, bytes of weights per rank."""
-    from megarl.planner.sizes import parameter_count
-
-    trainer, generator = _layouts(plan)
-    return {
-        "family": plan.spec.family,
-        "dtype": plan.config.model.dtype,
-        "parameters": parameter_count(plan.spec),
-        "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
-        "generator": {"ranks": generator.world_size, **asdict(plan.generator_topology), **_weight_bytes(generator)},
-        "steps": plan.steps,
-        "sequences_per_step": plan.sequences_per_step,
-    }
-
-
-def _layouts(plan: RunPlan) -> tuple[Any, Any]:
-    """Layouts of trainer and generator: where each rank keeps what."""
-    from megarl.reshard.layout import generator_layout, trainer_layout
-
-    dtype = plan.config.model.dtype
-    return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(
-        plan.spec, plan.generator_topology, dtype, quantization=plan.config.generator.quantization
-    )
-
-
-def _weight_bytes(layout: Any) -> dict[str, int]:
-    """Bytes of weights, padding included, on the ranks that hold least and most; pipeline stages differ."""
-    from megarl.planner.sizes import rank_bytes
-
-    sizes = rank_bytes(layout)
-    return {"weight_bytes_min": min(sizes), "weight_bytes_max": max(sizes)}
-
-
-def _sizes(role: dict[str, Any]) -> str:
-    shown = {key: role[key] for key in ("engines", "tp", "pp", "dp") if key in role}
-    shown |= {key: role[key] for key in ("vpp", "cp", "ep", "etp") if role.get(key, 1) > 1}
-    return ", ".join(f"{key} {size}" for key, size in shown.items())
-
-
-def _gib_range(role: dict[str, Any]) -> str:
-    low, high = (f"{role[key] / 2**30:.3f}" for key in ("weight_bytes_min", "weight_bytes_max"))
-    return f"{high} GiB" if low == high else f"{low} to {high} GiB"
 
 
 _RAW = argparse.RawDescriptionHelpFormatter

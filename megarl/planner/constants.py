@@ -34,8 +34,8 @@ FITTED = ("gemm_efficiency", "expert_pass_s", "decode_layer_s", "node_latency_s"
 CONSTANTS = Constants()
 # Of two cores that run the quickstart: set by hand from its own measured steps, good for the order of magnitude.
 CPU_CONSTANTS = Constants(
-    gemm_efficiency=0.5, half_rows=16, half_width=16, expert_pass_s=5e-3, decode_layer_s=1.2e-3, node_latency_s=1e-3, switch_s=0.0, glue_s=0.03,
-    latency_s=0.3e-3, decode_step_s=4e-3, decode_gemm_efficiency=0.2, step_s=0.05,
+    gemm_efficiency=0.5, half_rows=16, half_width=16, expert_pass_s=5e-3, decode_layer_s=1.2e-3, node_latency_s=1e-3, switch_s=0.0,
+    glue_s=0.03, latency_s=0.3e-3, decode_step_s=4e-3, decode_gemm_efficiency=0.2, step_s=0.05,
 )  # fmt: skip
 
 

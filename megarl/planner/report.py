@@ -24,7 +24,8 @@ def render(found: Estimate, baseline: Optional[Baseline], remedies: Iterable[Rem
 def _memory(found: Estimate) -> Iterator[str]:
     """Both sides beside each other, part by part."""
     sides = gib_parts(found.trainer), gib_parts(found.generator)
-    yield f"memory     GiB per GPU, of {found.cluster.gpu.memory_gib:g} ({found.cluster.gpu.name})      trainer  generator"
+    has = f"GiB per GPU, of {found.cluster.gpu.memory_gib:g} ({found.cluster.gpu.name})"
+    yield f"memory     {has:<38}{'trainer':>9}  {'generator':>9}"
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         cells = (f"{side[name]:9.2f}" if name in side else " " * 9 for side in sides)
         if any(side.get(name) for side in sides):
@@ -36,10 +37,8 @@ def _memory(found: Estimate) -> Iterator[str]:
 
 def _time(found: Estimate, baseline: Optional[Baseline]) -> Iterator[str]:
     w = found.workload
-    yield (
-        f"time       seconds a step; {w.sequences} responses of {w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, "
-        f"to prompts of {w.prompt_tokens:g}"
-    )
+    lengths = f"{w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, to prompts of {w.prompt_tokens:g}"
+    yield f"time       seconds a step; {w.sequences} responses of {lengths}"
     for name, seconds, parts in (
         ("training", found.train.total, train_parts(found.train)),
         ("generation", found.generate.total, generate_parts(found.generate)),
@@ -47,18 +46,20 @@ def _time(found: Estimate, baseline: Optional[Baseline]) -> Iterator[str]:
         shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds)
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
     yield f"           {'weight update':<14}{found.sync_s:9.2f}   the busiest rank's bytes over its link"
-    mode = "the slower side and the update" if found.asynchronous else "both sides and the update, one after the other"
-    yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}; {found.train.tflops:.0f} TFLOP/s per training GPU; {_decode(found)}"
+    mode = "the slower side" if found.asynchronous else "both sides, one after the other"
+    yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
     if baseline:
         ratio = baseline.step_s / found.step_s
-        yield f"           {'synchronous':<14}{baseline.step_s:9.2f}   colocated on the same GPUs, model parallel {baseline.m}, the best that fits: x{ratio:.2f}"
+        how = f"colocated on the same GPUs, the best that fits, model parallel {baseline.m}: x{ratio:.2f}"
+        yield f"           {'synchronous':<14}{baseline.step_s:9.2f}   {how}"
     else:
         yield f"           {'synchronous':<14}{'-':>9}   colocated on the same GPUs nothing fits"
+    yield f"rates      {found.train.tflops:.0f} TFLOP/s per training GPU; {_decode(found)}"
 
 
 def _decode(found: Estimate) -> str:
     g = found.generate
-    return f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} an engine, {g.memory_share:.0%} of it reading memory"
+    return f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} requests an engine, {g.memory_share:.0%} of it reading memory"
 
 
 def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:

@@ -202,7 +202,8 @@ def _trainer_settings(trainer: TrainerConfig) -> Settings:
 
 
 def _generator_settings(generator: GeneratorConfig) -> Settings:
-    return {f"generator.{key}": getattr(generator, key) for key in "engines tp ep dp_attention quantization max_concurrency kv_cache_tokens".split()}
+    keys = "engines tp ep dp_attention quantization max_concurrency kv_cache_tokens"
+    return {f"generator.{key}": getattr(generator, key) for key in keys.split()}
 
 
 def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunConfig]:

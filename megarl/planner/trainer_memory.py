@@ -54,8 +54,9 @@ def stage_memory(
     found = []
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
         kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
-        logits = LOGIT_BYTES[dtype] * tokens * padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp if stage == trainer.pp - 1 else 0.0
-        gathered = 2 * item * held.total * trainer.dp * trainer.cp / max(1, sum(layers)) if trainer.fsdp else 0.0  # this layer's and the next one's
+        vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp if stage == trainer.pp - 1 else 0
+        logits = LOGIT_BYTES[dtype] * tokens * vocab
+        whole_layer = item * held.total * trainer.dp * trainer.cp / max(1, sum(layers)) if trainer.fsdp else 0.0
         found.append(
             TrainerMemory(
                 weights=item * held.total,
@@ -64,7 +65,7 @@ def stage_memory(
                 reference=item * held.total if reference else 0.0,
                 activations=kept,
                 logits=logits,
-                buffers=gathered + 2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),
+                buffers=2 * whole_layer + 2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),
                 runtime=gpu.runtime_gib * GIB,
             )
         )

@@ -102,12 +102,14 @@ def render(found: list[list[Result]]) -> str:
     lines = []
     for table in found:
         name = table[0].row.table
-        lines += [f"**{name}.** Assumed: {ASSUMED[name]}.", "", "| row | use | published s | predicted s | error |", "|---|---|---|---|---|"]
+        lines += [f"**{name}.** Assumed: {ASSUMED[name]}.", ""]
+        lines += ["| row | use | published s | predicted s | error |", "|---|---|---|---|---|"]
         for r in table:
             use = "held out" if r.held_out else "fitted"
             lines.append(f"| {r.row.name} | {use} | {r.row.measured_s:.4g} | {r.predicted_s:.4g} | {r.error:+.0%} |")
         wrong = misordered(table)
-        lines += ["", "Order: all pairs right." if not wrong else "Order wrong: " + "; ".join(" and ".join(pair) for pair in wrong) + ".", ""]
+        pairs = "; ".join(" and ".join(pair) for pair in wrong)
+        lines += ["", f"Order wrong: {pairs}." if wrong else "Order: all pairs right.", ""]
     held, fitted = median_error(found, True), median_error(found, False)
     return "\n".join([*lines, f"Median error: {held:.0%} on held-out rows, {fitted:.0%} on fitted rows."])
 

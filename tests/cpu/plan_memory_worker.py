@@ -70,7 +70,8 @@ def kept(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
         return tensor
 
     ids = [i % trainer.spec.vocab_size for i in range(tokens + 1)]
-    one = TrainSequence(token_ids=ids, loss_mask=[False] + [True] * tokens, mu_logprobs=[0.0] * (tokens + 1), advantages=[1.0] * (tokens + 1))
+    mask, zeros, ones = [False] + [True] * tokens, [0.0] * (tokens + 1), [1.0] * (tokens + 1)
+    one = TrainSequence(token_ids=ids, loss_mask=mask, mu_logprobs=zeros, advantages=ones)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         trainer.train_step([one] * trainer.topology.dp, negative_sum, 1.0)
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

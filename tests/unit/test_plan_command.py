@@ -60,17 +60,18 @@ def test_configs_after_the_paper(name: str) -> None:
 def test_the_table_says_what_fits_and_what_binds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["plan", "configs/405b_aipo.yaml", "--picture", str(tmp_path / "plan.svg")]) == 0
     out = capsys.readouterr().out
-    for text in ("405,853,388,800 parameters", "engines 64, tp 8: 512 ranks", "weights", "KV cache", "weight update", "binds      ", "fits       yes"):
+    for text in ("405,853,388,800 parameters", "engines 64, tp 8: 512 ranks", "KV cache", "weight update", "binds      ", "fits       yes"):
         assert text in out
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
-    assert max(map(len, out.splitlines())) <= 200
+    assert max(map(len, out.splitlines())) <= 140
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
     facts = plan(capsys, *arguments)
     over = facts["trainer_gib_per_gpu"] - facts["gpu_memory_gib"]
-    assert facts["fits"] is False and facts["binding"] == "memory of the trainer" and facts["too_large_gib"] == {"trainer": pytest.approx(over)}
+    assert facts["fits"] is False and facts["binding"] == "memory of the trainer"
+    assert facts["too_large_gib"] == {"trainer": pytest.approx(over)}
     assert cli.main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     assert f"fits       no: the trainer is {over:.1f} GiB per GPU too large" in out

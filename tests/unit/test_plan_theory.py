@@ -40,8 +40,9 @@ POWER = st.builds(Power, scale=st.floats(0.1, 10), power=st.floats(0.2, 2), floo
 
 def problems(eta: st.SearchStrategy) -> st.SearchStrategy[Problem]:
     return st.builds(
-        Problem, gpus=st.floats(1, 1e5), batch=st.floats(1, 1e5), memory=SIZE, weights=SIZE, activation=SIZE, kv_cache=SIZE, eta_t=eta, eta_g=eta
-    )
+        Problem, gpus=st.floats(1, 1e5), batch=st.floats(1, 1e5), memory=SIZE, weights=SIZE, activation=SIZE, kv_cache=SIZE,
+        eta_t=eta, eta_g=eta,
+    )  # fmt: skip
 
 
 # 8B on H100s, in GiB and seconds: of the size of the paper's runs.
