@@ -23,7 +23,8 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 ASSUMED = {
     "LlamaRL": "prompts of 128 tokens, responses of 512 on average and 2048 at most, microbatches of 16384 tokens, full recomputation, "
-    "FSDP over the data-parallel ranks; groups of engines are GPUs / mp, and the 8 / 4 row has 136 generating GPUs, not 120, as only those make its 34 groups; asynchronous runs carry unfinished responses over (section 4); one factor for all rows, as only ratios count",
+    "FSDP over the data-parallel ranks; groups of engines are GPUs / mp, and the 8 / 4 row has 136 generating GPUs, not 120, as only those "
+    "make its 34 groups; asynchronous runs carry unfinished responses over (section 4); one factor for all rows, as only ratios count",
     "NeMo-RL": "prompts of 150 tokens, 16 responses each, microbatches of the longest sequence, full recomputation, one scoring pass for "
     "the policy's log-probs; runs one step off give half of their GPUs to each side",
     "Megatron-Bridge": "no recomputation",

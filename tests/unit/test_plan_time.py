@@ -121,6 +121,17 @@ def test_generation_against_a_simulation(requests: int, slots: int) -> None:
     assert model.seconds(work).total / 1e6 == pytest.approx(simulated, rel=0.12)
 
 
+@pytest.mark.parametrize("slots", [32, 8])
+def test_the_tail_works_on_what_is_left(slots: int) -> None:
+    """Where only products count, time is tokens: as many as the responses have, however they are spread over steps."""
+    work = Workload(64, 16, 128, 400, 2048)
+    slow = replace(CONSTANTS, decode_gemm_efficiency=1e-9)
+    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=2, max_concurrency=slots), "bfloat16", H100, slow)
+    found = model.seconds(work)
+    of_one_token = model.decode_step(1, 128 + 400 / 2).compute
+    assert found.full + found.tail == pytest.approx(32 * 400 * of_one_token, rel=0.1)
+
+
 def test_carrying_responses_over_leaves_no_tail() -> None:
     model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=16, max_concurrency=64), "bfloat16", H100)
     work = Workload(2048, 512, 128, 512, 2048)
