@@ -229,7 +229,6 @@ class ClusterConfig:
     """The machines that megarl plan reckons with."""
 
     gpu: str = setting("H100", "kind of GPU; cpu: a core, for runs without one", one_of("H100", "H200", "B200", "cpu"))
-    gpus_per_node: int = setting(8, "GPUs that NVLink joins; beyond them every GPU has a NIC of 400 Gb/s", at_least(1))
 
 
 @dataclass

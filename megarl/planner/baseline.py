@@ -38,7 +38,7 @@ def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int, constants: Opti
 
 
 def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int, constants: Constants) -> Optional[float]:
-    cluster, workload, dtype = Cluster.of(config.cluster), Workload.of(config), config.model.dtype
+    cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     times = []
     for trainer, generator in _layouts(config, spec, gpus, m):
         colocated = replace(config, trainer=trainer, generator=generator)

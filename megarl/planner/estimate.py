@@ -66,7 +66,7 @@ class Estimate:
 
 def estimate(config: RunConfig, spec: ModelSpec, constants: Optional[Constants] = None) -> Estimate:
     """Raises ConfigError where the parallel sizes do not divide the model."""
-    cluster, workload, dtype = Cluster.of(config.cluster), Workload.of(config), config.model.dtype
+    cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants = constants or constants_of(cluster.gpu.name)
     reference = config.algorithm.kl_coef > 0
     return Estimate(

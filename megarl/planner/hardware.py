@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import ClusterConfig
+from megarl.config.schema import RunConfig
 
 GIB = 2.0**30
 
@@ -42,8 +42,8 @@ GPUS = {
 @dataclass(frozen=True)
 class Cluster:
     gpu: Gpu
-    gpus_per_node: int = 8
+    gpus_per_node: int = 8  # that NVLink joins; beyond them every GPU has a NIC
 
     @classmethod
-    def of(cls, config: ClusterConfig) -> Cluster:
-        return cls(GPUS[config.gpu], config.gpus_per_node)
+    def of(cls, config: RunConfig) -> Cluster:
+        return cls(GPUS[config.cluster.gpu], config.launch.ranks_per_node or cls.gpus_per_node)

@@ -59,7 +59,7 @@ class Search:
     generators: dict[int, Optional[Side]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cluster, self.workload = Cluster.of(self.config.cluster), Workload.of(self.config)
+        self.cluster, self.workload = Cluster.of(self.config), Workload.of(self.config)
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
         self.trainer_shapes = list(_trainer_shapes(self.config, self.spec, self.cluster))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,8 +57,7 @@ def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
 
 @pytest.mark.parametrize(("capacity", "gpus"), [(1, 16), (0, 16), (1, 12)])
 def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int) -> None:
-    config, spec = load("8b_aipo", f"async.capacity={capacity}", "cluster.gpus_per_node=1", "trainer.sequence_parallel=false")
-    config = replace(config, cluster=replace(config.cluster, gpus_per_node=4))
+    config, spec = load("8b_aipo", f"async.capacity={capacity}", "launch.ranks_per_node=4", "trainer.sequence_parallel=false")
     one = Search(config, spec, gpus)
     unit = 4 if gpus >= 8 else 1
     every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
