@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from typing import Any, Callable, Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import megarl
 from megarl.config.errors import ConfigError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.schema import GeneratorConfig, TrainerConfig
-from megarl.models import ModelSpec, load_spec
+from megarl.models import load_spec
 from megarl.planner.baseline import even_stages
 from megarl.planner.constants import Constants
 from megarl.planner.generate_time import GenerateModel
@@ -33,7 +33,7 @@ ASSUMED = {
 
 @dataclass(frozen=True)
 class Row:
-    """One published run. `mp`: sizes as the table writes them. `measured_s`: seconds of a step."""
+    """One published run. `measured_s`: seconds of a step. Fields of the subclasses are the table's columns."""
 
     table: str
     name: str

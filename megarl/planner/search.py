@@ -63,7 +63,7 @@ class Search:
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
         self.trainer_shapes = list(_trainer_shapes(self.config, self.spec, self.cluster))
-        self.generator_shapes = list(_generator_shapes(self.config, self.spec, self.cluster, self.workload))
+        self.generator_shapes = list(_generator_shapes(self.config, self.spec))
 
     def run(self) -> Found:
         """Raises ConfigError where nothing fits the budget."""
@@ -181,7 +181,7 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
                         yield replace(base, ep=ep, max_tokens_per_microbatch=budget, recompute=recompute)
 
 
-def _generator_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster, workload: Workload) -> Iterator[GeneratorConfig]:
+def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
     """All but the number of engines: tensor parallelism, precision, concurrency."""
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):

@@ -15,7 +15,7 @@ from megarl.models import load_spec
 from megarl.planner import activations
 from megarl.planner.generator_memory import generator_memory, kv_bytes_per_token, usable_static
 from megarl.planner.hardware import GIB, GPUS
-from megarl.planner.sizes import elements, generator_weights, rank_bytes, stages_held, trainer_held, trainer_topology
+from megarl.planner.sizes import elements, generator_weights, rank_bytes, stages_held, trainer_held
 from megarl.planner.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
 from megarl.planner.workload import Workload
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
