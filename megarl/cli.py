@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import select
 import sys
 from dataclasses import asdict
-from typing import Any, Callable, Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import megarl
 from megarl.config.errors import ConfigError
@@ -29,7 +28,7 @@ COMMANDS = {
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
     "eval": "greedy pass@1 on data.eval, through SGLang",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
-    "plan": "what a config means: ranks, parameters, bytes of weights on each of them",
+    "plan": "whether a run fits, how long its steps take and what binds; --search finds the fastest split of a GPU budget",
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
 }
 BENCH = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
@@ -39,7 +38,11 @@ EXAMPLES = {
               "megarl train configs/405b_aipo.yaml --dry-run"],
     "eval": ["megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json"],
     "export": ["megarl export configs/quickstart.yaml --output runs/quickstart/export"],
-    "plan": ["megarl plan configs/8b_aipo.yaml trainer.dp=16"],
+    "plan": [
+        "megarl plan configs/8b_aipo.yaml trainer.dp=16",
+        "megarl plan configs/70b_aipo.yaml --search --gpus 256 cluster.gpu=H200",
+        "megarl plan configs/405b_aipo.yaml --picture 405b.svg --json",
+    ],
     "reshard": [
         "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
@@ -93,13 +96,17 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     for name in WITH_JSON:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     by_name["train"].add_argument("--dry-run", action="store_true", help="check everything, print plan, map and each node's processes; start nothing")
-    by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None)
+    by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
     reshard = by_name["reshard"]
     reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
     reshard.add_argument("--dump", metavar="FILE", help="write every copy, one JSON object a line")
     reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
+    plan = by_name["plan"]
+    plan.add_argument("--search", action="store_true", help="look for the fastest parallel sizes, batches, precision and split")
+    plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
+    plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
     by_name["bench"] = bench = commands.add_parser("bench", help=BENCH, description=BENCH, epilog=_examples("bench"), formatter_class=_RAW)
     bench.add_argument("what", choices=("sync",), help="sync: new weights into a live engine, ours and others' ways")
     bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
@@ -152,25 +159,19 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    facts = describe(plan)
-    if arguments.json:
-        print(json.dumps(facts))
-        return
-    trainer, generator = facts["trainer"], facts["generator"]
-    rollout = plan.config.rollout
-    print(f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}")
-    for name, role in (("trainer", trainer), ("generator", generator)):
-        print(f"{name:<10} {_sizes(role)}: {role['ranks']} rank{'s' * (role['ranks'] > 1)}; weights {_gib_range(role)} a rank")
-    print(f"a step     {rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens; {plan.steps} steps")
+    from megarl.planner.command import run
+
+    run(plan, arguments.config, searching=arguments.search, gpus=arguments.gpus, picture=arguments.picture, as_json=arguments.json)
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.planner.roles import layouts, sizes
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
     from megarl.reshard.report import LINK_BYTES_PER_S, copies_of, copy_fields, dump_lines, render_copies, to_json
     from megarl.reshard.table import render
 
-    reshard_map = ReshardMap.build(*_layouts(plan))
+    reshard_map = ReshardMap.build(*layouts(plan))
     facts = to_json(reshard_map) if arguments.json else None
     if facts is None:
         prove_exactly_once(reshard_map)
@@ -180,8 +181,8 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.picture:
         from megarl.reshard.picture import draw
 
-        draw(reshard_map, arguments.picture, f"{plan.spec.family}, {_sizes(asdict(plan.trainer_topology))} to "
-             f"{_sizes(asdict(plan.generator_topology))}")  # fmt: skip
+        draw(reshard_map, arguments.picture, f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to "
+             f"{sizes(asdict(plan.generator_topology))}")  # fmt: skip
     if arguments.rank:
         copies = copies_of(reshard_map, arguments.rank)
         if facts is None:
@@ -210,64 +211,6 @@ RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "plan": _plan,
     "reshard": _reshard,
 }
-
-
-def describe(plan: RunPlan) -> dict[str, Any]:
-    """What is known of a run without estimating anything: sizes of the roles, parameters, bytes of weights per rank."""
-    from megarl.reshard.kinds import ITEM_BYTES
-    from megarl.reshard.layout import hf_layout
-
-    dtype = plan.config.model.dtype
-    trainer, generator = _layouts(plan)
-    return {
-        "family": plan.spec.family,
-        "dtype": dtype,
-        "parameters": sum(rank_bytes(hf_layout(plan.spec, dtype))) // ITEM_BYTES[dtype],
-        "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
-        "generator": {"ranks": generator.world_size, **asdict(plan.generator_topology), **_weight_bytes(generator)},
-        "steps": plan.steps,
-        "sequences_per_step": plan.sequences_per_step,
-    }
-
-
-def _layouts(plan: RunPlan) -> tuple[Any, Any]:
-    """Layouts of trainer and generator: where each rank keeps what."""
-    from megarl.reshard.layout import generator_layout, trainer_layout
-
-    dtype = plan.config.model.dtype
-    return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(
-        plan.spec, plan.generator_topology, dtype, quantization=plan.config.generator.quantization
-    )
-
-
-def _weight_bytes(layout: Any) -> dict[str, int]:
-    """Bytes of weights, padding included, on the ranks that hold least and most; pipeline stages differ."""
-    sizes = rank_bytes(layout)
-    return {"weight_bytes_min": min(sizes), "weight_bytes_max": max(sizes)}
-
-
-def rank_bytes(layout: Any) -> list[int]:
-    """Bytes of weights on each rank of a `megarl.reshard.kinds.Layout`, [world_size]."""
-    from megarl.reshard.kinds import ITEM_BYTES
-
-    sizes = [0] * layout.world_size
-    for kind in layout.kinds:
-        for instance, stage in enumerate(kind.stages):
-            for shard, tensor in enumerate(kind.shards):
-                for rank in kind.ranks[stage, shard]:
-                    sizes[rank] += math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-    return sizes
-
-
-def _sizes(role: dict[str, Any]) -> str:
-    shown = {key: role[key] for key in ("engines", "tp", "pp", "dp") if key in role}
-    shown |= {key: role[key] for key in ("vpp", "cp", "ep", "etp") if role.get(key, 1) > 1}
-    return ", ".join(f"{key} {size}" for key, size in shown.items())
-
-
-def _gib_range(role: dict[str, Any]) -> str:
-    low, high = (f"{role[key] / 2**30:.3f}" for key in ("weight_bytes_min", "weight_bytes_max"))
-    return f"{high} GiB" if low == high else f"{low} to {high} GiB"
 
 
 _RAW = argparse.RawDescriptionHelpFormatter

@@ -238,6 +238,21 @@ class TimeoutConfig:
 
 
 @dataclass
+class ClusterConfig:
+    """The machines that megarl plan reckons with."""
+
+    gpu: str = setting("H100", "kind of GPU; cpu: a core, for runs without one", one_of("H100", "H200", "B200", "cpu"))
+
+
+@dataclass
+class PlanConfig:
+    """Lengths that megarl plan expects. A run does not look at them."""
+
+    prompt_tokens: int = setting(256, "mean length of a prompt", at_least(1))
+    response_tokens: Optional[int] = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))
+
+
+@dataclass
 class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -254,6 +269,8 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     max_steps: int = setting(100, "optimizer steps of the whole run", at_least(1))
     seed: int = setting(0, "of everything random in the run", at_least(0))
     run_dir: str = setting("runs/default", "where the run writes; a run that finds its checkpoints there goes on from the last")

@@ -29,6 +29,7 @@ TIERS = {
     "kernels": 3,
     "messaging": 3,
     "workers": 3,
+    "planner": 4,
     "transports": 4,
     "channels": 4,
     "trainer": 4,

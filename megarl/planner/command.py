@@ -1,0 +1,58 @@
+"""megarl plan: from a resolved config to the table, the picture, and the JSON object."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Optional
+
+from megarl.config.errors import ConfigError
+from megarl.plan.resolve import RunPlan, resolve
+from megarl.planner import report, roles
+from megarl.planner.baseline import best_baseline
+from megarl.planner.estimate import estimate, to_json
+from megarl.planner.remedies import remedies
+from megarl.planner.search import search
+
+
+def run(
+    plan: RunPlan,
+    config_path: str,
+    *,
+    searching: bool = False,
+    gpus: Optional[int] = None,
+    picture: Optional[str] = None,
+    as_json: bool = False,
+) -> None:
+    """Prints the plan, or with `searching` that of the best config on `gpus` GPUs. Raises ConfigError for what cannot be planned."""
+    if gpus is not None and not searching:
+        raise ConfigError(f"--gpus {gpus}: needs --search")
+    found, asked, budget = None, plan.config, roles.gpus(plan) if gpus is None else gpus
+    if searching:
+        found, config = search(asked, plan.spec, budget)
+        plan = resolve(config, "plan")
+    estimated = estimate(plan.config, plan.spec)
+    baseline, cures = best_baseline(plan.config, plan.spec, roles.gpus(plan)), remedies(plan.config, plan.spec, estimated)
+    facts = roles.describe(plan)
+    if picture:
+        from megarl.planner.picture import draw  # matplotlib takes longer than the plan
+
+        title = f"{facts['family']}, {roles.sizes(facts['trainer'])}; {roles.sizes(facts['generator'])}"
+        draw(estimated, baseline, picture, title)
+    if as_json:
+        facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
+        print(json.dumps(facts | ({"search": report.search_details(found)} if found else {})))
+        return
+    _print_roles(plan, facts)
+    print(*report.render(estimated, baseline, cures), sep="\n")
+    if found:
+        print(*report.render_search(found, budget, asked, config_path), sep="\n")
+
+
+def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
+    rollout = plan.config.rollout
+    print(f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}")
+    for name in ("trainer", "generator"):
+        role = facts[name]
+        ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
+        print(f"{name:<10} {roles.sizes(role)}: {ranks}; weights {roles.gib_range(role)} a rank")
+    print(f"a step     {rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens; {plan.steps} steps")

@@ -1,0 +1,37 @@
+"""Turning settings of a config, and what then stands against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Mapping
+
+from megarl.config.keys import field_path
+from megarl.config.schema import RunConfig
+from megarl.models import ModelSpec
+from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_expert_sequences
+
+Settings = Mapping[str, Any]  # by dotted key
+
+
+def turned(config: RunConfig, settings: Settings) -> RunConfig:
+    """`config` with these settings. Keys are of the form section.name."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, name = field_path(key).split(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()})
+
+
+def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """What `megarl plan` and `megarl train` would say against the sizes; empty for a config that can be planned."""
+    found = [problem for check in CONFIG_CHECKS for problem in check(config)]
+    return found + [problem for check in (*MODEL_CHECKS, check_expert_sequences) for problem in check(config, spec)]
+
+
+def written(settings: Settings) -> str:
+    """As overrides on a command line."""
+    return " ".join(f"{key}={_text(value)}" for key, value in settings.items())
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

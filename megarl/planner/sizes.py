@@ -1,0 +1,166 @@
+"""Elements and bytes that each rank holds, read off the very layouts that the reshard map joins."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Optional
+
+import numpy as np
+
+from megarl.config.schema import GeneratorConfig, TrainerConfig
+from megarl.models import ModelSpec
+from megarl.models.parameters import FIRST
+from megarl.models.registry import family
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
+from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of weights on one rank, experts apart: they live on a mesh of their own."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True)
+class GeneratorWeights:
+    """Bytes on one engine rank. `streamed`: read at every decoding step, of dense layers; the embedding is only looked up."""
+
+    streamed: int
+    expert: int
+    embedding: int
+
+    @property
+    def total(self) -> int:
+        return self.streamed + self.expert + self.embedding
+
+
+def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
+    t = trainer
+    return TrainerTopology(
+        tp=t.tp, pp=t.pp, vpp=t.vpp, cp=t.cp, ep=t.ep, etp=t.etp, dp=t.dp, zero=t.zero, first_stage_layers=t.first_stage_layers,
+        last_stage_layers=t.last_stage_layers, fsdp=t.fsdp,
+    )  # fmt: skip
+
+
+def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
+    return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
+
+
+def stages_held(layout: Layout) -> list[Held]:
+    """The fullest rank of every pipeline stage, in elements that are in its memory."""
+    stages = layout.kinds[0].ranks.shape[0]
+    held = np.zeros((stages, 2), dtype=np.int64)
+    for kind in layout.kinds:
+        of_experts = int(kind.shards[0].experts is not None)
+        held[:, of_experts] += np.bincount(kind.stages, minlength=stages) * max(map(elements, kind.shards))
+    return [Held(int(dense), int(expert)) for dense, expert in held]
+
+
+def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
+    """Per pipeline stage. Raises ConfigError where the sizes do not divide the model."""
+    topology = trainer_topology(trainer)
+    if not topology.fsdp:  # replicas hold the same: as few as the experts' mesh allows
+        topology = replace(topology, dp=math.lcm(topology.ep * topology.etp, topology.tp * topology.cp) // (topology.tp * topology.cp))
+    return _trainer_held(shape_of(spec), topology, dtype)
+
+
+def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
+    """Scales included. Raises ConfigError where the sizes do not divide the model."""
+    return _generator_weights(shape_of(spec), replace(generator_topology(generator), engines=1), generator.quantization, dtype)
+
+
+def active_elements(spec: ModelSpec) -> tuple[float, float]:
+    """Elements of the matrices that one token is multiplied with in all layers: (dense, experts)."""
+    return _active_elements(shape_of(spec))
+
+
+def largest_stage(spec: ModelSpec, trainer: TrainerConfig) -> int:
+    """Layers of the pipeline stage that has most."""
+    return max(map(sum, stage_layers(spec, trainer)))
+
+
+def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, int], ...]:
+    """(dense layers, layers of experts) of each pipeline stage."""
+    t = trainer
+    return _stage_layers(shape_of(spec), t.pp, t.vpp, t.first_stage_layers, t.last_stage_layers)
+
+
+# A search asks for the same sizes again and again. (Below: cached, by what can be hashed.)
+
+
+@functools.lru_cache(maxsize=4096)
+def _trainer_held(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> list[Held]:
+    return stages_held(trainer_layout(spec, topology, dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_layers(spec: ModelSpec, pp: int, vpp: int, first: Optional[int], last: Optional[int]) -> tuple[tuple[int, int], ...]:
+    stages = stage_of_layer(spec.num_layers, TrainerTopology(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last))
+    dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
+    return tuple((stages[:dense].count(stage), stages[dense:].count(stage)) for stage in range(pp))
+
+
+@functools.lru_cache(maxsize=4096)
+def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantization: Optional[str], dtype: str) -> GeneratorWeights:
+    layout = generator_layout(spec, topology, dtype, quantization=quantization)
+    embedding = expert = streamed = 0
+    for kind in layout.kinds:
+        size = kind.instances * max(elements(shard) * ITEM_BYTES[shard.dtype] for shard in kind.shards)
+        if kind.shards[0].experts is not None:
+            expert += size
+        elif kind.place == FIRST and not spec.tie_word_embeddings:
+            embedding += size
+        else:
+            streamed += size
+    return GeneratorWeights(streamed=streamed, expert=expert, embedding=embedding)
+
+
+def elements(tensor: LocalTensor) -> int:
+    """In the rank's memory: of an FSDP shard its run alone, of experts that run of each."""
+    if tensor.flat is None:
+        return math.prod(tensor.shape)
+    count = tensor.shape[0] if tensor.experts is not None else 1
+    return count * (tensor.flat[1] - tensor.flat[0])
+
+
+def rank_bytes(layout: Layout) -> list[int]:
+    """Bytes of weights on each rank, [world_size]."""
+    sizes = np.zeros(layout.world_size, dtype=np.int64)
+    for kind in layout.kinds:
+        times = np.bincount(kind.stages, minlength=kind.ranks.shape[0])  # instances on each stage
+        for shard, tensor in enumerate(kind.shards):
+            np.add.at(sizes, kind.ranks[:, shard], times[:, None] * elements(tensor) * ITEM_BYTES[tensor.dtype])
+    return sizes.tolist()
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Of the whole model, without any engine's padding."""
+    return sum(kind.instances * elements(kind.shards[0]) for kind in hf_layout(spec, "bfloat16").kinds)
+
+
+@functools.lru_cache(maxsize=64)
+def _active_elements(spec: ModelSpec) -> tuple[float, float]:
+    dense = expert = 0.0
+    for tensor in family(spec).logical_tensors(spec):
+        if tensor.place != "layer" or len(tensor.shape) < 2:
+            continue
+        first, end = tensor.layers or (0, spec.num_layers)
+        if tensor.experts:
+            expert += (end - first) * math.prod(tensor.shape) * spec.experts_per_token
+        else:
+            dense += (end - first) * math.prod(tensor.shape)
+    return dense, expert
+
+
+def shape_of(spec: ModelSpec) -> ModelSpec:
+    """The spec without what sizes do not depend on, and what cannot be hashed: how positions are scaled."""
+    return spec if spec.rope_scaling is None else replace(spec, rope_scaling=None)

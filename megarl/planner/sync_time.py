@@ -1,0 +1,29 @@
+"""Seconds of a weight update: the busiest rank's bytes over its link."""
+
+from __future__ import annotations
+
+from megarl.config.schema import RunConfig
+from megarl.models import ModelSpec
+from megarl.planner.hardware import Cluster
+from megarl.planner.sizes import generator_topology, trainer_topology
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+
+
+def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> float:
+    """From the very map that the run would carry out. One node's ranks write to each other over NVLink, others over their NICs."""
+    dtype = config.model.dtype
+    source = trainer_layout(spec, trainer_topology(config.trainer), dtype)
+    destination = generator_layout(spec, generator_topology(config.generator), dtype, quantization=config.generator.quantization)
+    sent, received = ReshardMap.build(source, destination).rank_bytes()
+    return float(max(sent.max(), received.max())) / link_bytes_per_s(source.world_size + destination.world_size, cluster)
+
+
+def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster) -> float:
+    """The same without a map, for a search: every rank gets `engine_bytes`, the trainer's ranks send equal shares."""
+    busiest = engine_bytes * max(1.0, generator_ranks / trainer_ranks)
+    return busiest / link_bytes_per_s(generator_ranks + trainer_ranks, cluster)
+
+
+def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:
+    return cluster.gpu.nvlink_bytes_per_s if ranks <= cluster.gpus_per_node else cluster.gpu.nic_bytes_per_s

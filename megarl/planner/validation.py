@@ -1,0 +1,128 @@
+"""The planner against published rows: `python -m megarl.planner.validation` prints the tables of docs/planner.md.
+
+Constants are fitted on rows 1, 3, 5, … of each table; rows 2, 4, 6, … are predicted with them. `--fit` fits anew and prints the
+constants. Least squares on log(predicted / measured), with a pull on every constant towards its first guess: nine rows do
+not pin six constants down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import Optional, Sequence
+
+import numpy as np
+
+from megarl.planner.constants import CONSTANTS, FITTED, Constants
+from megarl.planner.published import ASSUMED, TABLES, Row
+
+# First guesses, made before any row was looked at, and the factor (one standard deviation) by which each may well be wrong.
+GUESSES = {
+    "gemm_efficiency": (0.75, 1.2),
+    "expert_pass_s": (1.0e-3, 2.0),
+    "decode_layer_s": (40e-6, 2.0),
+    "node_latency_s": (40e-6, 2.0),
+    "switch_s": (15.0, 2.0),
+    "glue_s": (3.0, 2.0),
+}
+ROW_FACTOR = 1.3  # what a row is expected to be off by
+
+
+@dataclass(frozen=True)
+class Result:
+    row: Row
+    held_out: bool
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_s / self.row.measured_s - 1
+
+
+def results(constants: Constants = CONSTANTS) -> list[list[Result]]:
+    """Every row of every table. LlamaRL's are scaled by one factor, the geometric mean over its fitted rows: only ratios count."""
+    found = []
+    for table in TABLES:
+        predicted = [row.predict_s(constants) for row in table]
+        factor = _ratio_factor(table, predicted) if table[0].table == "LlamaRL" else 1.0
+        found.append([Result(row, bool(i % 2), factor * time) for i, (row, time) in enumerate(zip(table, predicted))])
+    return found
+
+
+def fit(rounds: int = 12, start: Optional[Constants] = None) -> Constants:
+    """Gauss-Newton in the logarithms of the constants; reads rows that are not held out and no others. `start`: else the guesses."""
+    guess = np.log([GUESSES[name][0] for name in FITTED])
+    width = np.log([GUESSES[name][1] for name in FITTED])
+    at = guess.copy() if start is None else np.log([getattr(start, name) for name in FITTED])
+    for _ in range(rounds):
+        here = _residuals(at)
+        slope = np.stack([(_residuals(at + 1e-4 * unit) - here) / 1e-4 for unit in np.eye(len(at))], axis=1)
+        left = np.concatenate([slope / math.log(ROW_FACTOR), np.diag(1 / width)])
+        right = np.concatenate([here / math.log(ROW_FACTOR), (at - guess) / width])
+        at = at - np.clip(np.linalg.lstsq(left, right, rcond=None)[0], -0.7, 0.7)
+    return _constants(at)
+
+
+def _constants(logarithms: np.ndarray) -> Constants:
+    return replace(CONSTANTS, **dict(zip(FITTED, np.exp(logarithms).tolist())))
+
+
+def _residuals(logarithms: np.ndarray) -> np.ndarray:
+    """log(predicted / measured) of the fitted rows."""
+    constants, found = _constants(logarithms), []
+    for table in TABLES:
+        rows = table[::2]
+        predicted = [row.predict_s(constants) for row in rows]
+        logs = [math.log(time / row.measured_s) for row, time in zip(rows, predicted)]
+        mean = statistics.fmean(logs) if rows[0].table == "LlamaRL" else 0.0
+        found += [value - mean for value in logs]
+    return np.array(found)
+
+
+def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(math.log(row.measured_s / time) for row, time in zip(table[::2], predicted[::2])))
+
+
+def median_error(found: list[list[Result]], held_out: bool) -> float:
+    return statistics.median(abs(result.error) for table in found for result in table if result.held_out == held_out)
+
+
+def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
+    """Pairs of rows of which the planner has the wrong one faster."""
+    pairs = [(a, b) for i, a in enumerate(table) for b in table[i + 1 :]]
+    wrong = [(a, b) for a, b in pairs if (a.row.measured_s < b.row.measured_s) != (a.predicted_s < b.predicted_s)]
+    return [(a.row.name, b.row.name) for a, b in wrong]
+
+
+def render(found: list[list[Result]]) -> str:
+    """Markdown."""
+    lines = []
+    for table in found:
+        name = table[0].row.table
+        lines += [f"**{name}.** Assumed: {ASSUMED[name]}.", ""]
+        lines += ["| row | use | published s | predicted s | error |", "|---|---|---|---|---|"]
+        for r in table:
+            use = "held out" if r.held_out else "fitted"
+            lines.append(f"| {r.row.name} | {use} | {r.row.measured_s:.4g} | {r.predicted_s:.4g} | {r.error:+.0%} |")
+        wrong = misordered(table)
+        pairs = "; ".join(" and ".join(pair) for pair in wrong)
+        lines += ["", f"Order wrong: {pairs}." if wrong else "Order: all pairs right.", ""]
+    held, fitted = median_error(found, True), median_error(found, False)
+    return "\n".join([*lines, f"Median error: {held:.0%} on held-out rows, {fitted:.0%} on fitted rows."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m megarl.planner.validation", description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew and print them")
+    if parser.parse_args().fit:
+        constants = fit()
+        print(*(f"{name} = {getattr(constants, name):.3g}" for name in FITTED), sep="\n")
+        return
+    print(render(results()))
+
+
+if __name__ == "__main__":
+    main()

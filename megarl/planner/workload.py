@@ -1,0 +1,64 @@
+"""What a step works on: how many sequences, and how long they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Responses are exponential in length, cut off at `max_response_tokens`; `response_tokens` is their mean after the cut."""
+
+    sequences: int
+    prompts: int  # prefix caching: each is read once per engine that gets it
+    prompt_tokens: float
+    response_tokens: float
+    max_response_tokens: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Workload:
+        rollout, plan = config.rollout, config.plan
+        return cls(
+            sequences=rollout.prompts_per_step * rollout.n,
+            prompts=rollout.prompts_per_step,
+            prompt_tokens=plan.prompt_tokens,
+            response_tokens=min(plan.response_tokens or rollout.max_tokens / 2, rollout.max_tokens),
+            max_response_tokens=rollout.max_tokens,
+        )
+
+    @property
+    def tokens_per_sequence(self) -> float:
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> float:
+        return self.sequences * self.tokens_per_sequence
+
+    @property
+    def longest(self) -> float:
+        return self.prompt_tokens + self.max_response_tokens
+
+    @cached_property
+    def scale(self) -> float:
+        """Mean of the exponential before the cut: solves mean = scale (1 - exp(-max / scale)). Infinite: all reach the cut."""
+        longest, mean = self.max_response_tokens, self.response_tokens
+        if mean >= 0.999 * longest:
+            return math.inf
+        low, high = mean, 1e4 * longest
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if middle * -math.expm1(-longest / middle) < mean else (low, middle)
+        return low
+
+    def survivors(self, tokens: float) -> float:
+        """Share of responses longer than `tokens`."""
+        return math.exp(-tokens / self.scale) if tokens < self.max_response_tokens else 0.0
+
+    @cached_property
+    def straggler(self) -> float:
+        """Expected length of the longest response of a step."""
+        return min(self.max_response_tokens, self.scale * (math.log(self.sequences) + 0.5772))

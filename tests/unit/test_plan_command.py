@@ -1,0 +1,126 @@
+"""megarl plan as people and scripts use it, and the configs that ship."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.config.keys import settings
+from megarl.config.load import load_config
+from megarl.planner.hardware import GPUS
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+KEYS = "fits trainer_gib_per_gpu generator_gib_per_gpu train_s generate_s sync_s step_s sync_baseline_step_s speedup binding".split()
+# LlamaRL, table 3: GPUs, trainer's and generator's model parallel size, engines' precision. 405B trains at 8 x 16 instead of 16 and FSDP.
+PAPER = {
+    "8b_aipo_256": (256, 8, 1, None),
+    "70b_aipo": (256, 8, 4, "fp8_block"),
+    "405b_aipo": (1024, 128, 8, "fp8_block"),
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert cli.main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_fits(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = plan(capsys, str(path))
+    assert facts["fits"] is True and facts["too_large_gib"] == {} and facts["remedies"] == []
+    assert max(facts["trainer_gib_per_gpu"], facts["generator_gib_per_gpu"]) < 0.95 * facts["gpu_memory_gib"]
+    assert list(facts)[7:17] == KEYS
+    sides = facts["train_s"], facts["generate_s"]
+    assert max(sides) < facts["step_s"] and facts["speedup"] == pytest.approx(facts["sync_baseline_step_s"] / facts["step_s"])
+    assert sum(facts["trainer_memory_gib"].values()) == pytest.approx(facts["trainer_gib_per_gpu"])
+    assert sum(facts["train_parts_s"].values()) == pytest.approx(facts["train_s"])
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_configs_after_the_paper(name: str) -> None:
+    gpus, trainer_mp, generator_tp, quantization = PAPER[name]
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    t, g = config.trainer, config.generator
+    assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp == gpus
+    assert (t.tp * t.pp, g.tp, g.quantization) == (trainer_mp, generator_tp, quantization)
+    assert config.rollout.prompts_per_step * config.rollout.n == 2048
+
+
+def test_the_table_says_what_fits_and_what_binds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["plan", "configs/405b_aipo.yaml", "--picture", str(tmp_path / "plan.svg")]) == 0
+    out = capsys.readouterr().out
+    for text in ("405,853,388,800 parameters", "engines 64, tp 8: 512 ranks", "KV cache", "weight update", "binds      ", "fits       yes"):
+        assert text in out
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    assert max(map(len, out.splitlines())) <= 140
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["configs/70b_aipo.yaml", "trainer.tp=4", "trainer.dp=34"]
+    facts = plan(capsys, *arguments)
+    over = facts["trainer_gib_per_gpu"] - facts["gpu_memory_gib"]
+    assert facts["fits"] is False and facts["binding"] == "memory of the trainer"
+    assert facts["too_large_gib"] == {"trainer": pytest.approx(over)}
+    assert cli.main(["plan", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert f"fits       no: the trainer is {over:.1f} GiB per GPU too large" in out
+    remedy = next(line.strip() for line in out.splitlines() if line.strip().startswith("trainer.tp=8 trainer.dp=17"))
+    again = plan(capsys, *arguments, *remedy.rpartition(":")[0].split())
+    assert again["fits"] is True and remedy.endswith(f"{again['trainer_gib_per_gpu']:.1f} GiB")
+
+
+def test_a_search_prints_overrides_that_plan_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["configs/8b_aipo.yaml", "--search", "--gpus", "16"]
+    facts = plan(capsys, *arguments)
+    assert facts["fits"] and set(facts["search"]) == {"settings", "theta", "balanced_theta"}
+    assert cli.main(["plan", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "search     16 GPUs" in out and "lemma B.3" in out
+    overrides = out.splitlines()[-1].split()
+    again = plan(capsys, *overrides)
+    assert again["step_s"] == pytest.approx(facts["step_s"]) and again["trainer"] == facts["trainer"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "8"], "--gpus 8: needs --search"),
+        (["--search", "--gpus", "1"], "--gpus 1: must be at least 2"),
+        (["--picture", "plan.gif"], "must end in .svg or .png"),
+        (["cluster.gpu=H10"], "cluster.gpu=H10: must be one of H100, H200, B200, cpu"),
+    ],
+)
+def test_mistakes_end_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "configs/8b_aipo.yaml", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_larger_gpus_hold_more_and_decode_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    h100, h200, b200 = (plan(capsys, "configs/70b_aipo.yaml", f"cluster.gpu={gpu}") for gpu in ("H100", "H200", "B200"))
+    assert h100["generate_s"] > h200["generate_s"] > b200["generate_s"]
+    assert h100["train_s"] == pytest.approx(h200["train_s"], rel=0.05) and b200["train_s"] < 0.7 * h100["train_s"]
+
+
+def test_the_setting_names_the_machines_that_are_known() -> None:
+    limit = settings()["cluster.gpu"].limit
+    assert limit is not None and all(map(limit.accepts, GPUS)) and limit.text == "one of " + ", ".join(GPUS)
+
+
+def test_planning_imports_no_torch() -> None:
+    """Nor Megatron, SGLang or matplotlib: a plan is there at once."""
+    script = (
+        "import sys; from megarl import cli; cli.main(['plan', 'configs/8b_aipo.yaml', '--search', '--json']); "
+        "heavy = {'torch', 'megatron', 'sglang', 'transformers', 'matplotlib', 'scipy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60, cwd=ROOT)

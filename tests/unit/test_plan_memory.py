@@ -1,0 +1,175 @@
+"""Memory of the planner against counting by hand and against the layouts that the reshard map joins.
+
+Against a real Megatron trainer that weighs itself: tests/cpu/test_plan_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import GeneratorConfig, TrainerConfig
+from megarl.models import load_spec
+from megarl.planner import activations
+from megarl.planner.generator_memory import generator_memory, kv_bytes_per_token, usable_static
+from megarl.planner.hardware import GIB, GPUS
+from megarl.planner.sizes import elements, generator_weights, rank_bytes, stages_held, trainer_held
+from megarl.planner.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
+from megarl.planner.workload import Workload
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.layout import generator_layout, trainer_layout
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+H100 = GPUS["H100"]
+WORK = Workload(512, 128, 128, 512, 2048)
+
+
+def spec(name: str):
+    return load_spec(MODELS / name)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("llama-3.1-8b", dict(tp=2, pp=2, dp=2)),
+        ("llama-3.1-405b", dict(tp=8, pp=16, dp=2, first_stage_layers=7, last_stage_layers=7)),
+        ("llama-3.1-8b", dict(tp=2, pp=2, vpp=4, dp=2)),
+        ("llama-3.1-8b", dict(tp=2, dp=4, fsdp="flat")),
+        ("llama-3.1-8b", dict(tp=2, dp=4, fsdp="rows")),
+        ("qwen3-30b-a3b", dict(tp=2, pp=2, dp=4, ep=8)),
+        ("deepseek-v3", dict(tp=2, pp=4, dp=8, ep=16, first_stage_layers=15, last_stage_layers=14)),
+    ],
+)
+def test_weights_are_those_of_the_fullest_rank_of_the_layout(model: str, sizes: dict) -> None:
+    layout = trainer_layout(spec(model), TrainerTopology(**sizes), "bfloat16")
+    fullest: dict[int, int] = {}
+    for rank in range(layout.world_size):  # tensor by tensor, as a rank of the run has them
+        stage = rank // (layout.world_size // sizes.get("pp", 1))
+        held = sum(elements(tensor) for tensor in layout.tensors(rank))
+        fullest[stage] = max(fullest.get(stage, 0), held)
+    assert [held.total for held in stages_held(layout)] == pytest.approx(list(fullest.values()), rel=1e-6)
+    trainer = TrainerConfig(**sizes)
+    assert [held.total for held in trainer_held(spec(model), trainer, "bfloat16")] == [held.total for held in stages_held(layout)]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize(("model", "tp", "ep"), [("llama-3.1-70b", 4, 1), ("qwen3-30b-a3b", 4, 4), ("llama-3.1-8b", 1, 1)])
+def test_engine_weights_are_those_of_the_layout(model: str, tp: int, ep: int, quantization: str | None) -> None:
+    layout = generator_layout(spec(model), GeneratorTopology(3, tp, ep), "bfloat16", quantization=quantization)
+    generator = GeneratorConfig(engines=3, tp=tp, ep=ep, quantization=quantization)
+    assert generator_weights(spec(model), generator, "bfloat16").total == max(rank_bytes(layout))
+
+
+def test_the_trainer_of_70b_by_hand() -> None:
+    """TP8: an eighth of every matrix, embedding and head padded to 128 * 8 rows; norms whole."""
+    layers, hidden, ffn, kv, vocab = 80, 8192, 28672, 1024, 129024
+    matrices = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn) + 2 * vocab * hidden
+    held = matrices // 8 + (2 * layers + 1) * hidden
+    trainer = TrainerConfig(tp=8, dp=16, sequence_parallel=True, recompute=True, max_tokens_per_microbatch=8192)
+    found = trainer_memory(spec("llama-3.1-70b"), trainer, "bfloat16", H100)
+    assert (found.weights, found.gradients, found.optimizer) == (2 * held, 4 * held, 12 * held / 16)
+    boundaries = layers * 8192 * hidden * 2 / 8  # what enters each layer, an eighth of the sequence
+    # One layer whole: norms in and out, q k v and the attention's output, gate, up and their product; then its widest gradients.
+    kept = 4 * hidden / 8 + (2 * hidden + 2 * kv) / 8 + 3 * ffn / 8
+    workspace = 2 * 2 * ffn / 8 + 2 * hidden / 8 + hidden
+    assert found.activations == boundaries + 2 * 8192 * (kept + workspace)
+    assert found.logits == pytest.approx(8192 * vocab / 8 * 14)
+    assert found.total < H100.memory_gib * GIB
+
+
+def test_a_layer_keeps_what_megatron_reckons() -> None:
+    """Megatron-LM, theoretical_memory_usage.py: 18 h + 4 f bytes a token of a layer of a GPT with as many kv heads as heads. Here no
+    dropout masks (2 h less), and a gate beside the up projection (2 f more)."""
+    llama = replace(spec("llama-3.1-8b"), num_kv_heads=32)
+    kept = 2 * activations.of_layer(llama, TrainerConfig(), experts=False).kept
+    assert kept == 18 * 4096 + 4 * 14336 - 2 * 4096 + 2 * 14336
+
+
+def test_zero_splits_dense_and_experts_over_their_own_meshes() -> None:
+    shape = dict(tp=2, dp=8, cp=1, ep=8)  # 16 ranks: two replicas of each expert, eight of everything else
+    (held,) = trainer_held(spec("qwen3-30b-a3b"), TrainerConfig(**shape), "bfloat16")
+    assert optimizer_bytes(held, TrainerConfig(zero=1, **shape), "bfloat16") == 12 * (held.dense / 8 + held.expert / 2)
+    assert optimizer_bytes(held, TrainerConfig(zero=0, **shape), "bfloat16") == 12 * held.total
+    assert optimizer_bytes(held, TrainerConfig(zero=0, **shape), "float32") == 8 * held.total  # the weights are their own masters
+
+
+def test_a_frozen_reference_is_a_copy_of_the_weights() -> None:
+    trainer = TrainerConfig(tp=4)
+    alone, beside = (trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100, reference=r) for r in (False, True))
+    assert beside.total - alone.total == beside.reference == alone.weights
+
+
+def one_forward_one_backward(pp: int, stage: int, count: int) -> int:
+    """Most microbatches alive on a stage, by walking its schedule: warm-up forwards, then one of each, then what is left."""
+    warm_up = min(pp - stage - 1, count)
+    order = ["F"] * warm_up + ["F", "B"] * (count - warm_up) + ["B"] * warm_up
+    alive = most = 0
+    for step in order:
+        alive += 1 if step == "F" else -1
+        most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize(("pp", "stage"), [(1, 0), (4, 0), (4, 1), (4, 3), (16, 0)])
+def test_microbatches_in_flight(pp: int, stage: int) -> None:
+    assert microbatches_in_flight(TrainerConfig(pp=pp), stage) == one_forward_one_backward(pp, stage, 64)
+
+
+def test_virtual_stages_keep_more_chunks_in_flight() -> None:
+    """Narayanan et al. 2021 (Megatron-LM), section 2.2.2: 1 + (p - 1) / (p v) of a whole model's activations on the first of p stages.
+
+    One more chunk's share is alive while the last of them is worked on.
+    """
+    for pp, vpp in ((4, 2), (8, 5), (2, 4)):
+        whole_model = microbatches_in_flight(TrainerConfig(pp=pp, vpp=vpp), 0) / pp
+        assert whole_model == pytest.approx(1 + (pp - 1) / (pp * vpp), abs=1.01 / (pp * vpp))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("recompute", True, "activations"),
+        ("sequence_parallel", True, "activations"),
+        ("max_tokens_per_microbatch", 4096, "activations"),
+        ("max_tokens_per_microbatch", 4096, "logits"),
+        ("cp", 2, "activations"),
+        ("tp", 8, "gradients"),
+        ("pp", 2, "weights"),
+        ("dp", 8, "optimizer"),
+    ],
+)
+def test_every_knob_turns_its_part_down(key: str, value: object, part: str) -> None:
+    sizes = dict(tp=4, dp=2, max_tokens_per_microbatch=8192)
+    trainers = TrainerConfig(**sizes), TrainerConfig(**(sizes | {key: value}))
+    before, after = (trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100) for trainer in trainers)
+    assert getattr(after, part) < 0.8 * getattr(before, part) or (key == "sequence_parallel" and after.activations < before.activations)
+
+
+def test_logits_are_on_the_last_stage_alone() -> None:
+    stages = stage_memory(spec("llama-3.1-8b"), TrainerConfig(pp=4), "bfloat16", H100)
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+    kept = [stage.activations for stage in stages]
+    assert kept == sorted(kept, reverse=True)  # the first stage has most microbatches in flight
+
+
+def test_kv_cache_of_a_token() -> None:
+    """8B: 32 layers, keys and values of 8 heads of 128 in bf16. Beyond 8 ranks heads are repeated. DeepSeek-V3: 512 + 64 a layer."""
+    llama, deepseek = spec("llama-3.1-8b"), spec("deepseek-v3")
+    one, eight, sixteen = (GeneratorConfig(tp=tp) for tp in (1, 8, 16))
+    assert kv_bytes_per_token(llama, one, 2) == 32 * 2 * 8 * 128 * 2 == 131072
+    assert kv_bytes_per_token(llama, eight, 2) == kv_bytes_per_token(llama, sixteen, 2) == 131072 / 8
+    assert kv_bytes_per_token(deepseek, eight, 2) == kv_bytes_per_token(deepseek, one, 2) == 61 * 576 * 2
+    assert kv_bytes_per_token(deepseek, GeneratorConfig(tp=8, dp_attention=8), 2) == 61 * 576 * 2 / 8  # each replica its own requests
+    qwen = spec("qwen3-235b-a22b")  # 4 key-value heads: at tp 8 each is held twice, by two replicas of attention once
+    assert kv_bytes_per_token(qwen, eight, 2) == 2 * kv_bytes_per_token(qwen, GeneratorConfig(tp=8, dp_attention=2), 2)
+
+
+def test_an_engine_needs_room_for_what_is_wanted() -> None:
+    generator = GeneratorConfig(tp=1, max_concurrency=128)
+    found = generator_memory(spec("llama-3.1-8b"), generator, "bfloat16", WORK, H100)
+    assert found.kv_cache == pytest.approx(128 * (128 + 2048) * 131072, rel=0.03)
+    assert found.static == found.weights + found.kv_cache < usable_static(generator, H100)
+    fixed = generator_memory(spec("llama-3.1-8b"), GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
+    assert fixed.kv_cache == 1000 * 131072

@@ -1,0 +1,140 @@
+"""Search and remedies: what they name is legal, fits when planned anew, and nothing that was looked at is faster."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import RunConfig
+from megarl.models import load_spec
+from megarl.planner.baseline import best_baseline, even_stages
+from megarl.planner.estimate import estimate
+from megarl.planner.knobs import problems, turned, written
+from megarl.planner.remedies import remedies
+from megarl.planner.search import Search, search
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+
+
+def load(name: str, *overrides: str) -> tuple[RunConfig, object]:
+    config = load_config(CONFIGS / f"{name}.yaml", overrides)
+    return config, load_spec(config.model.spec or config.model.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [("8b_aipo", 8), ("8b_aipo", 64), ("70b_aipo", 256), ("405b_aipo", 1024), ("qwen3_30b_a3b_aipo", 32), ("qwen3_235b_a22b_aipo", 256)],
+)
+def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
+    config, spec = load(name)
+    found, chosen = search(config, spec, gpus)
+    assert problems(chosen, spec) == []
+    then = estimate(chosen, spec)
+    assert then.overfull == {}
+    t, g = chosen.trainer, chosen.generator
+    assert t.tp * t.pp * t.cp * t.dp + g.engines * g.tp <= gpus
+    assert then.train.total == pytest.approx(found.trainer.seconds)
+    assert 0 < found.theta < 1 and 0 < found.balanced_theta < 1
+
+
+@pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "405b_aipo", "qwen3_30b_a3b_aipo", "qwen3_235b_a22b_aipo"])
+def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
+    config, spec = load(name)
+    t, g = config.trainer, config.generator
+    shipped = estimate(config, spec)
+    _, chosen = search(config, spec, t.tp * t.pp * t.dp + g.engines * g.tp)
+    assert estimate(chosen, spec).step_s <= 1.02 * shipped.step_s
+
+
+@pytest.mark.parametrize(("capacity", "gpus"), [(1, 16), (0, 16), (1, 12)])
+def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int) -> None:
+    config, spec = load("8b_aipo", f"async.capacity={capacity}", "launch.ranks_per_node=4", "trainer.sequence_parallel=false")
+    one = Search(config, spec, gpus)
+    unit = 4 if gpus >= 8 else 1
+    every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
+    found = Search(config, spec, gpus).run()
+    assert every[round(found.theta * gpus)] == pytest.approx(min(every.values()))
+
+
+def test_sides_get_no_slower_with_more_gpus() -> None:
+    """What bisection stands on."""
+    config, spec = load("70b_aipo")
+    one = Search(config, spec, 256)
+    trainers = [side.seconds if (side := one.trainer(gpus)) else math.inf for gpus in range(8, 256, 8)]
+    generators = [side.seconds if (side := one.generator(gpus)) else math.inf for gpus in range(8, 256, 8)]
+    for times in (trainers, generators):
+        assert [(a, b) for a, b in zip(times, times[1:]) if b > a * 1.02] == []  # but for what does not divide
+
+
+def test_nothing_fits_says_who_is_too_large() -> None:
+    config, spec = load("405b_aipo")
+    with pytest.raises(ConfigError, match="--gpus 16: nothing fits on 16 H100; not even all of them hold the trainer"):
+        search(config, spec, 16)
+    small, spec_8b = load("8b_aipo")
+    with pytest.raises(ConfigError, match="each side alone would fit, both do not"):
+        search(small, spec_8b, 2)
+    with pytest.raises(ConfigError, match="--gpus 1: must be at least 2"):
+        search(config, spec, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("70b_aipo", ("trainer.tp=4", "trainer.dp=34")),
+        ("70b_aipo", ("generator.tp=1", "generator.max_concurrency=128")),
+        ("8b_aipo", ("trainer.tp=1", "trainer.dp=4", "trainer.recompute=false")),
+        ("qwen3_30b_a3b_aipo", ("trainer.ep=2",)),
+        ("8b_aipo", ("generator.max_concurrency=512", "rollout.max_tokens=8000")),
+    ],
+)
+def test_remedies_make_it_fit(name: str, overrides: tuple[str, ...]) -> None:
+    config, spec = load(name, *overrides)
+    before = estimate(config, spec)
+    assert before.overfull
+    found = remedies(config, spec, before)
+    assert {remedy.side for remedy in found} == set(before.overfull)
+    for remedy in found:
+        again, _ = load(name, *overrides, *written(remedy.settings).split())  # by the very words that are printed
+        assert again == turned(config, remedy.settings) and problems(again, spec) == []
+        assert remedy.side not in estimate(again, spec).overfull, written(remedy.settings)
+
+
+def test_what_fits_needs_no_remedy() -> None:
+    config, spec = load("8b_aipo")
+    assert remedies(config, spec, estimate(config, spec)) == []
+
+
+def test_the_baseline_holds_both_phases() -> None:
+    """At 405B memory asks for the 64 GPUs a model that the paper's baseline has."""
+    config, spec = load("405b_aipo")
+    baseline = best_baseline(config, spec, 1024)
+    assert baseline is not None and baseline.m == 64
+    assert baseline.step_s > 3 * estimate(config, spec).step_s
+    assert best_baseline(config, spec, 8) is None
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(126, 16), (61, 16), (94, 8), (80, 4), (32, 1), (7, 2)])
+def test_uneven_stages_take_the_layers_that_are_there(layers: int, pp: int) -> None:
+    first, last = even_stages(layers, pp)
+    if first is None or last is None:
+        assert layers % pp == 0
+        return
+    others = (layers - first - last) // max(1, pp - 2)
+    assert first + last + others * (pp - 2) == layers and 0 < first <= max(others, last) and 0 < last <= max(others, layers - first)
+
+
+def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
+    """Counted, not timed: how often the two sides are asked."""
+    config, spec = load("405b_aipo")
+    one = Search(config, spec, 1024)
+    one.run()
+    assert len(one.trainers) <= 24 and len(one.generators) <= 24

@@ -1,0 +1,178 @@
+"""Times of the planner against counting by hand, against a simulation, and against the map that a run carries out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.models import load_spec
+from megarl.planner.communication import Group
+from megarl.planner.constants import CONSTANTS
+from megarl.planner.generate_time import GenerateModel
+from megarl.planner.hardware import GPUS, Cluster
+from megarl.planner.sizes import generator_topology, parameter_count, trainer_topology
+from megarl.planner.sync_time import balanced_sync_s, sync_s
+from megarl.planner.train_time import TrainModel, TrainTime, flops_per_token
+from megarl.planner.workload import Workload
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.report import to_json
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+H100 = Cluster(GPUS["H100"])
+LLAMA_8B, LLAMA_70B, QWEN_30B = (load_spec(CONFIGS / "models" / name) for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"))
+
+
+def config(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}.yaml", overrides)
+
+
+@pytest.mark.parametrize(("spec", "active"), [(LLAMA_8B, 7.50e9), (LLAMA_70B, 69.5e9), (QWEN_30B, 3.03e9)])
+def test_flops_of_a_token_are_two_per_active_parameter(spec: object, active: float) -> None:
+    """All but the embedding; of Qwen3-30B-A3B the 3.3 billion of its name, less 0.3 of the embedding."""
+    assert flops_per_token(spec, 0) == pytest.approx(2 * active, rel=0.01)
+
+
+def test_attention_is_half_of_a_square() -> None:
+    """Scores and values of 32 heads of 128 over 4096 positions: 4 s^2 d per head and layer, half of it masked."""
+    length, layers, heads, width = 4096, 32, 32, 128
+    whole = layers * heads * 4 * length**2 * width / 2
+    assert length * (flops_per_token(LLAMA_8B, length) - flops_per_token(LLAMA_8B, 0)) == pytest.approx(whole)
+
+
+def step(spec: object = LLAMA_70B, work: Workload | None = None, cluster: Cluster = H100, **sizes: object) -> TrainTime:
+    trainer = TrainerConfig(**({"tp": 8, "sequence_parallel": True, "max_tokens_per_microbatch": 8192} | sizes))
+    return TrainModel(spec, trainer, "bfloat16", cluster).seconds(work or Workload(512, 128, 512, 512, 1024))
+
+
+def test_a_pipeline_pays_its_bubble() -> None:
+    """(pp - 1) / microbatches of the rest, a share of it with virtual stages."""
+    work = Workload(128, 32, 4096, 4096, 4096)  # 128 microbatches of one sequence
+    endless = replace(H100, gpus_per_node=64, gpu=replace(H100.gpu, nvlink_bytes_per_s=1e18))  # nothing but the bubble
+    alone, piped, virtual = (step(work=work, cluster=endless, **sizes) for sizes in ({}, {"pp": 4}, {"pp": 4, "vpp": 5}))
+    rest = piped.compute + piped.tensor_parallel
+    assert alone.pipeline == 0
+    assert piped.pipeline == pytest.approx(3 / 128 * rest, rel=0.01)
+    assert virtual.pipeline < piped.pipeline / 4  # a fifth, and the starts of its messages
+    assert piped.compute == pytest.approx(alone.compute / 4, rel=0.05)
+    assert step(work=work, pp=4).pipeline > piped.pipeline  # and what passes between stages
+
+
+def test_what_costs_more() -> None:
+    base = step(dp=4)
+    assert step(dp=4, recompute=True).compute == pytest.approx(base.compute * 4 / 3, rel=0.01)  # the head is not recomputed
+    assert step(dp=8).compute == pytest.approx(base.compute / 2, rel=0.05)
+    assert step(tp=4, dp=8).tensor_parallel < base.tensor_parallel
+    assert step(dp=4, zero=0).data_parallel > base.data_parallel  # 8 bytes an element against 6
+    assert 100 < base.tflops < 989 * CONSTANTS.gemm_efficiency
+
+
+def test_experts_cost_what_they_compute_and_send() -> None:
+    inside = step(QWEN_30B, tp=1, dp=16, ep=8, sequence_parallel=False)
+    across = step(QWEN_30B, tp=1, dp=16, ep=16, sequence_parallel=False)
+    dense = step(LLAMA_8B, tp=1, dp=16, sequence_parallel=False)
+    assert dense.expert_parallel == 0 < inside.expert_parallel < across.expert_parallel / 2  # NVLink against the NIC
+
+
+def test_collectives_by_where_the_ranks_stand() -> None:
+    node, nodes, strided = (Group(*place, H100, CONSTANTS) for place in ((8, 1), (64, 1), (16, 8)))
+    assert (node.nodes, nodes.nodes, strided.nodes) == (1, 8, 16)
+    assert node.bytes_per_s == pytest.approx(0.75 * 450e9)
+    assert nodes.bytes_per_s == pytest.approx(0.75 * 400e9)  # eight NICs side by side
+    assert strided.bytes_per_s == pytest.approx(0.75 * 50e9)  # one member a node: its own NIC
+    assert node.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 1e9 / node.bytes_per_s, rel=0.01)
+    assert Group(1, 1, H100, CONSTANTS).all_reduce_s(1e9) == 0 == Group(1, 1, H100, CONSTANTS).all_to_all_s(1e9)
+
+
+def test_lengths_have_the_mean_they_were_given() -> None:
+    for mean, longest in ((512, 2048), (1024, 2048), (1900, 2048), (100, 4096)):
+        work = Workload(64, 16, 128, mean, longest)
+        at = (np.arange(20000) + 0.5) * longest / 20000
+        assert np.mean([work.survivors(t) for t in at]) * longest == pytest.approx(mean, rel=1e-3)  # E = integral of the survivors
+    assert Workload(64, 16, 128, 2048, 2048).straggler == 2048
+
+
+def simulated_steps(lengths: np.ndarray, slots: int) -> int:
+    """Decoding steps of one engine that fills a free slot at once: an independent reference, request by request."""
+    waiting, running, steps = list(lengths), [], 0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append(waiting.pop())
+        span = min(running)
+        steps += span
+        running = [left - span for left in running if left > span]
+    return steps
+
+
+@pytest.mark.parametrize(("requests", "slots"), [(32, 32), (128, 16), (128, 64), (512, 32)])
+def test_generation_against_a_simulation(requests: int, slots: int) -> None:
+    """With every decoding step of the same length, time counts steps. The slowest of 16 engines, over many draws."""
+    engines, work = 16, Workload(16 * requests, 4 * requests, 128, 400, 2048)
+    flat = replace(CONSTANTS, decode_step_s=1e6, decode_layer_s=0.0)  # nothing but the overhead counts
+    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=engines, tp=1, max_concurrency=slots), "bfloat16", H100, flat)
+    random = np.random.default_rng(0)
+    draws = np.minimum(random.exponential(work.scale, (12, engines, requests)), 2048).astype(int) + 1
+    simulated = np.mean([max(simulated_steps(lengths, slots) for lengths in draw) for draw in draws])
+    assert model.seconds(work).total / 1e6 == pytest.approx(simulated, rel=0.12)
+
+
+@pytest.mark.parametrize("slots", [32, 8])
+def test_the_tail_works_on_what_is_left(slots: int) -> None:
+    """Where only products count, time is tokens: as many as the responses have, however they are spread over steps."""
+    work = Workload(64, 16, 128, 400, 2048)
+    slow = replace(CONSTANTS, decode_gemm_efficiency=1e-9)
+    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=2, max_concurrency=slots), "bfloat16", H100, slow)
+    found = model.seconds(work)
+    of_one_token = model.decode_step(1, 128 + 400 / 2).compute
+    assert found.full + found.tail == pytest.approx(32 * 400 * of_one_token, rel=0.1)
+
+
+def test_carrying_responses_over_leaves_no_tail() -> None:
+    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=16, max_concurrency=64), "bfloat16", H100)
+    work = Workload(2048, 512, 128, 512, 2048)
+    waiting, carried = model.seconds(work), model.seconds(work, carried_over=True)
+    assert carried.tail == 0 < waiting.tail and carried.total < waiting.total
+    assert carried.full == pytest.approx(2048 / 16 * 512 / 64 * carried.token_s)
+
+
+def test_decoding_is_bound_by_memory_then_by_products() -> None:
+    model = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8), "bfloat16", H100)
+    few, many = model.decode_step(1, 512), model.decode_step(4096, 512)
+    assert few.memory > few.compute and many.compute > few.memory
+    weights = (parameter_count(LLAMA_70B) - 128256 * 8192) * 2 / 8
+    assert few.memory == pytest.approx(weights / (3.35e12 * CONSTANTS.hbm_efficiency), rel=0.01)
+    fp8 = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8, quantization="fp8_block"), "bfloat16", H100)
+    assert fp8.decode_step(1, 512).memory == pytest.approx(few.memory / 2, rel=0.05)
+
+
+def test_a_batch_of_tokens_wakes_more_experts() -> None:
+    model = GenerateModel(QWEN_30B, GeneratorConfig(tp=2), "bfloat16", H100)
+    one, all_ = model.decode_step(1, 0).memory, model.decode_step(1000, 0).memory
+    assert one < all_ / 5 and all_ == pytest.approx((model.weights.streamed + model.weights.expert) / (0.8 * 3.35e12), rel=1e-3)
+
+
+def test_too_small_a_cache_lowers_the_concurrency() -> None:
+    work = Workload(1024, 256, 1000, 1000, 2000)
+    roomy, tight = (
+        GenerateModel(LLAMA_8B, GeneratorConfig(max_concurrency=256, kv_cache_tokens=n), "bfloat16", H100).seconds(work)
+        for n in (10**7, 64_000)
+    )
+    assert roomy.concurrency == 256 and tight.concurrency == 32 and tight.total > roomy.total
+
+
+@pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "405b_aipo"])
+def test_the_update_is_that_of_the_map(name: str) -> None:
+    asked = config(name)
+    spec = load_spec(Path(CONFIGS.parent) / asked.model.spec)
+    source = trainer_layout(spec, trainer_topology(asked.trainer), "bfloat16")
+    destination = generator_layout(spec, generator_topology(asked.generator), "bfloat16", quantization=asked.generator.quantization)
+    reshard_map = ReshardMap.build(source, destination)
+    found = sync_s(spec, asked, H100)
+    assert found == pytest.approx(to_json(reshard_map)["predicted_s"])
+    engine_bytes = reshard_map.summary().bytes / destination.world_size
+    assert found == pytest.approx(balanced_sync_s(engine_bytes, destination.world_size, source.world_size, H100), rel=0.06)
