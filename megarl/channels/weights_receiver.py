@@ -85,24 +85,18 @@ class WeightsReceiver:
                 hosts = self._meet_trainers()
                 self._workers = update.Workers(executor.get_model().engines, config.generator.tp, self._link, config.timeouts.weights_s)
             session = update.WeightUpdate(self._workers)
-            executor.run(session.open())
-            if first:
-                opened = self._opened = executor.run(self._open(hosts))
-                grant = WeightsGrant(version, [e.encode() for e in opened.endpoints], opened.ranks_per_host, opened.map.plan_hash)
-            for name in self._trainers:
-                self._link.send(name, grant)
-            if self._opened.kinds.intersection(TWO_SIDED):
-                executor.run(session.receive())
-            written = [self._await_written(version) for _ in self._trainers]
-            if MOONCAKE in self._opened.kinds:
-                executor.run(session.spread())
-            if self._opened.relays:
-                executor.run(session.pass_on())
-            if config.weights.audit:
-                executor.run(session.audit([message.shares for message in written], self._opened.map, self._opened.relays))
-            executor.run(session.close(version))
+            try:
+                executor.run(session.open(serving=executor.version))
+                if first:
+                    opened = self._opened = executor.run(self._open(hosts))
+                    grant = WeightsGrant(version, [e.encode() for e in opened.endpoints], opened.ranks_per_host, opened.map.plan_hash)
+                written = self._take_writes(executor, session, grant)
+                executor.run(session.close(version))
+            except Exception as error:
+                executor.run(session.abandon(str(error)))
+                raise
         executor.version = version
-        total = sum(message.bytes_written for message in written)
+        total = sum(message.bytes_written for message in written.values())
         applied = WeightsApplied(version, config.weights.audit, session.pause_s, total)
         for name in self._trainers:
             self._link.send(name, applied)
@@ -111,20 +105,46 @@ class WeightsReceiver:
             for name in self._trainers:
                 self._link.send(name, probe)
 
-    def _await_written(self, version: int) -> WeightsWritten:
-        awaited = f"the trainer ranks to write weights version {version}"
-        _, message = self._link.receive(WeightsWritten, self._plan.config.timeouts.weights_s, awaited)
-        assert message.version == version
-        return message
+    def _take_writes(self, executor: Executor, session: update.WeightUpdate, grant: WeightsGrant) -> dict[str, WeightsWritten]:
+        """Lets all trainer ranks write, and proves what they wrote; what each said of it, by its name."""
+        opened = self._opened
+        for name in self._trainers:
+            self._link.send(name, grant)
+        if opened.kinds.intersection(TWO_SIDED):
+            executor.run(session.receive())
+        written = self._await_written(grant.version)
+        if MOONCAKE in opened.kinds:
+            executor.run(session.spread())
+        if opened.relays:
+            executor.run(session.pass_on())
+        if self._plan.config.weights.audit:
+            executor.run(session.audit([message.shares for message in written.values()], opened.map, opened.relays))
+        return written
+
+    def _await_written(self, version: int) -> dict[str, WeightsWritten]:
+        written: dict[str, WeightsWritten] = {}
+        while missing := [name for name in self._trainers if name not in written]:
+            awaited = f"{', '.join(missing)} to write weights version {version}"
+            sender, message = self._link.receive(WeightsWritten, self._plan.config.timeouts.weights_s, awaited)
+            if sender not in missing or message.version != version:
+                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written version {message.version}")
+            if message.error:
+                raise RuntimeError(f"{sender} could not write weights version {version}: {message.error}")
+            written[sender] = message
+        return written
 
     def _meet_trainers(self) -> list[Host]:
         """Both ends must have computed the same map, before the first byte is written. Where each trainer rank runs."""
         hosts: dict[str, Host] = {}
+        differing = []
         for _ in self._trainers:
             sender, hello = self._link.receive(Hello, self._plan.config.timeouts.rendezvous_s, "the trainer ranks' reshard maps")
-            if hello.plan_hash != self._map.plan_hash:
-                raise RuntimeError(f"{sender} computed reshard map {hello.plan_hash}, the generator {self._map.plan_hash}")
             hosts[sender] = hello.host
+            if hello.plan_hash != self._map.plan_hash:
+                differing.append(f"{sender} computed {hello.plan_hash}")
+        if differing:
+            ours = f"generator.0 computed {self._map.plan_hash}"
+            raise RuntimeError(f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their layouts agree?")
         return [hosts[name] for name in self._trainers]
 
     async def _open(self, trainers: list[Host]) -> Opened:
@@ -132,6 +152,7 @@ class WeightsReceiver:
 
         `trainers`: where each trainer rank runs.
         """
+        await update.check_parallelism(self._workers, self._plan.config.generator.ep)
         engines = await update.connect(self._workers, self._key_file)
         update.check_layout(await update.describe(self._workers), self._map.destination)
         return await open_engines(self._workers, self._plan.config.weights, self._map, trainers, engines)
