@@ -1,7 +1,7 @@
 # `make quickstart` and `make test` are all a newcomer needs; both set up .venv first, and only when something changed.
 #   make quickstart ARGS="seed=1 run_dir=runs/q1"     overrides for both programs
 #   make test ARGS="tests/unit -k reshard"            arguments for pytest
-#   make matrix                                      every combination of layouts on live engines
+#   make matrix                                      every combination of layouts on live engines; writes docs/weights-matrix.md
 #   make setup PYTHON=/path/to/python3.12             another interpreter
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,7 +24,7 @@ test: setup libraries
 	@.venv/bin/pytest $(ARGS)
 
 matrix: setup libraries
-	@.venv/bin/pytest -m matrix $(ARGS)
+	@.venv/bin/pytest -m matrix --matrix-report docs/weights-matrix.md $(ARGS)
 
 # Mooncake's transfer engine links Debian's RDMA libraries, also for TCP. Only tests of that transport want them: where they cannot be
 # installed, those are skipped and say why.

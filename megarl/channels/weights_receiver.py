@@ -101,42 +101,56 @@ class WeightsReceiver:
             self._workers = update.Workers(executor.get_model().engines, config.generator.tp, self._link, config.timeouts.weights_s)
         session = update.WeightUpdate(self._workers, in_place=config.async_.partial_rollout == "in_flight")
         with executor.trace.span(f"pause for weights {version}", track="weights"):
-            await session.open()
-            grant = await self._open(version, hosts) if first else WeightsGrant(version, [])
-            written = await self._take_writes(session, grant)
-            await session.close(version)
-        return session, sum(message.bytes_written for message in written)
+            try:
+                await session.open(serving=executor.version)
+                grant = await self._open(version, hosts) if first else WeightsGrant(version, [])
+                written = await self._take_writes(session, grant)
+                await session.close(version)
+            except Exception as error:
+                await session.abandon(str(error))
+                raise
+        return session, sum(message.bytes_written for message in written.values())
 
-    async def _take_writes(self, session: update.WeightUpdate, grant: WeightsGrant) -> list[WeightsWritten]:
-        """Lets all trainer ranks write, and proves what they wrote; what each said of it."""
+    async def _take_writes(self, session: update.WeightUpdate, grant: WeightsGrant) -> dict[str, WeightsWritten]:
+        """Lets all trainer ranks write, and proves what they wrote; what each said of it, by its name."""
         opened = self._opened
         for name in self._trainers:
             self._link.send(name, grant)
         if opened.kinds.intersection(TWO_SIDED):
             await session.receive()
-        written = [await self._await_written(grant.version) for _ in self._trainers]
+        written = await self._await_written(grant.version)
         if MOONCAKE in opened.kinds:
             await session.spread()
         if opened.relays:
             await session.pass_on()
         if self._plan.config.weights.audit:
-            await session.audit([message.shares for message in written], opened.map, opened.relays)
+            await session.audit([message.shares for message in written.values()], opened.map, opened.relays)
         return written
 
-    async def _await_written(self, version: Version) -> WeightsWritten:
-        awaited = f"the trainer ranks to write weights version {version}"
-        _, message = await self._link.arrival(WeightsWritten, self._plan.config.timeouts.weights_s, awaited)
-        assert message.version == version
-        return message
+    async def _await_written(self, version: Version) -> dict[str, WeightsWritten]:
+        written: dict[str, WeightsWritten] = {}
+        while missing := [name for name in self._trainers if name not in written]:
+            awaited = f"{', '.join(missing)} to write weights version {version}"
+            sender, message = await self._link.arrival(WeightsWritten, self._plan.config.timeouts.weights_s, awaited)
+            if sender not in missing or message.version != version:
+                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written version {message.version}")
+            if message.error:
+                raise RuntimeError(f"{sender} could not write weights version {version}: {message.error}")
+            written[sender] = message
+        return written
 
     async def _meet_trainers(self) -> list[Host]:
         """Both ends must have computed the same map, before the first byte is written. Where each trainer rank runs."""
         hosts: dict[str, Host] = {}
+        differing = []
         for _ in self._trainers:
             sender, hello = await self._link.arrival(Hello, self._plan.config.timeouts.rendezvous_s, "the trainer ranks' reshard maps")
-            if hello.plan_hash != self._map.plan_hash:
-                raise RuntimeError(f"{sender} computed reshard map {hello.plan_hash}, the generator {self._map.plan_hash}")
             hosts[sender] = hello.host
+            if hello.plan_hash != self._map.plan_hash:
+                differing.append(f"{sender} computed {hello.plan_hash}")
+        if differing:
+            ours = f"generator.0 computed {self._map.plan_hash}"
+            raise RuntimeError(f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their layouts agree?")
         return [hosts[name] for name in self._trainers]
 
     async def _open(self, version: Version, trainers: list[Host]) -> WeightsGrant:
@@ -144,6 +158,7 @@ class WeightsReceiver:
 
         `trainers`: where each trainer rank runs.
         """
+        await update.check_parallelism(self._workers, self._plan.config.generator.ep)
         engines = await update.connect(self._workers, self._key_file)
         update.check_layout(await update.describe(self._workers), self._map.destination)
         opened = self._opened = await open_engines(self._workers, self._plan.config.weights, self._map, trainers, engines)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Optional
+from typing import Mapping, Optional
 
 import torch
 
@@ -25,6 +25,7 @@ from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
+from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
@@ -74,10 +75,15 @@ class WeightsSender:
         awaited = f"generator.0 to take weights version {version}"
         with executor.status.waiting("generator.0", awaited):
             _, grant = self._link.receive(WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
-        assert grant.version == version
+        if grant.version != version:
+            raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
         granted = time.monotonic()
         with executor.trace.span(f"write weights {version}"):
-            self._write(executor, grant)
+            try:
+                self._write(executor, grant)
+            except Exception as error:  # so that the generator need not wait for its deadline
+                self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
+                raise
         self._unconfirmed = version
         report = SyncReport(wait_s=granted - offered, sync_s=time.monotonic() - granted)
         executor.put_sync(report, applied=partial(self._await_applied, version))
@@ -91,6 +97,8 @@ class WeightsSender:
         """The generator's confirmation that the engines serve `version`."""
         while True:
             _, applied = self._link.receive(WeightsApplied, self._timeout_s, f"generator.0 to apply weights version {version}")
+            if applied.version > version:
+                raise RuntimeError(f"weights version {version} was written last, generator.0 applied version {applied.version}")
             if applied.version == version:
                 self._unconfirmed = None
                 return applied
@@ -98,6 +106,7 @@ class WeightsSender:
     def _prepare(self, executor: Executor) -> None:
         """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
         self._use(weights_map(self._plan, executor.layout), executor.rank)
+        check_held(executor.get_model(), self._map.source, executor.rank)
         host = this_host()
         self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s)
         self._link.send(Hello(self._map.plan_hash, host))
@@ -137,6 +146,16 @@ def weights_map(plan: RunPlan, source: Layout) -> ReshardMap:
     """The reshard map of a run from the trainer's layout `source` to its engines."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return ReshardMap.build(source, generator_layout(plan.spec, plan.generator_topology, plan.config.model.dtype, device))
+
+
+def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
+    """Raises LayoutError that names every tensor in which a trainer rank's live parameters differ from the map's layout."""
+    found = {name: (tuple(values.shape), str(values.dtype).removeprefix("torch.")) for name, values in parameters.items()}
+    planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in layout.tensors(rank)}
+    wrong = sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
+    if wrong:
+        lines = [f"trainer rank {rank}, {name}: shape, dtype {found.get(name)}, in the layout {planned.get(name)}" for name in wrong]
+        raise LayoutError("the trainer's weights are not laid out as planned:\n" + "\n".join(lines))
 
 
 def is_probe_version(version: Version, every: int) -> bool:

@@ -46,6 +46,11 @@ class EngineError(RuntimeError):
     """The engine answered, but not with what was asked for."""
 
 
+class Parallelism(msgspec.Struct):
+    tp_size: int
+    ep_size: int
+
+
 class _Span(msgspec.Struct):
     version: str
     start: int
@@ -70,6 +75,10 @@ class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
+class _Info(msgspec.Struct):
+    weight_version: str
+
+
 class _Outcome(msgspec.Struct):
     success: bool = True
     message: str = ""
@@ -85,6 +94,7 @@ class EngineClient:
     def __init__(self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0):
         self.url = url
         self._request_s = request_s
+        self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
         # No limit on connections: continuous batching wants every request at the engine at once, and the caller bounds them.
@@ -203,6 +213,21 @@ class EngineClient:
         body = {"serialized_named_tensors": [payload] * tp, "load_format": LOADER, "flush_cache": False}
         await self._admin_call("/update_weights_from_tensor", body, timeout_s)
 
+    async def version(self, timeout_s: float) -> Version:
+        """Of the weights that the engine says it holds; -1: those it started with."""
+        text = await self._call("GET", "/model_info", b"", self._user, timeout_s)
+        return int(msgspec.json.decode(text, type=_Info).weight_version)
+
+    async def parallelism(self, timeout_s: float) -> Parallelism:
+        """How many ranks the engine has."""
+        text = await self._call("GET", "/server_info", b"", self._user, timeout_s)
+        return msgspec.json.decode(text, type=Parallelism)
+
+    async def condemn(self, reason: str) -> None:
+        """From now on every call fails and says why; those that wait for an answer fail at once."""
+        self._condemned = reason
+        await self._session.close()
+
     async def load_from_disk(self, path: str, timeout_s: float) -> None:
         """SGLang's own way: reads an HF checkpoint. For comparisons; runs of ours write directly."""
         await self._admin_call("/update_weights_from_disk", {"model_path": path}, timeout_s)
@@ -221,10 +246,15 @@ class EngineClient:
             raise EngineError(f"engine {self.url}{path}: {outcome.message}")
 
     async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str], timeout_s: float) -> bytes:
+        return await self._call("POST", path, msgspec.json.encode(body), headers, timeout_s)
+
+    async def _call(self, method: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> bytes:
+        self._check_condemned()
         try:
-            async with self._session.post(
+            async with self._session.request(
+                method,
                 self.url + path,
-                data=msgspec.json.encode(body),
+                data=body,
                 headers={"Content-Type": "application/json", **headers},
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
@@ -235,7 +265,12 @@ class EngineClient:
         except TimeoutError as error:
             raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
+            self._check_condemned()
             raise EngineError(f"engine {self.url}{path} is not reachable: {error}") from error
+
+    def _check_condemned(self) -> None:
+        if self._condemned:
+            raise EngineError(f"engine {self.url} must not be used any more: {self._condemned}")
 
 
 def _sampling_params(sampling: Sampling) -> dict[str, Any]:

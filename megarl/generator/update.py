@@ -1,10 +1,11 @@
 """The engines' side of a weight update: stand still, be written to, prove it, go on under the new version.
 
-    update = WeightUpdate(workers, timeout_s)
-    await update.open()                # pause → SGLang's update session
+    update = WeightUpdate(workers)
+    await update.open(serving)         # the engines are those that were updated last → pause → SGLang's update session
     … the trainer ranks write (one-sided; Mooncake: then `await update.spread()`), or `await update.receive()` while they send …
     await update.audit(shares, map)    # raises AuditError
     await update.close(version)        # end of session → version → prefix cache emptied → resume
+    await update.abandon(reason)       # instead, when any of it failed: what may be half-written never generates
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megarl.messaging.link import Hub
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.audit import MASK
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import ITEM_BYTES, Layout
+from megarl.reshard.kinds import ITEM_BYTES, Layout, LayoutError
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.nodes import Relay
 from megarl.reshard.schedule import lands, waves
@@ -55,8 +56,8 @@ class AuditError(RuntimeError):
     """What lies in an engine's memory is not what was sent."""
 
 
-class LayoutError(RuntimeError):
-    """The live engine keeps its weights in another way than the reshard map says."""
+class VersionError(RuntimeError):
+    """An engine does not hold the version of the weights that it should."""
 
 
 @dataclass
@@ -92,6 +93,18 @@ class Workers:
 
     async def run_all(self, command: Command) -> list[bytes]:
         return await self.run([command] * len(self.engines))
+
+
+async def check_parallelism(workers: Workers, ep: int) -> None:
+    """Raises LayoutError that names every engine with other parallel sizes than planned. Before `connect`: commands go to so many ranks."""
+    found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
+    wrong = [
+        f"engine {engine.url} runs with tp={sizes.tp_size}, ep={sizes.ep_size}"
+        for engine, sizes in zip(workers.engines, found)
+        if (sizes.tp_size, sizes.ep_size) != (workers.tp, ep)
+    ]
+    if wrong:
+        raise LayoutError(f"{'; '.join(wrong)}, the reshard map is for tp={workers.tp}, ep={ep}")
 
 
 async def connect(workers: Workers, key_file: str) -> list[Host]:
@@ -170,8 +183,14 @@ class WeightUpdate:
     in_place: bool = False
     pause_s: float = 0.0
 
-    async def open(self) -> None:
-        """Engines stop at a token boundary and open SGLang's update session."""
+    async def open(self, serving: Optional[Version] = None) -> None:
+        """Engines stop at a token boundary and open SGLang's update session.
+
+        `serving` is the version they must hold by now (-1: none of ours yet). Raises VersionError where one holds another: it is not the
+        process that was updated last, and the memory known of it is not its own. None: not checked.
+        """
+        if serving is not None:
+            await self._check_versions(serving, "was it restarted since the last update?")
         self._began = time.monotonic()
         mode = "in_place" if self.in_place else "retract"
         await self._each(lambda engine: engine.pause(self.workers.timeout_s, mode))
@@ -200,13 +219,25 @@ class WeightUpdate:
         """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`.
 
         In place they cannot be forgotten while requests use them; that they serve no other is the version's work (`EngineClient.complete`).
+        Raises VersionError where an engine does not say that it holds `version`; none is resumed then.
         """
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.set_version(version, self.workers.timeout_s))
         if not self.in_place:
             await self._each(lambda engine: engine.flush(self.workers.timeout_s))
+        await self._check_versions(version, "somebody else sets versions")
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
         self.pause_s = time.monotonic() - self._began
+
+    async def abandon(self, reason: str) -> None:
+        """The engines stay as they are, most of them paused; their clients refuse every request: those that run, and those to come."""
+        await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, for an update failed: {reason}"))
+
+    async def _check_versions(self, version: Version, why: str) -> None:
+        found = await asyncio.gather(*(engine.version(self.workers.timeout_s) for engine in self.workers.engines))
+        wrong = [f"engine {engine.url} holds weights version {v}" for engine, v in zip(self.workers.engines, found) if v != version]
+        if wrong:
+            raise VersionError(f"{'; '.join(wrong)}, not {version}: {why}")
 
     async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
         await asyncio.gather(*(call(engine) for engine in self.workers.engines))

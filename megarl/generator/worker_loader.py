@@ -88,9 +88,10 @@ class Worker:
         return [describe(name, parameter) for name, parameter in parameters.items()]
 
     def share_memory(self, parameters: Parameters, command: ShareMemory) -> Endpoint:
-        before, self.file = self.file, MemoryFile(parameters)
-        if before is not None:
-            before.close()
+        if self.file is None or not self.file.holds(parameters.values()):
+            before, self.file = self.file, MemoryFile(parameters)
+            if before is not None:
+                before.close()
         return self.file.endpoint(tensors_of(parameters), self.rank, self.host)
 
     def share_device(self, parameters: Parameters, command: ShareDevice) -> Endpoint:

@@ -40,12 +40,16 @@ class WeightsGrant(_Message, frozen=True):
 
 
 class WeightsWritten(_Message, frozen=True):
-    """Trainer rank: all my copies are written. `shares[generator rank][tensor]` is my share of the audit hash of that tensor."""
+    """Trainer rank: all my copies are written. `shares[generator rank][tensor]` is my share of the audit hash of that tensor.
+
+    Or they are not: `error` then says why, and is empty otherwise.
+    """
 
     version: int
     bytes_written: int
     write_s: float
     shares: dict[int, dict[str, int]]
+    error: str = ""
 
 
 class WeightsApplied(_Message, frozen=True):

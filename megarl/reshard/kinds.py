@@ -79,6 +79,10 @@ def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
         yield e, expert, Piece(local, piece.logical_name.replace(EXPERT_FIELD, str(expert)), logical)
 
 
+class LayoutError(RuntimeError):
+    """A live trainer rank or engine keeps its weights in another way than the reshard map says."""
+
+
 @dataclass(frozen=True, eq=False)
 class Kind:
     """One parameter of a layout.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Iterable, Mapping, Sequence
+from typing import Iterable, Mapping, Optional, Sequence
 
 import torch
 
@@ -21,12 +21,14 @@ class SharedMemoryTransport:
         self._rank = rank
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
         self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # a box where it lies: cut once, used every update
+        self._files: list[tuple[Endpoint, Optional[tuple[int, int]]]] = []  # what was mapped
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._tensors, self._places = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}, {}
+        self._files = [(endpoint, file_at(endpoint.address)) for endpoint in endpoints]
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        """Nothing to do."""
+        self._check_owners()
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
@@ -36,9 +38,17 @@ class SharedMemoryTransport:
 
     def fence(self) -> None:
         """Nothing to wait for: a store to shared memory is in place, and the message that follows orders it."""
+        self._check_owners()
 
     def close(self) -> None:
         self._tensors, self._places = {}, {}
+
+    def _check_owners(self) -> None:
+        """A mapping outlives the process that it was made with: what is written into it then is lost without an error."""
+        for endpoint, file in self._files:
+            if file_at(endpoint.address) != file:
+                ranks = f"trainer rank {self._rank} to generator rank {endpoint.rank}"
+                raise RuntimeError(f"weights from {ranks}: the engine process that owned {endpoint.address} has ended")
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
         try:
@@ -73,6 +83,10 @@ class MemoryFile:
         for name, values in moved.items():
             parameters[name].data = values
 
+    def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of them lie in the file by now."""
+        return all(parameter.untyped_storage().data_ptr() == self._memory.data_ptr() for parameter in parameters)
+
     def endpoint(self, tensors: Mapping[str, torch.Tensor], rank: int, host: Host) -> Endpoint:
         """Of generator rank `rank`; `tensors` lie in the file."""
         base = self._memory.data_ptr()
@@ -82,6 +96,15 @@ class MemoryFile:
     def close(self) -> None:
         """Nobody can map it any more; who has, keeps it."""
         os.close(self._file)
+
+
+def file_at(address: str) -> Optional[tuple[int, int]]:
+    """(device, inode) of a file; None where there is none."""
+    try:
+        found = os.stat(address)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor:

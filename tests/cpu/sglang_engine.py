@@ -104,6 +104,10 @@ class Engine:
     tp: int
     log: Path
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
     def client(self) -> EngineClient:
         """Inside an event loop."""
         return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60)
@@ -116,9 +120,11 @@ class Engine:
         return [main, *main.children(recursive=True)]
 
 
-def start_engine(model: Path, dtype: str, tp: int, log: Path, ep: int = 1, **extra: Any) -> Iterator[Engine]:
-    """Body of a fixture."""
-    port, keys = free_port(), EngineKeys.generate()
+def start_engine(
+    model: Path, dtype: str, tp: int, log: Path, ep: int = 1, instead_of: Engine | None = None, **extra: Any
+) -> Iterator[Engine]:
+    """Body of a fixture. The engine takes the port and the keys of `instead_of`, which has ended."""
+    port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
     settings = EngineSettings(
         model_path=str(model), dtype=dtype, port=port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep
     )

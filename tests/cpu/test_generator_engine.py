@@ -72,7 +72,7 @@ def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
         assert completion.token_ids == reference.argmax(-1).tolist()
         expected = reference.max(-1).values
         assert (torch.tensor(completion.logprobs) - expected).abs().max() < 3e-6
-        assert completion.versions == [0] * 12 and completion.finish_reason == "length"
+        assert completion.versions == [-1] * 12 and completion.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         endpoints = [endpoint.encode() for endpoint in await open_memory(workers, "shared_memory", map)]
         await client.end_update(60)
         [unchanged] = await client.generate(PROMPTS[0], GREEDY)
-        assert unchanged.versions[0] == 0
+        assert unchanged.versions[0] == -1
 
         # Written, but the prefix cache kept: what an engine answers then is wrong, so the cache does matter here.
         update = WeightUpdate(workers)
@@ -202,7 +202,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         assert 0 < update.pause_s < 30
         for [completion] in await asyncio.gather(*running):
             assert len(completion.token_ids) == 80
-            assert completion.versions == sorted(completion.versions) and set(completion.versions) == {0, 7}
+            assert completion.versions == sorted(completion.versions) and set(completion.versions) == {-1, 7}
 
         # One flipped element, in a write that a transport of somebody's own makes.
         await (update := WeightUpdate(workers)).open()

@@ -1,0 +1,72 @@
+"""Transports that fail in mid-transfer: what a dying process, a faulty NIC or a racing writer would do.
+
+Each is the real transport, with something done before each write. Reached by `weights.transport`: faulty_transports:Hooked….
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+
+from megarl.reshard.map import Copy
+from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.transports.gloo import GlooTransport
+from megarl.transports.mooncake import MooncakeTransport
+from megarl.transports.shared_memory import SharedMemoryTransport
+
+FIRST_WRITES = 5  # of a rank; then comes what is to happen
+
+Before = Callable[[int, int, Copy, torch.Tensor], torch.Tensor]  # (trainer rank, its writes so far, what, values) → values
+
+before_write: Optional[Before] = None  # in this process; tests set it
+
+
+def flip_one_bit(rank: int, writes: int, copy: Copy, values: torch.Tensor) -> torch.Tensor:
+    """In what rank 1 writes of one tensor."""
+    if rank == 1 and copy.destination_tensor == FLIPPED and copy.destination_rank == 1:
+        values = values.clone()
+        values.view(torch.uint8)[0, 5] ^= 4
+    return values
+
+
+FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"
+
+
+def die(rank: int, writes: int, copy: Copy, values: torch.Tensor) -> torch.Tensor:
+    if writes == FIRST_WRITES:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return values
+
+
+class _Hooked:
+    def __init__(self, rank: int, timeout_s: float):
+        super().__init__(rank, timeout_s)
+        self._writes = 0
+
+    def write(self, copy: Copy, values: torch.Tensor) -> None:
+        if before_write is not None:
+            values = before_write(self._rank, self._writes, copy, values)
+        self._writes += 1
+        super().write(copy, values)
+
+
+class HookedSharedMemory(_Hooked, SharedMemoryTransport):
+    pass
+
+
+class HookedGloo(_Hooked, GlooTransport):
+    pass
+
+
+class HookedMooncake(_Hooked, MooncakeTransport):
+    pass
+
+
+HOOKED = {
+    kind: f"faulty_transports:{found.__name__}"
+    for kind, found in ((SHARED_MEMORY, HookedSharedMemory), (GLOO, HookedGloo), (MOONCAKE, HookedMooncake))
+}
