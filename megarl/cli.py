@@ -221,9 +221,8 @@ def _layouts(plan: RunPlan) -> tuple[Any, Any]:
     """Layouts of trainer and generator: where each rank keeps what."""
     from megarl.reshard.layout import generator_layout, trainer_layout
 
-    dtype = plan.config.model.dtype
-    return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(
-        plan.spec, plan.generator_topology, dtype, quantization=plan.config.generator.quantization
+    return trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype), generator_layout(
+        plan.spec, plan.generator_topology, plan.engine_dtype, quantization=plan.config.generator.quantization
     )
 
 

@@ -133,7 +133,7 @@ class WeightsReceiver:
         `trainers`: where each trainer rank runs.
         """
         engines = await update.connect(self._workers, self._key_file)
-        update.check_layout(await update.describe(self._workers), self._map.destination)
+        await update.settle_layout(self._workers, self._map.destination)
         return await open_engines(self._workers, self._plan.config.weights, self._map, trainers, engines)
 
     def send(self, executor: Executor) -> None:

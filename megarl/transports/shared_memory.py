@@ -75,6 +75,9 @@ class MemoryFile:
         places = [describe(name, values, values.data_ptr() - base) for name, values in tensors.items()]
         return Endpoint(rank, SHARED_MEMORY, self._path, self._size, places, host=host)
 
+    def holds(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        return all(parameter.untyped_storage().data_ptr() == self._memory.data_ptr() for parameter in parameters.values())
+
     def close(self) -> None:
         """Nobody can map it any more; who has, keeps it."""
         os.close(self._file)
