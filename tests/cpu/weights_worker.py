@@ -1,8 +1,9 @@
-"""One trainer rank of test_weights_end_to_end.py: the real executor and weights channels, one job after another in one process.
+"""One trainer rank of the tests of weight updates: the real executor and weights channels, one job after another in one process.
 
     weights_worker.py RANK        jobs come as JSON, one a line, on standard input; its end is the end
 
-A job: load an HF checkpoint, send version 0 to every engine, take one optimizer step, send version 1, export.
+A job: load an HF checkpoint, then one update after another, each over a transport and channel of its own; an optimizer step and
+an export before the first update to version 1.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -34,31 +36,41 @@ from megarl.types import Batch, Group, Prompt, Sample
 DEADLINE_S = 90.0
 
 
+class Sync(msgspec.Struct, frozen=True):
+    """One update of the engine."""
+
+    version: int
+    transport: str
+    hub: str  # where its receiving end listens
+
+
 class Job(msgspec.Struct, frozen=True):
     model: str  # HF checkpoint that the trainer starts from
     dtype: str
-    topology: dict[str, int]
-    transport: str
-    hubs: dict[int, str]  # generator tp → where that engine's generator listens
+    trainer: dict[str, Any]  # TrainerConfig's: sizes
+    tp: int  # of the engine
+    ep: int
+    syncs: list[Sync]
     key_file: str
     port: int  # where torch.distributed meets
     folder: str
+    timeout_s: float = DEADLINE_S
 
     @property
     def export(self) -> Path:
         return Path(self.folder) / "export"
 
-    def plan(self, tp: int) -> RunPlan:
-        """The run of these trainer ranks with one engine of `tp` ranks."""
+    def plan(self, transport: str = "auto") -> RunPlan:
+        """The run of these trainer ranks with one such engine."""
         config = RunConfig(
             model=ModelConfig(path=self.model, dtype=self.dtype),
             # Large enough for every tensor to change in bfloat16 too.
-            trainer=TrainerConfig(**self.topology, optimizer=OptimizerConfig(lr=0.02)),
-            generator=GeneratorConfig(tp=tp),
+            trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
+            generator=GeneratorConfig(tp=self.tp, ep=self.ep),
             rollout=RolloutConfig(max_tokens=32),
-            weights=WeightsConfig(transport=self.transport),
+            weights=WeightsConfig(transport=transport),
             observe=ObserveConfig(probe_every=0, tensorboard=False),
-            timeouts=TimeoutConfig(rendezvous_s=DEADLINE_S, rollouts_s=DEADLINE_S, weights_s=DEADLINE_S, request_s=DEADLINE_S),
+            timeouts=TimeoutConfig(**dict.fromkeys(("rendezvous_s", "rollouts_s", "weights_s", "request_s"), self.timeout_s)),
             run_dir=self.folder,
         )
         return resolve(config)
@@ -87,37 +99,35 @@ def work(rank: int, job: Job) -> None:
     from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
 
-    plans = {tp: job.plan(tp) for tp in job.hubs}
-    topology = next(iter(plans.values())).trainer_topology
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(topology.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
+    plan = job.plan()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(plan.trainer_topology.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
     key = RunKey.load(Path(job.key_file))
-    links = {tp: Peer(f"trainer.{rank}", key, address) for tp, address in job.hubs.items()}
-    senders = [WeightsSender(plan, links[tp]) for tp, plan in plans.items()]
-    rendezvous = Rendezvous("", 0, job.key_file, [], [], "", "", start_step=0, checkpoint="")
-    executor = TrainerExecutor(next(iter(plans.values())), rank, rendezvous)
+    executor = TrainerExecutor(plan, rank, Rendezvous("", 0, job.key_file, [], [], "", "", start_step=0, checkpoint=""))
     executor.init()
-    for version in (0, 1):
-        if version:
+    links: list[Peer] = []
+    senders: list[WeightsSender] = []
+    for sync in job.syncs:
+        while executor.version < sync.version:
             executor.put_batch(batch(), waited_s=0.0)
             executor.step()
-        for sender in senders:
-            sender.send(executor)
-    executor.trainer.export_hf(str(job.export), job.model)
-    executor.shutdown()
-    for end in [*senders, *links.values()]:
+            executor.trainer.export_hf(str(job.export), job.model)
+        links.append(Peer(f"trainer.{rank}", key, sync.hub))
+        senders.append(WeightsSender(job.plan(sync.transport), links[-1]))
+        senders[-1].send(executor)
+    for end in [*senders, *links]:
         end.close()
-    print(f"{job.folder}: done", flush=True)
+    executor.shutdown()
 
 
-def main() -> None:
+def main(rank: int) -> None:
     die_with_parent()
     torch.set_num_threads(1)
     from megarl.trainer import cpu_support
 
     cpu_support.install()
     for line in sys.stdin:
-        work(int(sys.argv[1]), msgspec.json.decode(line, type=Job))
+        work(rank, msgspec.json.decode(line, type=Job))
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -1,0 +1,199 @@
+"""Megatron to SGLang, every trainer layout to every engine by every transport: after an optimizer step, each live parameter has the
+very bits that SGLang itself loads from the HF checkpoint which the trainer exports, and the engine computes the very log-probs.
+
+Real trainer ranks over gloo (weights_worker.py), real engines, the real weights channels between them. The engine's memory is
+filled with noise before each update and each load: whatever is not written is seen.
+
+Log-probs are those of whole sequences, scored one by one. They are compared bit for bit, and three ways: version 0, which only
+the trainer has written since the noise, against the engine as it had started from the same checkpoint; version 1 against the
+engine after its own load of the export; and (`make matrix`) against another engine, freshly started from an export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_engine import free_port, hf_logprobs, hf_model, make_checkpoint
+from weights_rig import Generator, Parameters, Trainers, names, open_generator, open_trainers, receiver, unequal
+from weights_worker import Job, Sync
+
+from megarl.messaging.link import Hub, RunKey
+from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.transports.mooncake import open_engine
+from megarl.config.errors import ConfigError
+
+try:
+    open_engine("127.0.0.1", "tcp", 60)
+    TRANSPORTS = (SHARED_MEMORY, GLOO, MOONCAKE)
+except ConfigError:  # test_transports_mooncake.py is skipped with the reason
+    TRANSPORTS = (SHARED_MEMORY, GLOO)
+
+FAMILIES = {"llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}  # → tied embeddings
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.06}  # of log-probs against HF: two programs that round differently
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP1": {},
+    "TP2": dict(tp=2),
+    "PP2": dict(pp=2),
+    "TP2xPP2": dict(tp=2, pp=2),
+    "VPP2": dict(pp=2, vpp=2),
+    "DP2-zero0": dict(dp=2, zero=0),
+    "DP2-zero1": dict(dp=2, zero=1),
+    "EP2": dict(dp=2, ep=2),
+    "TP2xEP2": dict(tp=2, ep=2),
+}
+EXPERT_LAYOUTS = ("EP2", "TP2xEP2")
+SEQUENCES = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of one engine."""
+
+    family: str
+    dtype: str
+    tp: int
+    ep: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.dtype}-{self.name}"
+
+    @property
+    def name(self) -> str:
+        return f"TP{self.tp}" if self.ep == 1 else f"TP{self.tp}xEP{self.ep}"
+
+    @property
+    def layouts(self) -> list[str]:
+        return [name for name in LAYOUTS if self.family == "qwen3_moe" or name not in EXPERT_LAYOUTS]
+
+    def trainer(self, layout: str) -> dict[str, Any]:
+        """Experts want sequence parallelism with tensor parallelism."""
+        sizes = LAYOUTS[layout]
+        return {**sizes, "sequence_parallel": self.family == "qwen3_moe" and sizes.get("tp", 1) > 1}
+
+
+SETTINGS = [
+    Setting(family, dtype, tp, ep)
+    for family in FAMILIES
+    for dtype in TOLERANCE
+    for tp, ep in ((1, 1), (2, 1), (2, 2))
+    if ep == 1 or family == "qwen3_moe"
+]
+SAMPLE = {  # each value of each axis
+    Setting("llama", "float32", 1): ("TP2xPP2", "DP2-zero1"),
+    Setting("qwen2", "bfloat16", 2): ("VPP2", "TP1"),
+    Setting("qwen3", "bfloat16", 1): ("PP2", "DP2-zero0"),
+    Setting("qwen3_moe", "float32", 2, 2): ("TP2", "EP2", "TP2xEP2"),
+}
+
+
+def marks(setting: Setting, layout: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.matrix] + [pytest.mark.sample] * (layout in SAMPLE.get(setting, ()))
+
+
+CASES = [
+    pytest.param(setting, layout, marks=marks(setting, layout), id=f"{setting}-from-{layout}")
+    for setting in SETTINGS
+    for layout in setting.layouts
+]
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("key") / "key"
+    RunKey.generate().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory) -> Iterator[Trainers]:
+    with open_trainers(tmp_path_factory.mktemp("trainers")) as trainers:
+        yield trainers
+
+
+@dataclass
+class Synced:
+    """One engine of the matrix, and what is known of it."""
+
+    setting: Setting
+    checkpoint: Path  # it started with
+    generator: Generator
+    started_with: Parameters
+    started_logprobs: list[list[float]]
+    exports: dict[str, tuple[Path, Parameters, list[list[float]]]] = field(default_factory=dict)  # by layout, and what came of it
+
+
+@pytest.fixture(scope="module")
+def synced(request, key_file, trainers, tmp_path_factory) -> Iterator[Synced]:
+    setting, folder = request.param, tmp_path_factory.mktemp("setting")
+    dtype = getattr(torch, setting.dtype)
+    checkpoint = make_checkpoint(folder / "model", 1, dtype, FAMILIES[setting.family], setting.family, num_hidden_layers=4)
+    with open_generator(checkpoint, setting.dtype, setting.tp, setting.ep, folder) as generator:
+        logprobs = generator.score(SEQUENCES)
+        generator.map_memory(key_file)
+        yield Synced(setting, checkpoint, generator, generator.memory(), logprobs)
+
+
+@pytest.mark.parametrize("synced, layout", CASES, indirect=["synced"], scope="module")
+def test_engine_is_as_if_it_had_loaded_the_export(synced: Synced, layout: str, trainers, key_file, tmp_path):
+    """By each transport in turn."""
+    turn = synced.setting.layouts.index(layout)
+    kinds = [(0, TRANSPORTS[turn % len(TRANSPORTS)]), *((1, kind) for kind in TRANSPORTS)]
+    with contextlib.ExitStack() as stack:
+        hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
+        job = Job(
+            model=str(synced.checkpoint),
+            dtype=synced.setting.dtype,
+            trainer=synced.setting.trainer(layout),
+            tp=synced.setting.tp,
+            ep=synced.setting.ep,
+            syncs=[Sync(version, kind, hub.address) for (version, kind), hub in zip(kinds, hubs)],
+            key_file=str(key_file),
+            port=free_port(),
+            folder=str(tmp_path),
+        )
+        stack.enter_context(trainers.kept())
+        trainers.begin(job)
+        results = [receive(synced.generator, job, sync, hub) for sync, hub in zip(job.syncs, hubs)]
+    compare(synced, layout, job, results)
+
+
+Result = tuple[Parameters, list[list[float]]]
+
+
+def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
+    """One update into noise: the parameters and the log-probs afterwards."""
+    generator.version = sync.version - 1
+    generator.scramble()
+    receiver(job.plan(sync.transport), hub, job.key_file).take(generator, oldest=sync.version)
+    return generator.memory(), generator.score(SEQUENCES)
+
+
+def compare(synced: Synced, layout: str, job: Job, results: list[Result]) -> None:
+    generator, (initial, *updated) = synced.generator, results
+    generator.scramble()
+    noise = generator.memory()
+    generator.load(job.export)
+    loaded, logprobs = generator.memory(), generator.score(SEQUENCES)
+    assert unequal(noise, loaded) == unequal(loaded, synced.started_with) == names(loaded)  # the step changed every parameter
+
+    assert unequal(initial[0], synced.started_with) == []
+    assert initial[1] == synced.started_logprobs
+    for sync, (parameters, scored) in zip(job.syncs[1:], updated):
+        assert unequal(parameters, loaded) == [], sync.transport
+        assert scored == logprobs, sync.transport
+    tolerance, dtype = TOLERANCE[job.dtype], getattr(torch, job.dtype)
+    assert difference(logprobs, job.export, dtype) < tolerance < difference(logprobs, synced.checkpoint, dtype)
+    synced.exports[layout] = (job.export, loaded, logprobs)
+
+
+def difference(logprobs: list[list[float]], checkpoint: Path, dtype: torch.dtype) -> float:
+    """The largest between the engine's log-prob of a token and HF's."""
+    model = hf_model(checkpoint, dtype)
+    expected = [hf_logprobs(model, s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0] for s in SEQUENCES]
+    return max((torch.tensor(mine) - theirs).abs().max().item() for mine, theirs in zip(logprobs, expected))

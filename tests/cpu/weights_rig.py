@@ -1,0 +1,203 @@
+"""What the tests of weight updates share: trainer ranks that wait for jobs, and as much of the generator as the channel asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from sglang_engine import Engine, start_engine
+from weights_worker import DEADLINE_S, Job
+
+from megarl.messaging.link import Hub, RunKey
+from megarl.channels.weights_receiver import WeightsReceiver
+from megarl.generator.client import EngineClient
+from megarl.generator.fleet import Fleet
+from megarl.generator.update import Workers, connect, open_memory
+from megarl.observe.status import StatusBoard
+from megarl.observe.trace import TraceWriter
+from megarl.plan.resolve import RunPlan
+from megarl.reshard.layout import trainer_layout
+from megarl.trainer.norm_names import norm_names
+from megarl.transports.base import SHARED_MEMORY, Endpoint
+from megarl.transports.shared_memory import view_at
+
+WORKER = Path(__file__).with_name("weights_worker.py")
+RANKS = 4  # of the largest trainer
+
+Parameters = list[dict[str, torch.Tensor]]  # by generator rank and name
+
+
+class Trainers:
+    """Processes that wait for jobs; a job takes as many of them as its topology has ranks."""
+
+    def __init__(self, folder: Path):
+        self._logs = [folder / f"trainer.{rank}.log" for rank in range(RANKS)]
+        self.start()
+
+    def start(self) -> None:
+        self.processes = [self._start(rank, log) for rank, log in enumerate(self._logs)]
+
+    def _start(self, rank: int, log: Path) -> subprocess.Popen:
+        with open(log, "wb") as output:
+            return subprocess.Popen(
+                [sys.executable, str(WORKER), str(rank)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def begin(self, job: Job) -> None:
+        for process in self.processes[: job.plan().trainer_topology.world_size]:
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.flush()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around a job: when it fails, these processes may stand anywhere in it, and the next job gets others."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(self.errors())
+            self.restart()
+            raise
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def finish(self) -> list[int]:
+        """No more jobs: their exit statuses."""
+        for process in self.processes:
+            process.stdin.close()
+        return [process.wait(DEADLINE_S) for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+
+    def errors(self) -> str:
+        texts = {log.name: log.read_text(errors="replace") for log in self._logs}
+        return "\n".join(f"{name}:\n{text[-3000:]}" for name, text in texts.items() if "Traceback" in text)
+
+
+@contextlib.contextmanager
+def open_trainers(folder: Path) -> Iterator[Trainers]:
+    trainers = Trainers(folder)
+    try:
+        yield trainers
+        assert trainers.finish() == [0] * RANKS, trainers.errors()
+    finally:
+        trainers.kill()
+
+
+@dataclass
+class Generator:
+    """As much of the generator executor as the weights channel asks for, around one live engine."""
+
+    engine: Engine
+    client: EngineClient
+    runner: asyncio.Runner
+    status: StatusBoard
+    trace: TraceWriter
+    live: Parameters = field(default_factory=list)  # the engine's memory
+    version: int = -1
+    waited_s: float = 0.0
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
+
+    def get_model(self) -> Fleet:
+        return Fleet([self.client])
+
+    def scramble(self) -> None:
+        for tensors in self.live:
+            for values in tensors.values():
+                values.view(torch.uint8).random_(0, 120)
+
+    def memory(self) -> Parameters:
+        return [{name: values.clone() for name, values in tensors.items()} for tensors in self.live]
+
+    def map_memory(self, key_file: Path) -> None:
+        """Maps the engine's memory for the test itself, whatever transport writes into it."""
+
+        async def share() -> list[Endpoint]:
+            with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
+                workers = Workers([self.client], self.engine.tp, hub, DEADLINE_S)
+                await self.client.begin_update(DEADLINE_S)
+                await connect(workers, str(key_file))
+                endpoints = await open_memory(workers, SHARED_MEMORY, map=None)
+                await self.client.end_update(DEADLINE_S)
+                return endpoints
+
+        self.live = mapped(self.run(share()))
+
+    def load(self, checkpoint: Path) -> None:
+        """SGLang's own way."""
+
+        async def load() -> None:
+            await self.client.load_from_disk(str(checkpoint), DEADLINE_S)
+            await self.client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
+            await self.client.end_update(DEADLINE_S)
+            await self.client.flush(DEADLINE_S)
+
+        self.run(load())
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of each token but the first. One request after the other: what is computed does not depend on timing."""
+
+        async def score() -> list[list[float]]:
+            return [(await self.client.score([sequence]))[0] for sequence in sequences]
+
+        return self.run(score())
+
+
+@contextlib.contextmanager
+def open_generator(model: Path, dtype: str, tp: int, ep: int, folder: Path, **extra: Any) -> Iterator[Generator]:
+    """A live engine that takes requests."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(contextlib.contextmanager(start_engine)(model, dtype, tp, folder / "engine.log", ep, **extra))
+        runner = stack.enter_context(asyncio.Runner())
+        client = runner.run(_client_of(engine))
+        stack.callback(lambda: runner.run(client.close()))
+        status = stack.enter_context(contextlib.closing(StatusBoard(folder, "generator.0")))
+        trace = stack.enter_context(contextlib.closing(TraceWriter(folder, "generator.0")))
+        runner.run(client.wait_ready(180, engine.log, engine.died))
+        yield Generator(engine, client, runner, status, trace)
+
+
+async def _client_of(engine: Engine) -> EngineClient:
+    return engine.client()
+
+
+def receiver(plan: RunPlan, hub: Hub, key_file: str | Path) -> WeightsReceiver:
+    source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, norm_names())
+    return WeightsReceiver(plan, source, hub, str(key_file))
+
+
+def mapped(endpoints: list[Endpoint]) -> Parameters:
+    """The engine's memory through a mapping of the test's own."""
+    storages = [torch.UntypedStorage.from_file(e.address, shared=True, nbytes=e.size_bytes) for e in endpoints]
+    return [{t.name: view_at(storage, t) for t in endpoint.tensors} for storage, endpoint in zip(storages, endpoints)]
+
+
+def names(parameters: Parameters) -> list[tuple[int, str]]:
+    """(generator rank, name) of all tensors."""
+    return [(rank, name) for rank, tensors in enumerate(parameters) for name in tensors]
+
+
+def unequal(a: Parameters, b: Parameters) -> list[tuple[int, str]]:
+    """(generator rank, name) of all tensors that differ in any bit."""
+    assert names(a) == names(b)
+    return [key for key in names(a) if not torch.equal(a[key[0]][key[1]].view(torch.uint8), b[key[0]][key[1]].view(torch.uint8))]
