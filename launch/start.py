@@ -28,7 +28,7 @@ def engine_settings(plan: RunPlan, part: EnginePart, rendezvous: Rendezvous, add
     config, engine = plan.config, part.engine
     return EngineSettings(
         model_path=plan.weights_path,
-        dtype=config.model.dtype,
+        dtype=plan.engine_dtype,
         port=rendezvous.engine_ports[engine],
         context_length=plan.spec.max_position_embeddings,
         max_running_requests=config.generator.max_concurrency,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -27,8 +28,8 @@ OVERRIDES = [
 ]
 
 
-def make_model(folder: Path) -> Path:
-    """The quickstart's model with random weights, as an HF checkpoint."""
+def make_model(folder: Path, **changes: Any) -> Path:
+    """The quickstart's model with random weights, as an HF checkpoint; `changes` are of its config.json."""
     from megarl.generator import cpu_support
 
     cpu_support.install()
@@ -37,7 +38,7 @@ def make_model(folder: Path) -> Path:
 
     shutil.copytree(ROOT / "configs/models/tiny-llama", folder)
     torch.manual_seed(0)
-    LlamaForCausalLM(AutoConfig.from_pretrained(folder)).to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(AutoConfig.from_pretrained(folder, **changes)).to(torch.float32).save_pretrained(folder)
     return folder
 
 

@@ -160,7 +160,7 @@ class WeightsReceiver:
         """
         await update.check_parallelism(self._workers, self._plan.config.generator.ep)
         engines = await update.connect(self._workers, self._key_file)
-        update.check_layout(await update.describe(self._workers), self._map.destination)
+        await update.settle_layout(self._workers, self._map.destination)
         opened = self._opened = await open_engines(self._workers, self._plan.config.weights, self._map, trainers, engines)
         endpoints = [endpoint.encode() for endpoint in opened.endpoints]
         return WeightsGrant(version, endpoints, opened.ranks_per_host, opened.map.plan_hash)

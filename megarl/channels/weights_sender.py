@@ -8,7 +8,8 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
-Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where.
+Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where. Where it quantises and a tile is cut
+across trainer ranks, these exchange the tile's amax before they offer.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Mapping, Optional
 import torch
 
 from megarl.channels.admission import run_ahead
+from megarl.channels.amax_exchange import AmaxExchange
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
+from megarl.reshard.execute import AmaxTable
 from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.reshard.map import ReshardMap
@@ -70,6 +73,7 @@ class WeightsSender:
         version = executor.version
         if self._transport is None:
             self._prepare(executor)
+        amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
         offered = time.monotonic()
         self._link.send(WeightsOffer(version))
         awaited = f"generator.0 to take weights version {version}"
@@ -80,7 +84,7 @@ class WeightsSender:
         granted = time.monotonic()
         with executor.trace.span(f"write weights {version}"):
             try:
-                self._write(executor, grant)
+                self._write(executor, grant, amax)
             except Exception as error:  # so that the generator need not wait for its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
                 raise
@@ -107,6 +111,7 @@ class WeightsSender:
         """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
         self._use(weights_map(self._plan, executor.layout), executor.rank)
         check_held(executor.get_model(), self._map.source, executor.rank)
+        self._amax = AmaxExchange(self._map, executor.rank, self._timeout_s)
         host = this_host()
         self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s)
         self._link.send(Hello(self._map.plan_hash, host))
@@ -116,7 +121,7 @@ class WeightsSender:
         prove_exactly_once(map)
         self._batches = batches_from(map, rank)
 
-    def _write(self, executor: Executor, grant: WeightsGrant) -> None:
+    def _write(self, executor: Executor, grant: WeightsGrant, amax: AmaxTable) -> None:
         started = time.monotonic()
         if grant.ranks_per_host:
             map, _ = relayed(self._map, grant.ranks_per_host)
@@ -128,7 +133,7 @@ class WeightsSender:
             self._transport.connect(endpoints)
             self._shapes = shapes_of(endpoints)
         writes = [write for batch in self._batches for write in batch.writes]
-        sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit)
+        sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit, amax)
         self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares))
 
     def recv(self, executor: Executor) -> None:
@@ -145,7 +150,8 @@ class WeightsSender:
 def weights_map(plan: RunPlan, source: Layout) -> ReshardMap:
     """The reshard map of a run from the trainer's layout `source` to its engines."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return ReshardMap.build(source, generator_layout(plan.spec, plan.generator_topology, plan.config.model.dtype, device))
+    quantization = plan.config.generator.quantization
+    return ReshardMap.build(source, generator_layout(plan.spec, plan.generator_topology, plan.engine_dtype, device, quantization))
 
 
 def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:

@@ -89,7 +89,8 @@ class GeneratorConfig:
     )
     quantization: Optional[str] = setting(
         None,
-        "weight format of the engines: e4m3 with a scale per 128x128 block, per output channel, or per tensor; null: model.dtype",
+        "weights of the engines' linear layers: e4m3 with a scale per 128x128 block, per output channel, or per tensor, all else in "
+        "bfloat16; null: model.dtype",
         one_of("fp8_block", "fp8_channel", "fp8_tensor"),
     )
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))

@@ -26,7 +26,14 @@ class Connect(_Command, frozen=True):
 
 
 class Describe(_Command, frozen=True):
-    """Answer: list[RemoteTensor], every live parameter."""
+    """Answer: list[RemoteTensor], every live parameter as the engine shows it."""
+
+
+class Arrange(_Command, frozen=True):
+    """From now on parameters are spoken of in these shapes where the engine shows the same memory in another one: by generator rank
+    and name. (Quantised weights that it keeps transposed, scales.)"""
+
+    shapes: dict[int, dict[str, tuple[int, ...]]]
 
 
 class ShareMemory(_Command, frozen=True):
@@ -80,7 +87,7 @@ class Audit(_Command, frozen=True):
 
 
 Command = Union[
-    Connect, Describe, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit
+    Connect, Describe, Arrange, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit
 ]
 
 Description = list[RemoteTensor]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.generator import cpu_support
+from megarl.generator import cpu_support, quantization
 
 
 def activate() -> None:
-    """Registers our hooks into SGLang: one that hides keys, and on machines without CUDA what SGLang lacks there."""
+    """Registers our hooks into SGLang: to hide keys, to keep quantised weights as written, and on machines without CUDA what SGLang
+    lacks there."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", _hide_keys, HookType.AFTER)
+    quantization.register_hooks()
     if cpu_support.active():
         cpu_support.register_hooks()
 

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional, Sequence
 
-from megarl.generator import cpu_support
+from megarl.generator import cpu_support, quantization
 
 LOADER = "megarl.generator.worker_loader.run_command"
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
@@ -46,7 +46,7 @@ class EngineSettings:
     tp: int = 1
     ep: int = 1  # of the tp ranks: the experts are dealt out over so many
     host: str = "127.0.0.1"
-    quantization: Optional[str] = None
+    quantization: Optional[str] = None  # generator.quantization
     kv_cache_tokens: Optional[int] = None
     mem_fraction: float = 0.85  # of GPU memory
     device: Optional[str] = None  # None: cuda where there is one, else cpu
@@ -91,7 +91,6 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "max_running_requests": settings.max_running_requests,
         "max_total_tokens": settings.kv_cache_tokens,
         "mem_fraction_static": settings.mem_fraction,
-        "quantization": settings.quantization,
         "random_seed": settings.seed,
         **_spanning(settings),
         "log_level": settings.log_level,
@@ -99,6 +98,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "weight_version": "-1",  # none of ours yet: an engine that was restarted is told by it
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "sampling_defaults": "openai",  # not generation_config.json: the policy's distribution is what the request says
+        **quantization.server_arguments(settings.quantization),
     }
     return {name: value for name, value in arguments.items() if value is not None}
 

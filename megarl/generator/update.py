@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megarl.generator import commands
 from megarl.generator.client import EngineClient
 from megarl.generator.commands import (
+    Arrange,
     Audit,
     Command,
     Connect,
@@ -43,6 +44,7 @@ from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES, Layout, LayoutError
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.nodes import Relay
+from megarl.reshard.scales import engine_view
 from megarl.reshard.schedule import lands, waves
 from megarl.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY, TWO_SIDED, Endpoint, Members, RemoteTensor
 from megarl.transports.choice import Pairs, mooncake_protocol, this_host
@@ -119,6 +121,14 @@ async def describe(workers: Workers) -> list[list[RemoteTensor]]:
     return [msgspec.msgpack.decode(payload, type=commands.Description) for payload in await workers.run_all(Describe())]
 
 
+async def settle_layout(workers: Workers, layout: Layout) -> None:
+    """Checks the live engines against the layout, and makes their workers speak of parameters in its shapes. Raises LayoutError."""
+    check_layout(await describe(workers), layout)
+    shapes = {rank: {t.name: t.shape for t in layout.tensors(rank) if t.engine_shape is not None} for rank in range(workers.count)}
+    if any(shapes.values()):
+        await workers.run_all(Arrange(shapes))
+
+
 def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None:
     """Raises LayoutError that names every tensor in which the engines differ from the layout the map was built on."""
     problems = []
@@ -131,9 +141,9 @@ def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None
             problems.append(f"generator rank {rank} has {name}, which the layout does not know")
         for name in planned.keys() & found.keys():
             want, have = planned[name], found[name]
-            wanted, had = (want.shape, want.dtype, _contiguous(want.shape)), (have.shape, have.dtype, have.strides)
+            wanted, had = (*engine_view(want), want.dtype), (have.shape, have.strides, have.dtype)
             if wanted != had:
-                problems.append(f"generator rank {rank}, {name}: shape, dtype, strides {had}, in the layout {wanted}")
+                problems.append(f"generator rank {rank}, {name}: shape, strides, dtype {had}, in the layout {wanted}")
     if problems:
         raise LayoutError("the engines' weights are not laid out as planned:\n" + "\n".join(sorted(problems)))
 
@@ -305,11 +315,3 @@ def _meeting(workers: Workers, kind: str, map: ReshardMap, writers: Writers) -> 
         for rank, senders in writers.items()
     }
     return ExpectMessages(kind, f"{host}:{workers.stores[kind].port}", members, incoming, workers.timeout_s)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))

@@ -16,6 +16,7 @@ import torch
 
 from megarl.generator import commands
 from megarl.generator.commands import (
+    Arrange,
     Audit,
     Command,
     Connect,
@@ -58,6 +59,7 @@ class Worker:
         self.host = Host()
         self.peer: Optional[Peer] = None
         self.reply_address = ""
+        self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
         self.file: Optional[MemoryFile] = None
         self.mooncake: Optional[MooncakeMemory] = None
         self.neighbours: Any = None  # the transport towards other generator ranks of this host
@@ -87,15 +89,24 @@ class Worker:
     def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
         return [describe(name, parameter) for name, parameter in parameters.items()]
 
+    def arrange(self, parameters: Parameters, command: Arrange) -> None:
+        self.shapes = command.shapes[self.rank]
+        self.tensors(parameters)  # raises where one does not fit
+
+    def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
+        """The parameters' memory in the shapes of the reshard map."""
+        return {name: as_arranged(parameter.data, self.shapes.get(name)) for name, parameter in parameters.items()}
+
     def share_memory(self, parameters: Parameters, command: ShareMemory) -> Endpoint:
+        """Asked again, parameters stay where they are, and mapped."""
         if self.file is None or not self.file.holds(parameters.values()):
             before, self.file = self.file, MemoryFile(parameters)
             if before is not None:
                 before.close()
-        return self.file.endpoint(tensors_of(parameters), self.rank, self.host)
+        return self.file.endpoint(self.tensors(parameters), self.rank, self.host)
 
     def share_device(self, parameters: Parameters, command: ShareDevice) -> Endpoint:
-        return cuda_ipc.export(tensors_of(parameters), self.rank, self.host, cuda_ipc.CudaMemory())
+        return cuda_ipc.export(self.tensors(parameters), self.rank, self.host, cuda_ipc.CudaMemory())
 
     def expect_messages(self, parameters: Parameters, command: ExpectMessages) -> Optional[Endpoint]:
         if self.rank not in command.members.generators:
@@ -104,17 +115,17 @@ class Worker:
         self.receivers[command.kind] = TwoSidedReceiver(
             open_group, command.address, command.members, self.rank, incoming, command.timeout_s
         )
-        tensors = self.describe(parameters, command)
+        tensors = [describe(name, values) for name, values in self.tensors(parameters).items()]
         return Endpoint(self.rank, command.kind, command.address, 0, tensors, members=command.members, host=self.host)
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
         for receiver in self.receivers.values():
-            receiver.receive(tensors_of(parameters))
+            receiver.receive(self.tensors(parameters))
 
     def register(self, parameters: Parameters, command: Register) -> Endpoint:
         listen_on = address_towards(self.reply_address)
         landing = command.landing.get(self.rank, [])
-        self.mooncake = MooncakeMemory(tensors_of(parameters), landing, listen_on, command.protocol, command.timeout_s)
+        self.mooncake = MooncakeMemory(self.tensors(parameters), landing, listen_on, command.protocol, command.timeout_s)
         return self.mooncake.endpoint(self.rank, self.host)
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
@@ -129,7 +140,7 @@ class Worker:
             self.neighbours.connect([endpoint for endpoint in command.endpoints if endpoint.rank in reached])
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> None:
-        tensors = tensors_of(parameters)
+        tensors = self.tensors(parameters)
         for relay in self.relays:
             values = tensors[relay.tensor]
             whole = Box((0,) * values.dim(), tuple(values.shape))
@@ -142,12 +153,13 @@ class Worker:
             self.neighbours.fence()
 
     def audit(self, parameters: Parameters, command: Audit) -> dict[str, int]:
-        return {name: hash_tensor(parameter.data) for name, parameter in parameters.items()}
+        return {name: hash_tensor(values) for name, values in self.tensors(parameters).items()}
 
 
 _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     Connect: lambda worker, parameters, command: worker.host,
     Describe: Worker.describe,
+    Arrange: Worker.arrange,
     ShareMemory: Worker.share_memory,
     ShareDevice: Worker.share_device,
     ExpectMessages: Worker.expect_messages,
@@ -160,8 +172,12 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
 }
 
 
-def tensors_of(parameters: Parameters) -> dict[str, torch.Tensor]:
-    return {name: parameter.data for name, parameter in parameters.items()}
+def as_arranged(values: torch.Tensor, shape: Optional[tuple[int, ...]]) -> torch.Tensor:
+    """The same memory in another shape. Raises RuntimeError where it cannot be: the values must lie without gaps."""
+    if shape is None:
+        return values
+    in_memory_order = values.t() if values.dim() == 2 and not values.is_contiguous() else values
+    return in_memory_order.view(shape)
 
 
 def _tp_rank() -> int:

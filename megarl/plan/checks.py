@@ -10,6 +10,7 @@ from typing import Callable, Iterable
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import round_up
+from megarl.plan.quantisation import check_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
 from megarl.plan.topology import DP_ATTENTION_FAMILIES
 
@@ -46,8 +47,6 @@ def check_trainer_features(config: RunConfig) -> Iterable[str]:
 
 def check_generator_features(config: RunConfig) -> Iterable[str]:
     """What can be planned and resharded, but not generated with yet."""
-    if config.generator.quantization is not None:
-        yield f"generator.quantization={config.generator.quantization}: only null can run: engines run in model.dtype"
     if config.generator.dp_attention != 1:
         yield f"generator.dp_attention={config.generator.dp_attention}: only 1 can run"
 
@@ -241,18 +240,19 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_virtual_stages,
     check_truncated_sampling,
     check_server_args,
+    check_format_arguments,
     check_schedule,
     check_sequence_parallel,
     check_batch,
     check_partial_rollout,
     check_eval,
 )
-MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_pipeline, check_lengths)
+MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_blocks, check_pipeline, check_lengths)
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_trained_family, check_expert_sequences)  # not of commands that only plan
 PLANNING_COMMANDS = ("plan", "reshard")
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_trainer_features, check_sft_command),
     "train": (check_trainer_features, check_generator_features, check_resume),
-    "eval": (check_generator_features, check_eval_command),
+    "eval": (check_generator_features, check_evaluated_format, check_eval_command),
     "export": (check_trainer_features,),
 }

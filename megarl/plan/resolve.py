@@ -29,6 +29,11 @@ class RunPlan:
     sequences_per_step: int  # prompts_per_step * n
     weights_path: str  # HF checkpoint that training and evaluation begin with: model.path, or sft.output where that holds none
 
+    @property
+    def engine_dtype(self) -> str:
+        """Of activations, and of weights that are not quantised. SGLang computes with fp8 weights in 16 bits only."""
+        return self.config.model.dtype if self.config.generator.quantization is None else "bfloat16"
+
 
 def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
     """Check `config` as a whole and fix what follows from it. Nothing is started, nothing is written.

@@ -42,6 +42,24 @@ def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical
     return result
 
 
+def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, strides in elements) in which the live engine shows a tensor of its layout."""
+    shape = tensor.engine_shape
+    if shape is None:
+        return tensor.shape, contiguous_strides(tensor.shape)
+    if len(shape) == 2:  # transposed
+        return shape, contiguous_strides(tensor.shape)[::-1]
+    return shape, contiguous_strides(shape)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
 def scale_name(name: str, rule: Rule) -> str:
     return name + ("_scale_inv" if is_block(rule) else "_scale")
 
@@ -63,7 +81,7 @@ def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, L
     name = scale_name(tensor.name, rule)
     if sum(piece.local.numel for piece in tensor.pieces) != Box((0,) * len(tensor.shape), tensor.shape).numel:
         raise ConfigError(f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded tensors are not quantised")
-    shape = _scale_shape(tensor, rule)
+    shape = rule.scale_shape(tensor.shape)
     if of_whole_tensor(rule):
         engine_shape = tensor.shape[:1] if tensor.experts else ()
         first = tensor.pieces[0]
@@ -80,11 +98,12 @@ def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, L
         local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
         pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
         tile_row += tiles.shape[-2]
+    if tile_row != shape[-2]:
+        raise ConfigError(
+            f"generator.quantization=fp8_block: {tensor.name} fuses tensors that are no multiples of {rule.rows} rows: "
+            f"{tile_row} rows of blocks, where SGLang keeps {shape[-2]}; choose another generator.tp"
+        )
     return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
-
-
-def _scale_shape(tensor: LocalTensor, rule: Rule) -> tuple[int, ...]:
-    return rule.scale_shape(tensor.shape)
 
 
 def _check_aligned(tensor: LocalTensor, piece: Piece, rule: Rule, logical: LogicalTensor) -> None:

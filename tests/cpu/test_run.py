@@ -142,6 +142,21 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path)
     assert table[2]["kl/mean"] >= 0
 
 
+def test_a_run_with_fp8_engines(tmp_path):
+    """Trainer TP2 in float32, each rank with 64 rows of k and v and 192 of gate and up: blocks are cut."""
+    model = make_model(tmp_path / "model", head_dim=64)
+    more = ["generator.quantization=fp8_block", "async.capacity=0", "algorithm.skip_zero_advantage=false", "max_steps=3"]
+    done = run(arguments(model, tmp_path / "run", *more))
+    assert done.returncode == 0, done.stderr
+    table = rows(tmp_path / "run")
+    assert all(row["sync/audit_ok"] for row in table) and len(table) == 3
+    # Per layer: codes, scales of blocks (qkv 2 + 1 + 1, o 1 x 2, gate and up 3 + 3, down 1 x 3), norms. Then embedding, head, norm.
+    layer = 128 * (256 + 2 * 128 + 256 + 3 * 384) + 4 * (4 + 2 + 6 + 3) + 2 * 2 * 128
+    assert {row["sync/bytes"] for row in table} == {4 * layer + 2 * (2 * 64 * 128 + 128)}
+    # The engine's numbers are those of quantised weights, the trainer's are not.
+    assert 1e-4 < table[0]["logprob/abs_diff_mean"] < 0.1
+
+
 def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path):
     done = run(arguments(model, tmp_path / "run", "weights.transport=corrupting_transport:CorruptingTransport"))
     assert done.returncode == 1

@@ -137,7 +137,7 @@ class Generator:
     def scramble(self) -> None:
         for tensors in self.live:
             for values in tensors.values():
-                values.view(torch.uint8).random_(0, 120)
+                bits(values).random_(0, 120)
 
     def memory(self) -> Parameters:
         return [{name: values.clone() for name, values in tensors.items()} for tensors in self.live]
@@ -213,5 +213,9 @@ def names(parameters: Parameters) -> list[tuple[int, str]]:
 
 def unequal(a: Parameters, b: Parameters) -> list[tuple[int, str]]:
     """(generator rank, name) of all tensors that differ in any bit."""
-    assert names(a) == names(b)
-    return [key for key in names(a) if not torch.equal(a[key[0]][key[1]].view(torch.uint8), b[key[0]][key[1]].view(torch.uint8))]
+    assert sorted(names(a)) == sorted(names(b))
+    return [(rank, name) for rank, name in names(a) if not torch.equal(bits(a[rank][name]), bits(b[rank][name]))]
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return torch.atleast_1d(values).view(torch.uint8)

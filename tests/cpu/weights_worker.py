@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import msgspec
 import torch
@@ -54,6 +54,7 @@ class Job(msgspec.Struct, frozen=True):
     key_file: str
     port: int  # where torch.distributed meets
     folder: str
+    quantization: Optional[str] = None  # of the engine
     weights_s: float = DEADLINE_S  # for each part of an update
 
     @property
@@ -66,7 +67,7 @@ class Job(msgspec.Struct, frozen=True):
             model=ModelConfig(path=self.model, dtype=self.dtype),
             # Large enough for every tensor to change in bfloat16 too.
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
-            generator=GeneratorConfig(tp=self.tp, ep=self.ep),
+            generator=GeneratorConfig(tp=self.tp, ep=self.ep, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
             weights=WeightsConfig(transport=transport),
             observe=ObserveConfig(probe_every=0, tensorboard=False),

@@ -132,3 +132,23 @@ def test_dequantised_weights_are_within_the_rounding_of_their_blocks():
             block, original = (each[:, i : i + 16, j : j + 32].double() for each in (found, values))
             largest = original.abs().amax((1, 2), keepdim=True)
             assert ((block - original).abs() <= original.abs() / 16 + largest / 448 / 512).all()  # 3 bits of mantissa; subnormals
+
+
+def test_products_of_fp8_weights_are_those_of_their_values():
+    """As SGLang keeps them: linear layers transposed with scales [out, 1] or [], experts [E, out, in] with [E, out, 1] or [E]."""
+    generator = torch.Generator().manual_seed(6)
+    codes = torch.randn(3, 8, 5, generator=generator).to(torch.float8_e4m3fn)
+    x, bias = torch.randn(4, 5, generator=generator), torch.randn(8, generator=generator)
+    for scale in (torch.rand(8, 1, generator=generator), torch.tensor(0.3)):
+        layer = SimpleNamespace(weight=codes[0].t(), weight_scale=scale)
+        expected = x.double() @ (codes[0].double() * scale.double()).t() + bias.double()
+        assert (fp8.apply_linear(never, None, layer, x, bias) - expected).abs().max() < 1e-5
+    for scale in (torch.rand(3, 8, 1, generator=generator), torch.rand(3, generator=generator)):
+        expected = torch.stack([codes[e].double() * scale[e].double() for e in range(3)])
+        assert (fp8.of_experts(codes, scale) - expected).abs().max() < 1e-5
+
+
+def test_parts_of_a_fused_weight_are_brought_to_one_scale():
+    values = torch.tensor([[1.0, -3.2], [600.0, 0.01]])
+    codes, scale = fp8.scaled_fp8_quant(never, values, torch.tensor(0.5))
+    assert scale == 0.5 and codes.double().tolist() == [[2.0, -6.5], [448.0, 0.01953125]]

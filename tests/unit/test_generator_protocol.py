@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import pickle
 import pickletools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megarl.generator import commands
 from megarl.generator.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
+from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import AuditError, LayoutError, check_layout, compare
 from megarl.generator.wire import content_of, tensor_payload
+from megarl.generator.worker_loader import as_arranged
 from megarl.reshard.box import Box
+from megarl.reshard.kinds import LocalTensor
 from megarl.reshard.nodes import Relay
 from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming
@@ -85,9 +90,14 @@ def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
 
 
 def test_layout_check_names_each_difference():
-    planned = [SimpleNamespace(name=name, shape=(4, 2), dtype="float32") for name in ("same", "gone", "strided", "bf16")]
+    planned = [LocalTensor(name, (4, 2), "float32", ()) for name in ("same", "gone", "strided", "bf16")]
+    planned += [LocalTensor("transposed", (4, 2), "float32", (), (2, 4)), LocalTensor("scalar", (1, 1), "float32", (), ())]
+    planned += [LocalTensor("square", (3, 3), "float32", (), (3, 3))]
     live = [
         RemoteTensor("same", (4, 2), "float32", (2, 1)),
+        RemoteTensor("transposed", (2, 4), "float32", (1, 2)),
+        RemoteTensor("scalar", (), "float32", ()),
+        RemoteTensor("square", (3, 3), "float32", (3, 1)),  # planned transposed
         RemoteTensor("strided", (4, 2), "float32", (1, 4)),
         RemoteTensor("bf16", (4, 2), "bfloat16", (2, 1)),
         RemoteTensor("extra", (1,), "float32", (1,)),
@@ -99,5 +109,34 @@ def test_layout_check_names_each_difference():
         "generator rank 0 has extra, which the layout does not know",
         "generator rank 0 has no gone",
         "generator rank 0, bf16",
+        "generator rank 0, square",
         "generator rank 0, strided",
     ]
+
+
+def test_parameters_are_arranged_without_a_copy():
+    values = torch.arange(6.0).view(2, 3)
+    for shown, shape in ((values.t(), (2, 3)), (values[0, 1], (1, 1)), (values[:, 0].clone(), (2, 1, 1)), (values, None)):
+        arranged = as_arranged(shown, shape)
+        assert tuple(arranged.shape) == (shape or (2, 3)) and arranged.data_ptr() == shown.data_ptr() and arranged.is_contiguous()
+    assert torch.equal(as_arranged(values.t(), (2, 3)), values)
+    with pytest.raises(RuntimeError, match="view"):
+        as_arranged(values[:, :2], (4, 1))
+
+
+def test_sglang_is_told_the_format_and_loads_nothing():
+    for quantization, method in (("fp8_block", "fp8"), ("fp8_channel", "w8a8_fp8"), ("fp8_tensor", "compressed-tensors")):
+        argv, _ = server_command(dataclasses.replace(SETTINGS, quantization=quantization), EngineKeys("a", "b"))
+        arguments = json.loads(argv[-1])
+        assert (arguments["quantization"], arguments["load_format"]) == (method, "dummy")
+        assert json.loads(arguments["json_model_override_args"])["quantization_config"]["quant_method"] == method
+    argv, _ = server_command(SETTINGS, EngineKeys("a", "b"))
+    assert not {"quantization", "load_format", "json_model_override_args"} & json.loads(argv[-1]).keys()
+
+
+def test_work_after_loading_is_done_once_a_layer():
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    done = []
+    for layer in (*layers, layers[0]):
+        once(lambda method, layer: done.append(layer), None, layer)
+    assert done == layers

@@ -74,6 +74,16 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.dp_attention=2", "generator.dp_attention=2: must be 1 for a llama model; others are for deepseek_v3, qwen3_moe"),
         ("trainer.etp=2", "trainer.etp=2: must be 1: a llama model has no experts"),
         ("generator.quantization=fp8", "generator.quantization=fp8: must be one of fp8_block, fp8_channel, fp8_tensor"),
+        (
+            "generator.quantization=fp8_block generator.tp=32",
+            "generator.quantization=fp8_block: with generator.tp=32 a rank must hold multiples of 128; it holds 448 rows of "
+            "model.layers.*.mlp.gate_proj.weight, 448 rows of model.layers.*.mlp.up_proj.weight, "
+            "448 columns of model.layers.*.mlp.down_proj.weight",
+        ),
+        (
+            "generator.quantization=fp8_channel generator.server_args.load_format=auto",
+            "generator.server_args.load_format: must be left out with generator.quantization=fp8_channel, which decides it",
+        ),
         ("trainer.tp=3", "trainer.tp=3: must divide the model's 32 attention heads and 14336 ffn rows and 8 key-value heads"),
         ("trainer.tp=16", "trainer.tp=16: must divide the model's 8 key-value heads"),
         ("generator.tp=64", "generator.tp=64: must divide the model's 32 attention heads"),
@@ -129,7 +139,15 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
 
 @pytest.mark.parametrize(
     "overrides",
-    ["trainer.tp=8", "generator.tp=32", "async.capacity=4 async.max_staleness=2", "async.capacity=null", "generator.server_args.page_size=1"],
+    [
+        "trainer.tp=8",
+        "generator.tp=32",
+        "generator.quantization=fp8_block generator.tp=16",
+        "generator.quantization=fp8_tensor generator.tp=32",
+        "async.capacity=4 async.max_staleness=2",
+        "async.capacity=null",
+        "generator.server_args.page_size=1",
+    ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
     assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)

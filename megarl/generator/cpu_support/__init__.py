@@ -46,10 +46,7 @@ def register_hooks() -> None:
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
-    quantised = "sglang.srt.layers.quantization.fp8."
-    for layer, apply in (("Fp8LinearMethod", fp8.apply_linear), ("Fp8MoEMethod", fp8.apply_experts)):
-        HookRegistry.register(f"{quantised}{layer}.process_weights_after_loading", fp8.keep, HookType.AROUND)
-        HookRegistry.register(f"{quantised}{layer}.apply", apply, HookType.AROUND)
+    fp8.register_hooks()
 
 
 def _fork_workers(result: None, server_args: object) -> None:

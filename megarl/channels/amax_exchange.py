@@ -1,0 +1,64 @@
+"""Amax of tiles that trainer ranks hold in parts, exchanged before an update is quantised: over gloo, in a group of its own.
+
+Messages are point to point, between ranks that share a tile: one a pair and direction, of the amax of all tiles of the parts they share,
+in forward order. Both ends work out from the map what is in it, so it carries no names.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Mapping, Optional
+
+import torch
+import torch.distributed as dist
+
+from megarl.reshard.amax import AmaxPart, amax_parts, peers
+from megarl.reshard.execute import AmaxTable, Entry
+from megarl.reshard.map import ReshardMap
+
+
+class AmaxExchange:
+    """Construct on every trainer rank: collective over the default process group where the map cuts any tile."""
+
+    def __init__(self, map: ReshardMap, rank: int, timeout_s: float):
+        self._rank, self._timeout_s = rank, timeout_s
+        self._parts = amax_parts(map, rank)
+        self._awaited = {peer: _shared(amax_parts(map, peer), rank) for peer in peers(self._parts)}
+        cuts = any(row.cut for row in map.rows)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if cuts and map.source.world_size > 1 else None
+
+    def table(self, tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
+        """The amax of every cut tile that this rank's copies touch, of `tensors` as they are now.
+
+        Raises RuntimeError on NaN or infinity, naming the tensor, and TimeoutError naming the two ranks where one does not answer.
+        """
+        table = AmaxTable.measure(self._parts, tensors)
+        measured = [(part.peers, amax) for part, (_, _, amax) in zip(self._parts, table.entries)]
+        incoming, outgoing, received = [], [], {}
+        for peer, awaited in self._awaited.items():
+            message = torch.cat([amax.reshape(-1) for having, amax in measured if peer in having]).cpu()
+            received[peer] = torch.empty(sum(part.tiles.numel for part in awaited))
+            outgoing.append((dist.isend(message, peer, group=self._group), f"to trainer rank {peer}", message))
+            incoming.append((dist.irecv(received[peer], peer, group=self._group), f"from trainer rank {peer}", received[peer]))
+        for work, whither, _ in incoming + outgoing:  # the tensors stay alive until they are through
+            self._wait(work, whither)
+        for peer, values in received.items():
+            table.merge(_entries(self._awaited[peer], values, measured[0][1].device))
+        return table
+
+    def _wait(self, work: Optional[dist.Work], whither: str) -> None:
+        assert work is not None
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            what = f"trainer rank {self._rank}: amax of cut tiles {whither}"
+            raise TimeoutError(f"{what}: not through within {self._timeout_s:.0f} s: {error}") from error
+
+
+def _shared(parts: list[AmaxPart], peer: int) -> list[AmaxPart]:
+    return [part for part in parts if peer in part.peers]
+
+
+def _entries(parts: list[AmaxPart], values: torch.Tensor, device: torch.device) -> list[Entry]:
+    pieces = values.to(device).split([part.tiles.numel for part in parts])
+    return [(part.tiles_of, part.tiles, piece.view(part.tiles.shape)) for part, piece in zip(parts, pieces)]

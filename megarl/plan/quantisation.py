@@ -1,0 +1,60 @@
+"""What a run with fp8 engines needs: sizes that SGLang's blocks fit, and settings that do not contradict the format."""
+
+from __future__ import annotations
+
+from typing import Iterable, Iterator
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import RunConfig
+from megarl.models import ModelSpec
+from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD, Parameter
+from megarl.models.registry import family
+from megarl.plan.topology import GeneratorTopology
+
+BLOCK = 128  # rows and columns of fp8_block
+_DECIDED = ("json_model_override_args", "load_format")  # by which SGLang is told the format
+
+
+def check_format_arguments(config: RunConfig) -> Iterable[str]:
+    quantization = config.generator.quantization
+    for name in _DECIDED if quantization else ():
+        if name in config.generator.server_args:
+            yield f"generator.server_args.{name}: must be left out with generator.quantization={quantization}, which decides it"
+
+
+def check_evaluated_format(config: RunConfig) -> Iterable[str]:
+    """A quantised engine gets its weights from a trainer."""
+    if config.generator.quantization is not None:
+        quantization = f"generator.quantization={config.generator.quantization}"
+        yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
+
+
+def check_blocks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """As SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod: what is fused or cut must be whole blocks."""
+    generator = config.generator
+    if generator.quantization != "fp8_block" or generator.dp_attention != 1:  # of others the layout itself says so
+        return
+    try:
+        topology = GeneratorTopology(generator.engines, generator.tp, generator.ep)
+        parameters = family(spec).sglang_parameters(spec, topology, "cuda")
+    except (ConfigError, ArithmeticError):
+        return  # sizes that do not divide: other checks say so
+    quantised = family(spec).quantised_parameters(spec)
+    found = [uneven for parameter in parameters if parameter.name in quantised for uneven in _uneven(spec, parameter, topology)]
+    if found:
+        sizes = f"generator.tp={generator.tp}" + (f", generator.ep={generator.ep}" if spec.num_experts else "")
+        yield f"generator.quantization=fp8_block: with {sizes} a rank must hold multiples of {BLOCK}; it holds {', '.join(found)}"
+
+
+def _uneven(spec: ModelSpec, parameter: Parameter, topology: GeneratorTopology) -> Iterator[str]:
+    if parameter.dim is None:  # whole on every rank: SGLang rounds up
+        return
+    shards = topology.tp // topology.ep if parameter.of_expert else topology.tp
+    logical = {tensor.name: tensor.shape for tensor in family(spec).logical_tensors(spec)}
+    for part in parameter.parts:
+        shape = list(logical[part.logical_name])
+        shape[parameter.dim] = shape[parameter.dim] * part.replicas // shards
+        fused = len(parameter.parts) > 1 or parameter.of_expert
+        if (fused or shards > 1) and shape[parameter.dim] % BLOCK:
+            name = part.logical_name.replace(LAYER_FIELD, "*").replace(EXPERT_FIELD, "*")
+            yield f"{shape[parameter.dim]} {'columns' if parameter.dim else 'rows'} of {name}"

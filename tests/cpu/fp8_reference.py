@@ -1,0 +1,102 @@
+"""HF checkpoints in fp8, and what an engine must hold of them: quantised tensor by tensor in float64 and integers, placed by slicing.
+
+Nothing here uses the reshard map, its rules or torch's float8 arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Optional
+
+import quantise_reference
+import torch
+from reshard_reference import HF, sglang
+from safetensors.torch import load_file, save_file
+
+from megarl.generator.quantization import CONFIGS
+from megarl.models import ModelSpec
+from megarl.plan.topology import GeneratorTopology
+
+_SMALLEST_AMAX = 2.0**-40 * (1 + 13 / 128)
+TILES: dict[str, tuple[Optional[int], Optional[int], float]] = {  # rows, columns (None: all), floor of the amax
+    "fp8_block": (128, 128, 1e-4),
+    "fp8_channel": (1, None, _SMALLEST_AMAX),
+    "fp8_tensor": (None, None, _SMALLEST_AMAX),
+}
+_FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]  # share one scale per tensor
+_ALONE = [("o_proj",), ("down_proj",)]
+
+
+class Quantised:
+    """HF tensors, rounded to bf16, in fp8: of each quantised weight its codes, the scale of each tile, and that of each element."""
+
+    def __init__(self, tensors: HF, quantization: str):
+        self.quantization = quantization
+        self.tensors = {name: values.bfloat16() for name, values in tensors.items()}
+        self.codes: HF = {}
+        self.scales: HF = {}
+        self.spread: HF = {}
+        for group in self._groups():
+            self._quantise(group)
+
+    @classmethod
+    def load(cls, checkpoint: Path, quantization: str) -> Quantised:
+        return cls(load_file(checkpoint / "model.safetensors"), quantization)
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        kinds = _FUSED + _ALONE if self.quantization == "fp8_tensor" else [(name,) for kind in _FUSED + _ALONE for name in kind]
+        firsts = [(name, kind) for name in self.tensors for kind in kinds if name.endswith(f".{kind[0]}.weight")]
+        return [tuple(name.replace(kind[0], other) for other in kind) for name, kind in firsts]
+
+    def _quantise(self, group: tuple[str, ...]) -> None:
+        values = torch.cat([self.tensors[name] for name in group])
+        rows, cols, floor = TILES[self.quantization]
+        rows, cols = rows or values.shape[0], cols or values.shape[1]
+        codes, scales = (torch.from_numpy(each) for each in quantise_reference.quantise(values, rows, cols, floor, reciprocal=False))
+        spread = scales.repeat_interleave(rows, 0)[: values.shape[0]].repeat_interleave(cols, 1)[:, : values.shape[1]]
+        sizes = [len(self.tensors[name]) for name in group]
+        for name, code, of_elements in zip(group, codes.split(sizes), spread.split(sizes)):
+            self.codes[name], self.spread[name] = code, of_elements.contiguous()
+            self.scales[name] = scales[0, 0] if self.quantization == "fp8_tensor" else scales
+
+    def in_engine(self, spec: ModelSpec, tp: int, ep: int) -> list[HF]:
+        """Every parameter by TP rank and SGLang's name, in the shape in which the engine shows it."""
+        topology = GeneratorTopology(tp=tp, ep=ep)
+        rows, cols, _ = TILES[self.quantization]
+        block = self.quantization == "fp8_block"
+        suffix = "_scale_inv" if block else "_scale"
+        result = []
+        for rank in range(tp):
+            weights = sglang(spec, {**self.tensors, **self.codes}, topology, rank, "cpu")
+            spread = sglang(spec, {**self.tensors, **self.spread}, topology, rank, "cpu")
+            for name, codes in list(weights.items()):
+                if codes.dtype != torch.uint8:
+                    continue
+                scales = spread[name][..., :: rows or codes.shape[-2], :: cols or codes.shape[-1]].contiguous()
+                weights[name] = codes.t() if codes.dim() == 2 and not block else codes
+                weights[name + suffix] = scales.view(codes.shape[:-2]) if rows is None else scales
+            result.append(weights)
+        return result
+
+    def save(self, checkpoint: Path, folder: Path) -> Path:
+        """As a checkpoint that SGLang's own loader reads; `checkpoint` is where the tensors are from."""
+        suffix = "_scale_inv" if self.quantization == "fp8_block" else "_scale"
+        tensors = {**self.tensors, **{name: codes.contiguous().view(torch.float8_e4m3fn) for name, codes in self.codes.items()}}
+        tensors |= {name + suffix: scales.clone() for name, scales in self.scales.items()}
+        return _save(checkpoint, folder, tensors, {"quantization_config": CONFIGS[self.quantization], "dtype": "bfloat16"})
+
+    def save_dequantised(self, checkpoint: Path, folder: Path) -> Path:
+        """As a bf16 checkpoint of the values that the codes stand for."""
+        signs = {name: 1 - 2 * (codes.to(torch.float64) >= 128) for name, codes in self.codes.items()}
+        magnitudes = {name: torch.from_numpy(quantise_reference.E4M3[codes.numpy() & 127]) for name, codes in self.codes.items()}
+        values = {name: (signs[name] * magnitudes[name] * self.spread[name]).bfloat16() for name in self.codes}
+        return _save(checkpoint, folder, {**self.tensors, **values}, {"dtype": "bfloat16"})
+
+
+def _save(checkpoint: Path, folder: Path, tensors: HF, config: dict[str, Any]) -> Path:
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **config}))
+    return folder

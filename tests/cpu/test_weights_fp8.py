@@ -1,0 +1,214 @@
+"""Megatron to SGLang in fp8: after an optimizer step, each live parameter, codes and scales, has the very bits of the exported HF
+checkpoint quantised tensor by tensor by an independent reference (fp8_reference.py), whatever the trainer cuts.
+
+Real trainer ranks, real engines that start in the format without weights, the real weights channels. The memory is filled with noise
+before each update. Log-probs are compared bit for bit with those of an engine that loaded the reference's checkpoint by SGLang's own
+loader, and with HF on the dequantised weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_reference import Quantised
+from sglang_engine import free_port, hf_logprobs, hf_model, make_checkpoint
+from weights_rig import Generator, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
+from weights_worker import DEADLINE_S, Job, Sync
+
+from megarl.generator.quantization import server_arguments
+from megarl.generator.update import LayoutError, Workers, connect, settle_layout
+from megarl.messaging.link import Hub, RunKey
+from megarl.models import llama
+from megarl.models.registry import load_spec
+from megarl.plan.topology import GeneratorTopology
+from megarl.reshard.layout import Layout, generator_layout
+from megarl.transports.base import GLOO, SHARED_MEMORY
+
+TOLERANCE = 0.06  # of log-probs against HF in bf16: two programs that round differently
+SHAPE = dict(hidden_size=192, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+EXPERTS = dict(moe_intermediate_size=256)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP1": {},
+    "TP2": dict(tp=2),
+    "TP4": dict(tp=4),  # 64 rows of k, v, gate and up: blocks of 128 are cut
+    "TP2xPP2": dict(tp=2, pp=2),
+    "DP2-zero1": dict(dp=2, zero=1),
+    "EP2": dict(dp=2, ep=2),
+}
+SEQUENCES = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of one engine, and the dtype of its trainer."""
+
+    family: str
+    quantization: str
+    tp: int
+    ep: int = 1
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.quantization}-TP{self.tp}" + (f"xEP{self.ep}" if self.ep > 1 else "")
+
+    @property
+    def layouts(self) -> list[str]:
+        return [name for name in LAYOUTS if self.family == "qwen3_moe" or name != "EP2"]
+
+    def trainer(self, layout: str) -> dict[str, Any]:
+        """Experts want sequence parallelism with tensor parallelism."""
+        sizes = LAYOUTS[layout]
+        return {**sizes, "sequence_parallel": self.family == "qwen3_moe" and sizes.get("tp", 1) > 1}
+
+
+# SGLang's loader of Llama looks for `weight_scale_inv` under another name and leaves the scales as they were: only what is written
+# straight into them arrives.
+NOT_LOADED = {("llama", "fp8_block")}
+SAMPLE = {
+    Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1"),
+    Setting("qwen3_moe", "fp8_channel", 2, 2, "bfloat16"): ("TP2", "EP2"),
+}
+SETTINGS = [
+    *SAMPLE,
+    Setting("llama", "fp8_block", 2, dtype="bfloat16"),
+    Setting("qwen2", "fp8_block", 2),
+    Setting("qwen3_moe", "fp8_block", 1),
+    Setting("qwen3_moe", "fp8_block", 2, dtype="bfloat16"),
+    Setting("qwen3_moe", "fp8_block", 2, 2),
+    Setting("llama", "fp8_channel", 2),
+    Setting("llama", "fp8_tensor", 2),
+    Setting("qwen3_moe", "fp8_tensor", 2, 2),
+]
+CASES = [
+    pytest.param(
+        setting,
+        layout,
+        marks=[pytest.mark.matrix] + [pytest.mark.sample] * (layout in SAMPLE.get(setting, ())),
+        id=f"{setting}-from-{layout}",
+    )
+    for setting in SETTINGS
+    for layout in setting.layouts
+]
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("key") / "key"
+    RunKey.generate().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory) -> Iterator[Trainers]:
+    with open_trainers(tmp_path_factory.mktemp("trainers")) as trainers:
+        yield trainers
+
+
+Result = tuple[Parameters, list[list[float]]]  # what the engine held, and the log-probs of SEQUENCES
+
+
+@dataclass
+class Synced:
+    setting: Setting
+    checkpoint: Path
+    generator: Generator
+
+
+@pytest.fixture(scope="module")
+def synced(request, key_file, trainers, tmp_path_factory) -> Iterator[Synced]:
+    setting, folder = request.param, tmp_path_factory.mktemp("setting")
+    shape = {**SHAPE, **(EXPERTS if setting.family == "qwen3_moe" else {})}
+    checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
+    # The engine is given a folder without weights.
+    shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
+    how = server_arguments(setting.quantization)
+    with open_generator(folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how) as generator:
+        generator.map_memory(key_file)
+        yield Synced(setting, checkpoint, generator)
+
+
+@pytest.mark.parametrize("synced", SETTINGS[:1], indirect=True)
+def test_an_engine_that_quantises_another_set_is_refused_by_name(synced: Synced, key_file, monkeypatch):
+    """Here it is the list that is short."""
+    listed = llama.quantised_parameters
+    monkeypatch.setattr(llama, "quantised_parameters", lambda spec: [name for name in listed(spec) if "down_proj" not in name])
+    layout = generator_layout(load_spec(synced.checkpoint), GeneratorTopology(), "bfloat16", "cpu", synced.setting.quantization)
+    with pytest.raises(LayoutError) as error:
+        synced.generator.run(settle(synced.generator, key_file, layout))
+    live, planned = (f"((192, 256), (256, 1), '{dtype}')" for dtype in ("float8_e4m3fn", "bfloat16"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert f"generator rank 0, {name}: shape, strides, dtype {live}, in the layout {planned}" in str(error.value)
+    assert f"generator rank 0 has {name}_scale_inv, which the layout does not know" in str(error.value)
+
+
+async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
+    with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
+        workers = Workers([generator.client], generator.engine.tp, hub, DEADLINE_S)
+        await generator.client.begin_update(DEADLINE_S)
+        try:
+            await connect(workers, str(key_file))
+            await settle_layout(workers, layout)
+        finally:
+            await generator.client.end_update(DEADLINE_S)
+
+
+@pytest.mark.parametrize("synced, layout", CASES, indirect=["synced"])
+def test_engine_holds_the_export_as_the_reference_quantises_it(synced: Synced, layout: str, trainers, key_file, tmp_path):
+    setting = synced.setting
+    kinds = [(0, SHARED_MEMORY), (1, GLOO), (1, SHARED_MEMORY)]
+    with contextlib.ExitStack() as stack:
+        hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
+        job = Job(
+            model=str(synced.checkpoint),
+            dtype=setting.dtype,
+            trainer=setting.trainer(layout),
+            tp=setting.tp,
+            ep=setting.ep,
+            syncs=[Sync(version, kind, hub.address) for (version, kind), hub in zip(kinds, hubs)],
+            key_file=str(key_file),
+            port=free_port(),
+            folder=str(tmp_path),
+            quantization=setting.quantization,
+        )
+        stack.enter_context(trainers.kept())
+        trainers.begin(job)
+        results = [receive(synced.generator, job, sync, hub) for sync, hub in zip(job.syncs, hubs)]
+
+    for (parameters, logprobs), folder in zip(results, (synced.checkpoint, job.export, job.export)):
+        reference = Quantised.load(folder, setting.quantization)
+        assert unequal(parameters, reference.in_engine(load_spec(folder), setting.tp, setting.ep)) == []
+    assert results[1][1] == logprobs
+    assert difference(logprobs, reference.save_dequantised(job.export, tmp_path / "dequantised")) < TOLERANCE
+    if layout == setting.layouts[-1] and (setting.family, setting.quantization) not in NOT_LOADED:
+        compare_with_fresh_engine(setting, reference.save(job.export, tmp_path / "fp8"), key_file, tmp_path, results[-1])
+
+
+def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
+    """One update into noise, audited."""
+    generator.set_version(sync.version - 1)
+    generator.scramble()
+    generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
+    return generator.memory(), generator.score(SEQUENCES)
+
+
+def difference(logprobs: list[list[float]], checkpoint: Path) -> float:
+    """The largest between the engine's log-prob of a token and HF's."""
+    model = hf_model(checkpoint, torch.bfloat16)
+    expected = [hf_logprobs(model, s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0] for s in SEQUENCES]
+    return max((torch.tensor(mine) - theirs).abs().max().item() for mine, theirs in zip(logprobs, expected))
+
+
+def compare_with_fresh_engine(setting: Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result) -> None:
+    """One that SGLang's own loader fills."""
+    with open_generator(checkpoint, "bfloat16", setting.tp, setting.ep, folder) as fresh:
+        logprobs = fresh.score(SEQUENCES)
+        fresh.map_memory(key_file)
+        assert unequal(fresh.memory(), result[0]) == []
+        assert logprobs == result[1]
