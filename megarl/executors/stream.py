@@ -85,7 +85,7 @@ class RolloutStream:
         version, started = self.version, time.monotonic()
         group = await self._roll_out(ordinal)
         ended = time.monotonic()
-        oldest = min((sample.min_version for sample in group.samples if sample.versions), default=version)
+        oldest = min((sample.min_version for sample in group.samples if sample.policy_versions), default=version)
         encoded = msgspec.Raw(msgspec.msgpack.encode(group))
         self._channel.finished(GroupReady(ordinal, oldest, started, ended, self._idle_s, encoded))
         self.admission.finish()

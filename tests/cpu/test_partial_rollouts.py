@@ -177,7 +177,7 @@ def check_in_flight(rig: Rig, groups: list[list[Completion]]) -> None:
 
 
 async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:
-    """Largest log-prob difference of a new request to a fresh computation, after an update under a prefix that older weights have cached."""
+    """Largest log-prob difference of a request after an update to a fresh computation; older weights have cached its prefix."""
     fleet = rig.fleet(mode)
     prompt = (PROMPTS[3] * 4)[:40]
     running = [asyncio.create_task(fleet.generate(PROMPTS[0], LONG, 1))]

@@ -204,7 +204,8 @@ def tokens_of(count: int, finish_reason: str) -> Completion:
 def test_a_response_is_put_together_from_its_cuts():
     async def answer(inputs, samplings):
         seen.append([(len(tokens), sampling.max_tokens) for tokens, sampling in zip(inputs, samplings)])
-        return [tokens_of(s.max_tokens, "length") if len(t) < 9 or i else tokens_of(1, "stop") for i, (t, s) in enumerate(zip(inputs, samplings))]
+        cut = [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
+        return [tokens_of(1, "stop"), *cut[1:]] if len(inputs[0]) >= 9 else cut
 
     async def run():
         fleet = Fleet([FakeEngine(answer)], "resume", chunk_tokens=4)
