@@ -1,4 +1,5 @@
-"""What came of the weights matrix (test_weights_matrix.py, test_weights_fp8.py): a table at the end of the tests, and by --matrix-report a document."""
+"""What came of the weights matrix (test_weights_matrix.py, test_weights_fp8.py): a table at the end of the tests, and by
+--matrix-report a document."""
 
 from __future__ import annotations
 
