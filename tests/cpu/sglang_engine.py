@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 
 import psutil
 import torch
-from safetensors.torch import load_file, save_file
 
 from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.reshard.quantise import quantise
-from megarl.reshard.quantise_rules import block_rule
 from megarl.launch.rendezvous import free_ports
 
 WRITER = Path(__file__).with_name("sglang_writer.py")
@@ -59,22 +55,6 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
     if "num_local_experts" in config:  # as transformers 5 calls it; checkpoints that are out there say num_experts
         config["num_experts"] = config.pop("num_local_experts")
         (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def quantise_checkpoint(model: Path, folder: Path, block: int, names: Callable[[str], bool]) -> Path:
-    """The checkpoint with the tensors that `names` admits in fp8, in blocks of block x block: whole tensors, quantised one by one."""
-    shutil.copytree(model, folder)
-    config = json.loads((model / "config.json").read_text())
-    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
-    tensors = {}
-    for name, values in load_file(model / "model.safetensors").items():
-        if names(name):
-            tensors[name], tensors[f"{name}_scale_inv"] = quantise(values, block_rule(block, block), name)
-        else:
-            tensors[name] = values
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -142,11 +122,11 @@ def start_engine(
 
 
 def write_as_trainer(
-    transport: str, model: Path, dtype: str, topology: dict[str, int], tp: int, endpoints: list[str], ep: int = 1, fp8_block: int = 0
+    transport: str, model: Path, dtype: str, topology: dict[str, int], tp: int, endpoints: list[str]
 ) -> list[subprocess.Popen]:
     """Starts one process per trainer rank; each writes its part of `model` and prints its shares. See `shares_of`."""
     ranks = topology.get("tp", 1) * topology.get("pp", 1) * topology.get("dp", 1)
-    job = {"transport": transport, "model": str(model), "dtype": dtype, "topology": topology, "tp": tp, "ep": ep, "fp8_block": fp8_block}
+    job = {"transport": transport, "model": str(model), "dtype": dtype, "topology": topology, "tp": tp}
     job["endpoints"] = endpoints
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WRITER.parent)}
     return [

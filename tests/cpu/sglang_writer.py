@@ -13,7 +13,6 @@ from megarl.models.registry import load_spec
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.quantise_rules import block_rule
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.choice import transport_class
 from megarl.transports.shared_memory import SharedMemoryTransport
@@ -40,18 +39,15 @@ def shards(logical: dict[str, torch.Tensor], layout, rank: int) -> dict[str, tor
     return result
 
 
-def reshard_map(model: str | Path, dtype: str, topology: dict[str, int], tp: int, ep: int = 1, fp8_block: int = 0) -> ReshardMap:
-    """`fp8_block`: rows and columns of the blocks in which the engine's weights are quantised; 0: not at all."""
+def reshard_map(model: str | Path, dtype: str, topology: dict[str, int], tp: int) -> ReshardMap:
     spec = load_spec(model)
     source = trainer_layout(spec, TrainerTopology(**topology), dtype)
-    rule = block_rule(fp8_block, fp8_block) if fp8_block else None
-    generator = generator_layout(spec, GeneratorTopology(tp=tp, ep=ep), dtype, device="cpu", quantization=rule)
-    return ReshardMap.build(source, generator)
+    return ReshardMap.build(source, generator_layout(spec, GeneratorTopology(tp=tp), dtype, device="cpu"))
 
 
 def main(job: dict) -> None:
     torch.set_num_threads(1)
-    map = reshard_map(job["model"], job["dtype"], job["topology"], job["tp"], job["ep"], job["fp8_block"])
+    map = reshard_map(job["model"], job["dtype"], job["topology"], job["tp"])
     sources = shards(load_file(Path(job["model"]) / "model.safetensors"), map.source, job["rank"])
     endpoints = [Endpoint.decode(text) for text in job["endpoints"]]
     transport = transport_class(job["transport"])(job["rank"], timeout_s=60)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fp8_reference import Quantised
 from sglang_engine import free_port, hf_logprobs, hf_model, make_checkpoint
-from weights_rig import Generator, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
+from weights_rig import Generator, OneAtATime, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.generator.quantization import server_arguments
@@ -116,14 +116,13 @@ Result = tuple[Parameters, list[list[float]]]  # what the engine held, and the l
 
 @dataclass
 class Synced:
-    setting: Setting
     checkpoint: Path
     generator: Generator
 
 
-@pytest.fixture(scope="module")
-def synced(request, key_file, trainers, tmp_path_factory) -> Iterator[Synced]:
-    setting, folder = request.param, tmp_path_factory.mktemp("setting")
+@contextlib.contextmanager
+def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
+    folder = folder / str(setting)
     shape = {**SHAPE, **(EXPERTS if setting.family == "qwen3_moe" else {})}
     checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
     # The engine is given a folder without weights.
@@ -131,12 +130,20 @@ def synced(request, key_file, trainers, tmp_path_factory) -> Iterator[Synced]:
     how = server_arguments(setting.quantization)
     with open_generator(folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how) as generator:
         generator.map_memory(key_file)
-        yield Synced(setting, checkpoint, generator)
+        yield Synced(checkpoint, generator)
 
 
-@pytest.mark.parametrize("synced", SETTINGS[:1], indirect=True)
-def test_an_engine_that_quantises_another_set_is_refused_by_name(synced: Synced, key_file, monkeypatch):
+@pytest.fixture(scope="module")
+def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Setting, Synced]]:
+    """After `trainers`, so that all start together."""
+    folder = tmp_path_factory.mktemp("engines")
+    with contextlib.closing(OneAtATime(lambda setting: open_synced(setting, folder, key_file))) as engines:
+        yield engines
+
+
+def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_file, monkeypatch):
     """Here it is the list that is short."""
+    synced = engines.of(SETTINGS[0])
     listed = llama.quantised_parameters
     monkeypatch.setattr(llama, "quantised_parameters", lambda spec: [name for name in listed(spec) if "down_proj" not in name])
     layout = generator_layout(load_spec(synced.checkpoint), GeneratorTopology(), "bfloat16", "cpu", synced.setting.quantization)
@@ -159,10 +166,13 @@ async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
             await generator.client.end_update(DEADLINE_S)
 
 
-@pytest.mark.parametrize("synced, layout", CASES, indirect=["synced"])
-def test_engine_holds_the_export_as_the_reference_quantises_it(synced: Synced, layout: str, trainers, key_file, tmp_path):
-    setting = synced.setting
+@pytest.mark.parametrize("setting, layout", CASES)
+def test_engine_holds_the_export_as_the_reference_quantises_it(
+    setting: Setting, layout: str, engines, trainers, key_file, tmp_path, record_property
+):
     kinds = [(0, SHARED_MEMORY), (1, GLOO), (1, SHARED_MEMORY)]
+    record_property("matrix", (str(setting), layout, (GLOO, SHARED_MEMORY)))
+    synced = engines.of(setting)
     with contextlib.ExitStack() as stack:
         hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
         job = Job(

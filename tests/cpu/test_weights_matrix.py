@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_engine import free_port, hf_logprobs, hf_model, make_checkpoint
-from weights_rig import Generator, Parameters, Trainers, names, open_generator, open_trainers, receiver, unequal
+from weights_rig import Generator, OneAtATime, Parameters, Trainers, names, open_generator, open_trainers, receiver, unequal
 from weights_worker import Job, Sync
 
 from megarl.config.errors import ConfigError
@@ -132,34 +132,21 @@ class Synced:
     last: tuple[Path, Parameters, list[list[float]]] | None = None  # the newest export, and what came of its update
 
 
-class Engines:
-    """One at a time: as long as it is asked for, in the order of CASES."""
-
-    def __init__(self, folder: Path, key_file: Path):
-        self._folder, self._key_file = folder, key_file
-        self._stack = contextlib.ExitStack()
-        self._synced: Synced | None = None
-
-    def of(self, setting: Setting) -> Synced:
-        if self._synced is None or self._synced.setting != setting:
-            self.close()
-            folder, dtype = self._folder / str(setting), getattr(torch, setting.dtype)
-            checkpoint = make_checkpoint(folder / "model", 1, dtype, FAMILIES[setting.family], setting.family, num_hidden_layers=4)
-            generator = self._stack.enter_context(open_generator(checkpoint, setting.dtype, setting.tp, setting.ep, folder))
-            logprobs = generator.score(SEQUENCES)
-            generator.map_memory(self._key_file)
-            self._synced = Synced(setting, checkpoint, generator, generator.memory(), logprobs)
-        return self._synced
-
-    def close(self) -> None:
-        self._synced = None
-        self._stack.close()
+@contextlib.contextmanager
+def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
+    folder, dtype = folder / str(setting), getattr(torch, setting.dtype)
+    checkpoint = make_checkpoint(folder / "model", 1, dtype, FAMILIES[setting.family], setting.family, num_hidden_layers=4)
+    with open_generator(checkpoint, setting.dtype, setting.tp, setting.ep, folder) as generator:
+        logprobs = generator.score(SEQUENCES)
+        generator.map_memory(key_file)
+        yield Synced(setting, checkpoint, generator, generator.memory(), logprobs)
 
 
 @pytest.fixture(scope="module")
-def engines(trainers, key_file, tmp_path_factory) -> Iterator[Engines]:
+def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Setting, Synced]]:
     """After `trainers`, so that all start together."""
-    with contextlib.closing(Engines(tmp_path_factory.mktemp("engines"), key_file)) as engines:
+    folder = tmp_path_factory.mktemp("engines")
+    with contextlib.closing(OneAtATime(lambda setting: open_synced(setting, folder, key_file))) as engines:
         yield engines
 
 

@@ -7,10 +7,11 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -32,6 +33,8 @@ from megarl.transports.shared_memory import view_at
 
 WORKER = Path(__file__).with_name("weights_worker.py")
 RANKS = 4  # of the largest trainer
+
+K, V = TypeVar("K"), TypeVar("V")
 
 Parameters = list[dict[str, torch.Tensor]]  # by generator rank and name
 
@@ -189,6 +192,27 @@ def open_generator(model: Path, dtype: str, tp: int, ep: int, folder: Path, **ex
         trace = stack.enter_context(contextlib.closing(TraceWriter(folder, "generator.0")))
         runner.run(client.wait_ready(180, engine.log, engine.died))
         yield Generator(engine, client, runner, status, trace)
+
+
+class OneAtATime(Generic[K, V]):
+    """What a key opens, kept until another key is asked for.
+
+    For tests with parameters of their own besides the key: pytest would set up a fixture with parameters anew for each of them.
+    """
+
+    def __init__(self, open: Callable[[K], AbstractContextManager[V]]):
+        self._open, self._stack = open, contextlib.ExitStack()
+        self._kept: tuple[K, V] | None = None
+
+    def of(self, key: K) -> V:
+        if self._kept is None or self._kept[0] != key:
+            self.close()
+            self._kept = (key, self._stack.enter_context(self._open(key)))
+        return self._kept[1]
+
+    def close(self) -> None:
+        self._kept = None
+        self._stack.close()
 
 
 async def _client_of(engine: Engine) -> EngineClient:

@@ -96,6 +96,24 @@ def batch(groups: int = 4, samples: int = 2) -> Batch:
     )
 
 
+def rendezvous(job: Job) -> Rendezvous:
+    """All that a trainer rank asks of it; there is no launcher, and the engine is another's."""
+    return Rendezvous(
+        hub_host="",
+        hub_port=0,
+        key_file=job.key_file,
+        trainer_host="127.0.0.1",
+        trainer_port=job.port,
+        engine_hosts=[],
+        engine_ports=[],
+        engine_group_ports=[],
+        engine_key="",
+        engine_admin_key="",
+        start_step=0,
+        checkpoint="",
+    )
+
+
 def work(rank: int, job: Job) -> None:
     from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
@@ -103,7 +121,7 @@ def work(rank: int, job: Job) -> None:
     plan = job.plan()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(plan.trainer_topology.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
     key = RunKey.load(Path(job.key_file))
-    executor = TrainerExecutor(plan, rank, Rendezvous("", 0, job.key_file, [], [], "", "", start_step=0, checkpoint=""))
+    executor = TrainerExecutor(plan, rank, rendezvous(job))
     executor.init()
     links: list[Peer] = []
     senders: list[WeightsSender] = []
