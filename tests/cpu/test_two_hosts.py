@@ -1,0 +1,80 @@
+"""A run over two hosts: trainer and engine in network namespaces of their own, on one shaped link, started as torchrun would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from namespaces import INTERFACE, TwoHosts, missing
+from run_tools import OVERRIDES, ROOT, command, make_model, rows
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
+NOTICED_S = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("run") / "model")
+
+
+def start(hosts: TwoHosts, arguments: list[str], folder: Path) -> list[subprocess.Popen]:
+    """One launcher per host."""
+    launchers = []
+    for host in range(2):
+        environment = dict(
+            os.environ, TORCHELASTIC_RUN_ID=folder.name, GROUP_RANK=str(host), GROUP_WORLD_SIZE="2", LOCAL_WORLD_SIZE="1"
+        )
+        with open(folder / f"launcher.{host}.log", "wb") as log:
+            argv = hosts.command(host, command(*arguments))
+            launchers.append(subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    return launchers
+
+
+def stop(launchers: list[subprocess.Popen]) -> None:
+    for launcher in launchers:
+        if launcher.poll() is None:
+            launcher.send_signal(signal.SIGKILL)  # its processes die with it
+        launcher.wait(30)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, model, tmp_path):
+    run_dir = tmp_path / "run"
+    places = ["launch.ranks_per_node=2", f"launch.interface={INTERFACE}", f"weights.transport={transport}"]
+    deadlines = [f"timeouts.{key}={NOTICED_S}" for key in ("rollouts_s", "weights_s", "request_s")]
+    arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *places, *deadlines]
+    with TwoHosts() as hosts:
+        launchers = start(hosts, [*arguments, "max_steps=100000", "observe.probe_every=0"], tmp_path)
+        try:
+            wait_for_steps(run_dir, 3, launchers, tmp_path)
+            before, steps = hosts.sent_bytes(0), len(rows(run_dir))
+            wait_for_steps(run_dir, steps + 3, launchers, tmp_path)
+            per_step = (hosts.sent_bytes(0) - before) / (len(rows(run_dir)) - steps)
+            hosts.cut()
+            cut_at = time.monotonic()
+            assert launchers[0].wait(4 * NOTICED_S) == 1
+        finally:
+            stop(launchers)
+    assert time.monotonic() - cut_at < 4 * NOTICED_S
+    told = (tmp_path / "launcher.0.log").read_text()
+    assert "waited" in told or "not through" in told or "no answer" in told or "could not" in told, told
+    finished = rows(run_dir)
+    assert all(row["sync/audit_ok"] for row in finished)
+    assert per_step >= finished[-1]["sync/bytes"], "every update crosses the link"
+    addresses = [json.loads(path.read_text())["address"] for path in sorted((run_dir / ".launch/train").glob("*/node.*.json"))]
+    assert addresses == ["10.77.0.1", "10.77.0.2"]
+
+
+def wait_for_steps(run_dir: Path, count: int, launchers: list[subprocess.Popen], folder: Path, timeout_s: float = 150) -> None:
+    deadline = time.monotonic() + timeout_s
+    while len(rows(run_dir)) < count:
+        logs = [(folder / f"launcher.{host}.log").read_text() for host in range(2)]
+        assert all(launcher.poll() is None for launcher in launchers), logs
+        assert time.monotonic() < deadline, logs
+        time.sleep(0.1)

@@ -1,0 +1,74 @@
+"""Two hosts on one machine: network namespaces that reach each other over one shaped link. They share the file system. For tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack
+
+RATE, BURST, LATENCY = "200mbit", "128kb", "50ms"
+INTERFACE = "eth0"
+
+
+def missing() -> str:
+    """Why namespaces cannot be made here; empty where they can."""
+    absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed (Debian: iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tried = subprocess.run(["ip", "netns", "add", f"megarl-{os.getpid()}-try"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        return f"no network namespaces: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", f"megarl-{os.getpid()}-try"], check=True)
+    return ""
+
+
+class TwoHosts:
+    """Namespaces 0 and 1, whose `INTERFACE`s have the addresses 10.77.0.1 and 10.77.0.2."""
+
+    def __init__(self) -> None:
+        self.names = [f"megarl-{os.getpid()}-{host}" for host in range(2)]
+
+    def __enter__(self) -> TwoHosts:
+        with ExitStack() as undo:
+            for name in self.names:
+                _run("ip", "netns", "add", name)
+                undo.callback(_run, "ip", "netns", "delete", name)
+            ends = [f"mg{os.getpid() % 100000}{host}" for host in "ab"]
+            _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+            for host, (name, end) in enumerate(zip(self.names, ends)):
+                _run("ip", "link", "set", end, "netns", name)
+                self._inside(host, "ip", "link", "set", end, "name", INTERFACE)
+                self._inside(host, "ip", "address", "add", f"10.77.0.{host + 1}/24", "dev", INTERFACE)
+                self._inside(host, "ip", "link", "set", INTERFACE, "up")
+                self._inside(host, "ip", "link", "set", "lo", "up")
+                shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", RATE, "burst", BURST, "latency", LATENCY)
+                self._inside(host, *shape)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def command(self, host: int, argv: list[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.names[host], *argv]
+
+    def cut(self) -> None:
+        """Packets are lost from now on, without a word."""
+        self._inside(0, "tc", "qdisc", "replace", "dev", INTERFACE, "root", "blackhole")
+
+    def sent_bytes(self, host: int) -> int:
+        shown = self._inside(host, "cat", f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+        return int(shown)
+
+    def _inside(self, host: int, *argv: str) -> str:
+        return _run(*self.command(host, list(argv)))
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+    return done.stdout
