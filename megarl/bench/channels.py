@@ -61,10 +61,15 @@ class Trainer:
     device = torch.device("cpu")
 
     def __init__(self, rank: int, step: int):
-        self.rank, self.curr_step, self.status = rank, step, self
+        self.rank, self.curr_step = rank, step
+        self.status = self.trace = self
 
     @contextlib.contextmanager
     def waiting(self, for_whom: str, for_what: str) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
         yield
 
     def put_batch(self, batch: Batch, waited_s: float) -> None:

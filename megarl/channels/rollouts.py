@@ -115,7 +115,8 @@ class RolloutsReceiver(_Rollouts):
         """Waits until the buffer gives the batch of this step, and has what it finds too old generated again."""
         step, buffer = executor.curr_step, self._buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
-        with executor.status.waiting("generator.0", f"batch {step} from generator.0"):
+        awaited = f"batch {step} from generator.0"
+        with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
             while True:
                 self._take_in()
                 if stale := buffer.reject(step):
@@ -127,7 +128,7 @@ class RolloutsReceiver(_Rollouts):
                 if full_since is None and buffer.full():
                     full_since = time.monotonic()
                 if not self.link.wait(deadline - time.monotonic()):
-                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for batch {step} from generator.0; {buffer}")
+                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {buffer}")
         now = time.monotonic()
         due_wait_s = now - full_since if full_since is not None else 0.0
         return self._encoded(step, groups, due_wait_s, rejected)
