@@ -142,7 +142,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     overlap.add_argument("--picture", metavar="FILE", help="draw the efficiencies as bars: .svg or .png")
     overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
-    overlap.add_argument("--lanes", metavar="N", type=int, default=6, help="cells run side by side; default: 6")
+    overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
     return parser
 
 
