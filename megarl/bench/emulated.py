@@ -77,7 +77,9 @@ class EmulatedEngine:
         self._free_from = [0.0] * self.slots  # heap: when each slot is free, on the clock
         self._switched, self._versions = [0.0], [-1]
 
-    async def complete(self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None) -> list[Completion]:
+    async def complete(
+        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
+    ) -> list[Completion]:
         """One completion of each input, all of one prompt, once the last has ended."""
         ordinal = inputs[0][0]
         lengths = self._unfinished.setdefault(ordinal, self.lengths(ordinal, len(inputs)))

@@ -109,9 +109,9 @@ class EmulatedGenerator(GeneratorExecutor):
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
         self.prompts, self.eval_prompts = EmulatedPrompts(), []
         self.sampling = Sampling(config.rollout.max_tokens)
-        self.engines = [
-            EmulatedEngine(f"emulated.{index}", cell.slots, cell.token_s, cell.token_s / PREFILL_SPEEDUP, cell.lengths) for index in range(cell.engines)
-        ]
+        prefill_s = cell.token_s / PREFILL_SPEEDUP
+        names = [f"emulated.{index}" for index in range(cell.engines)]
+        self.engines = [EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths) for name in names]
         mode = config.async_.partial_rollout
         self.fleet = Fleet(self.engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
         self._resources = AsyncExitStack()
