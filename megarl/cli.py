@@ -32,6 +32,11 @@ COMMANDS = {
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
 }
 BENCH = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
+BENCHES = {
+    "sync": "new weights into a live engine, ours and others' ways",
+    "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
+    "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
+}
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
     "train": ["megarl train configs/quickstart.yaml", "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
@@ -48,7 +53,8 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
     ],
-    "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png"],
+    "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
+              "megarl bench overlap --picture overlap.png", "megarl bench channels --json"],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -107,24 +113,37 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     plan.add_argument("--search", action="store_true", help="look for the fastest parallel sizes, batches, precision and split")
     plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
     plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
-    by_name["bench"] = bench = commands.add_parser("bench", help=BENCH, description=BENCH, epilog=_examples("bench"), formatter_class=_RAW)
-    bench.add_argument("what", choices=("sync",), help="sync: new weights into a live engine, ours and others' ways")
-    bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    bench.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
-    bench.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
-    bench.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
-    bench.add_argument("--picture", metavar="FILE", help="draw the times as bars: .svg or .png")
-    bench.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
+    by_name["bench"] = _add_bench(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "bench":
         if rest:
-            bench.error(f"unknown argument: {' '.join(rest)}")
+            by_name["bench"].error(f"unknown argument: {' '.join(rest)}")
         return arguments
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         by_name[arguments.command].error(f"unknown option: {' '.join(unknown)}")
     arguments.overrides += rest  # argparse takes positional arguments only up to the first option
     return arguments
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = commands.add_parser("bench", help=BENCH, description=BENCH, epilog=_examples("bench"), formatter_class=_RAW)
+    benches = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    by_name = {}
+    for name, meaning in BENCHES.items():
+        by_name[name] = bench = benches.add_parser(name, help=meaning, description=meaning)
+        bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    sync, overlap = by_name["sync"], by_name["overlap"]
+    sync.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
+    sync.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
+    sync.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
+    sync.add_argument("--picture", metavar="FILE", help="draw the times as bars: .svg or .png")
+    sync.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
+    overlap.add_argument("--picture", metavar="FILE", help="draw the efficiencies as bars: .svg or .png")
+    overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
+    overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
+    overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
+    return parser
 
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
@@ -197,12 +216,33 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    BENCH_RUN[arguments.what](arguments)
+
+
+def _bench_sync(arguments: argparse.Namespace) -> None:
     from megarl.bench.sync import TRANSPORTS, run
 
     transports = arguments.transport or TRANSPORTS
     run(arguments.model_size, arguments.dtype, transports, arguments.repeats, arguments.json, arguments.picture)
 
 
+def _bench_overlap(arguments: argparse.Namespace) -> None:
+    from megarl.bench.overlap import run
+
+    run(arguments.step_s, arguments.steps, arguments.lanes, arguments.json, arguments.picture)
+
+
+def _bench_channels(arguments: argparse.Namespace) -> None:
+    from megarl.bench.channels import run
+
+    run(arguments.json)
+
+
+BENCH_RUN: dict[str, Callable[[argparse.Namespace], None]] = {
+    "sync": _bench_sync,
+    "overlap": _bench_overlap,
+    "channels": _bench_channels,
+}
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,
     "train": _train,

@@ -80,7 +80,7 @@ class Batch(msgspec.Struct, frozen=True):
     step: int
     groups: list[Group]
     generate_s: float  # from the start of its first rollout to the end of its last
-    generator_wait_s: float  # time the generator was held back since the batch before
+    generator_wait_s: float  # how long the generator waited for weights since the batch before, counted in places in flight
     due_wait_s: float = 0.0  # of the trainer's waiting: for rollouts that would have become too old, though others were there
     rejected: int = 0  # groups found too old since the batch before, to be generated again
     buffered: int = 0  # finished groups left for later batches

@@ -45,6 +45,11 @@ class Admission:
         """Every prompt of the run has begun."""
         return not self._again and self._next >= self._end
 
+    @property
+    def empty_share(self) -> float:
+        """Of the places in flight."""
+        return 1 - self.in_flight / self._max_in_flight
+
     def held_back(self, version: Version) -> bool:
         """There is a prompt to begin, but only newer weights would allow it."""
         return not self.exhausted and not self._deep_enough(version)

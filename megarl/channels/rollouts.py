@@ -76,6 +76,9 @@ class _EncodedBatch(msgspec.Struct, frozen=True):
     buffered: int
 
 
+_decode_batch = msgspec.msgpack.Decoder(Batch).decode
+
+
 class RolloutsReceiver(_Rollouts):
     """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
 
@@ -98,7 +101,7 @@ class RolloutsReceiver(_Rollouts):
         started = time.monotonic()
         body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
         body = broadcast_bytes(body, executor.device)
-        executor.put_batch(msgspec.msgpack.decode(body, type=Batch), waited_s=time.monotonic() - started)
+        executor.put_batch(_decode_batch(body), waited_s=time.monotonic() - started)
 
     def ledger(self) -> bytes:
         """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
@@ -112,7 +115,8 @@ class RolloutsReceiver(_Rollouts):
         """Waits until the buffer gives the batch of this step, and has what it finds too old generated again."""
         step, buffer = executor.curr_step, self._buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
-        with executor.status.waiting("generator.0", f"batch {step} from generator.0"):
+        awaited = f"batch {step} from generator.0"
+        with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
             while True:
                 self._take_in()
                 if stale := buffer.reject(step):
@@ -124,17 +128,19 @@ class RolloutsReceiver(_Rollouts):
                 if full_since is None and buffer.full():
                     full_since = time.monotonic()
                 if not self.link.wait(deadline - time.monotonic()):
-                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for batch {step} from generator.0; {buffer}")
+                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {buffer}")
         now = time.monotonic()
         due_wait_s = now - full_since if full_since is not None else 0.0
         return self._encoded(step, groups, due_wait_s, rejected)
 
     def _take_in(self) -> None:
-        """Everything that has arrived. What has begun comes first: a group is announced before it finishes."""
-        while (found := self.link.poll(GroupsStarted)) is not None:
-            self._buffer.begin(found[1].ordinals, found[1].version)
-        while (found := self.link.poll(GroupReady)) is not None:
-            self._buffer.finish(found[1])
+        """Everything that has arrived. A group is announced before it finishes, and each look takes in more: so finished groups are
+        looked for first, and what has begun by then includes them."""
+        ready = self.link.drain(GroupReady)
+        for started in self.link.drain(GroupsStarted):
+            self._buffer.begin(started.ordinals, started.version)
+        for group in ready:
+            self._buffer.finish(group)
 
     def _encoded(self, step: int, groups: list[GroupReady], due_wait_s: float, rejected: int) -> _EncodedBatch:
         timed = [group for group in groups if group.ended_s > 0]

@@ -77,7 +77,7 @@ class WeightsSender:
         offered = time.monotonic()
         self._link.send(WeightsOffer(version))
         awaited = f"generator.0 to take weights version {version}"
-        with executor.status.waiting("generator.0", awaited):
+        with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for engines to take weights {version}"):
             _, grant = self._link.receive(WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
         if grant.version != version:
             raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")

@@ -127,6 +127,7 @@ class GeneratorExecutor:
         if config.async_.partial_rollout == "block":
             await self.stream.drain()
         await self.fleet.hold(config.timeouts.weights_s)
+        self.stream.stand_still()
 
     def release(self, version: Version) -> None:
         """The engines serve `version`: goes on."""

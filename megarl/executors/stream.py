@@ -19,7 +19,8 @@ class RolloutStream:
     """Begins a prompt whenever `admission` lets it, under the weights that the engines serve then.
 
     It waits for: room in flight, and weights new enough (`put_version`). It makes: groups, in the order in which they finish.
-    `sent` counts them, `idle_s` is the time in which nothing ran because only newer weights would have let a prompt begin.
+    `sent` counts them. Idleness is counted in places: a place in flight is idle while only newer weights would let a prompt begin
+    in it, or while an update lets nothing begin or nothing run; its idle time counts for its share of all places.
     """
 
     def __init__(
@@ -35,8 +36,8 @@ class RolloutStream:
         self.version: Version = -1
         self.sent = 0
         self._idle_s = 0.0
-        self._idle_since: float | None = None
-        self._held = False
+        self._idle_share, self._idle_since = 0.0, time.monotonic()
+        self._held = self._still = False
 
     async def run(self, timeout_s: float) -> None:
         """For as long as its task lives. `timeout_s` bounds the wait for the ledger."""
@@ -51,7 +52,7 @@ class RolloutStream:
 
     def put_version(self, version: Version) -> None:
         """The engines serve `version` from now on."""
-        self.version, self._held = version, False
+        self.version, self._held, self._still = version, False, False
         self._pulse.beat()
 
     async def drain(self) -> None:
@@ -59,6 +60,11 @@ class RolloutStream:
         self._held = True
         self._pulse.beat()
         await self._pulse.until(lambda: self.admission.in_flight == 0)
+
+    def stand_still(self) -> None:
+        """The engines stand still, until `put_version`."""
+        self._still = True
+        self._pulse.beat()
 
     @property
     def finished(self) -> int:
@@ -98,11 +104,17 @@ class RolloutStream:
             self._pulse.beat()
 
     def _state(self) -> tuple[int, ...]:
-        """What decides whether a prompt may begin."""
-        return self.admission.in_flight, self.admission.begun, self.version, self._held
+        """What decides whether a prompt may begin, and how many places are idle."""
+        return self.admission.in_flight, self.admission.begun, self.version, self._held, self._still
 
     def _note_idleness(self) -> None:
-        now, idle = time.monotonic(), self.held_back and not self._held
-        if self._idle_since is not None:
-            self._idle_s += now - self._idle_since
-        self._idle_since = now if idle else None
+        now = time.monotonic()
+        self._idle_s += self._idle_share * (now - self._idle_since)
+        self._idle_share, self._idle_since = self._share_idle(), now
+
+    def _share_idle(self) -> float:
+        """Of the places in flight, those that wait for weights."""
+        if self._still:
+            return 1.0
+        waits = self._held and not self.admission.exhausted or self.admission.held_back(self.version)
+        return self.admission.empty_share if waits else 0.0

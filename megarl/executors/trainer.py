@@ -15,6 +15,7 @@ from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.channels.weights_sender import SyncReport
 from megarl.executors.checkpoints import checkpoint_path, prune_checkpoints
+from megarl.executors.step_times import step_times
 from megarl.launch.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
@@ -107,14 +108,7 @@ class TrainerExecutor:
                 "weights/version": self.version,
                 **self.algorithm.metrics(result.sums),
                 **self._probe_metrics,
-                "time/step_s": step_s,
-                "time/train_s": train_s,
-                "time/generate_s": batch.generate_s,
-                "time/sync_s": self._sync.sync_s,
-                "time/sync_pause_s": applied.pause_s,
-                "time/trainer_wait_s": self._batch_wait_s + self._sync.wait_s,
-                "time/generator_wait_s": batch.generator_wait_s,
-                "time/due_wait_s": batch.due_wait_s,
+                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,

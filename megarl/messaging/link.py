@@ -8,6 +8,7 @@ decoded into the declared message types and nothing else, and every wait has a d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -73,6 +74,9 @@ class _Inbox:
         queue = self._queues[kind]
         return queue.popleft() if queue else None
 
+    def take_all(self, kind: type[M]) -> list[tuple[str, M]]:
+        return list(self._queues.pop(kind, ()))
+
 
 class _Endpoint:
     """What hub and peer share: one socket, one inbox, waiting with a deadline."""
@@ -83,13 +87,15 @@ class _Endpoint:
         self._inbox = _Inbox()
 
     def _read(self) -> tuple[str, Message]:
+        """The next message. Raises zmq.Again when none has arrived."""
         raise NotImplementedError
 
     def _take_in(self) -> None:
         """Moves everything that has arrived into the inbox."""
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._inbox.put(*self._read())
-            self._arrived()
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._inbox.put(*self._read())
+                self._arrived()
 
     def _arrived(self) -> None:
         """Something has come in."""
@@ -98,6 +104,11 @@ class _Endpoint:
         """(sender, message) if one of that type has arrived; does not wait."""
         self._take_in()
         return self._inbox.take(kind)
+
+    def drain(self, kind: type[M]) -> list[M]:
+        """All messages of that type that have arrived, in order; does not wait."""
+        self._take_in()
+        return [message for _, message in self._inbox.take_all(kind)]
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until anything at all arrives; False past the deadline."""
@@ -139,7 +150,7 @@ class Hub(_Endpoint):
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
-        sender, body = self._socket.recv_multipart()
+        sender, body = self._socket.recv_multipart(zmq.NOBLOCK)
         return sender.decode(), decode(body)
 
     def send(self, peer: str, message: Message) -> None:
@@ -204,7 +215,7 @@ class Peer(_Endpoint):
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
-        return "hub", decode(self._socket.recv())
+        return "hub", decode(self._socket.recv(zmq.NOBLOCK))
 
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))

@@ -85,7 +85,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     oldest: Version  # of its tokens
     started_s: float
     ended_s: float
-    idle_s: float  # how long the generator has been held back since it began, up to `ended_s`
+    idle_s: float  # how long the generator has waited for weights since it was started, counted in places in flight
     group: msgspec.Raw  # an encoded Group: decoded by those who train on it, once
 
 

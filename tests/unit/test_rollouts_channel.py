@@ -15,7 +15,7 @@ from megarl.channels.buffer import RolloutBuffer
 from megarl.channels.ledger import Ledger
 from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import GenerateFrom, GroupReady, Regenerate
+from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate
 from megarl.types import Batch, Group, Prompt, Sample
 
 
@@ -30,8 +30,14 @@ class FakeTrainer:
     def status(self):
         return self
 
+    trace = status
+
     @contextlib.contextmanager
     def waiting(self, for_whom, for_what):
+        yield
+
+    @contextlib.contextmanager
+    def span(self, name):
         yield
 
     def put_batch(self, batch, waited_s):
@@ -82,6 +88,30 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     assert (ledger.consumed_below, ledger.consumed_beyond, [each.ordinal for each in ledger.groups]) == (1, [2], [3])
     sender.finished(ready(1))
     assert b"\xc3\xa9" in receiver.ledger(), "what has arrived by then is in it"
+
+
+class LinkUnderLoad:
+    """Hands over, at each look, what has arrived by then; a prompt begins and finishes between the first look and the second."""
+
+    def __init__(self, *arrivals):
+        self._arrivals, self._inbox = list(arrivals), []
+
+    def drain(self, kind):
+        self._inbox += self._arrivals.pop(0) if self._arrivals else []
+        found = [message for message in self._inbox if isinstance(message, kind)]
+        self._inbox = [message for message in self._inbox if not isinstance(message, kind)]
+        return found
+
+    def send(self, message):
+        pass
+
+
+def test_what_arrives_while_the_trainer_looks_is_begun_before_it_is_finished():
+    arrivals = [[GroupsStarted([0], 0)], [ready(0), GroupsStarted([1], 0), ready(1)], []]
+    receiver = RolloutsReceiver(LinkUnderLoad(*arrivals), 1, 5.0, RolloutBuffer(2, None))
+    for _ in arrivals:
+        ledger = receiver.ledger()
+    assert [group.ordinal for group in msgspec.msgpack.decode(ledger, type=Ledger).groups] == [0, 1]
 
 
 def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):

@@ -137,6 +137,28 @@ def test_draining_lets_what_runs_finish_and_begins_nothing():
     with_stream(body)
 
 
+def test_idle_places_are_counted_only_while_they_wait_for_weights():
+    async def body(stream, channel, rollouts):
+        stream.put_version(0)
+        await settle()
+        assert stream._share_idle() == 0, "all three places are taken"
+        rollouts.finish(0)
+        rollouts.finish(1)
+        await settle()
+        assert stream._share_idle() == pytest.approx(1 / 3), "two run, and no more may begin under version 0"
+        stream.stand_still()
+        assert stream._share_idle() == 1
+        stream.put_version(5)
+        await settle()
+        assert stream._share_idle() == 0
+        for ordinal in (2, 3, 4, *range(5, 12)):
+            rollouts.finish(ordinal)
+            await settle()
+        assert stream.admission.exhausted and stream._share_idle() == 0, "there is nothing left to begin"
+
+    with_stream(body)
+
+
 def test_a_resumed_stream_leaves_out_what_the_ledger_has():
     async def body(stream, channel, rollouts):
         stream.put_version(2)

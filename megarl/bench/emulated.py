@@ -1,0 +1,153 @@
+"""Emulated engines, in the place of SGLang's: they sleep for as long as a continuous batch of that many slots would decode."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import heapq
+from dataclasses import dataclass, field
+from typing import Sequence
+
+import numpy as np
+
+from megarl.generator.client import ABORT, Completion, Sampling
+from megarl.messaging.pulse import Pulse
+from megarl.types import Ordinal, Version
+
+PROMPT_TOKENS = 16
+PREFILL_SPEEDUP = 400  # tokens prefilled in the time of one decoding step: 20,000 a second beside steps of 20 ms
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of responses, in tokens. `sigma` 0: all alike; else lognormal, with that deviation of the logarithm, cut at `longest`.
+
+    A response's length follows from seed and ordinal alone, so that every setting is given the same work.
+    """
+
+    mean: int
+    sigma: float
+    longest: int
+    seed: int = 0
+
+    def __call__(self, ordinal: Ordinal, n: int) -> list[int]:
+        rng = np.random.default_rng((self.seed, ordinal))
+        drawn = rng.lognormal(np.log(self.mean) - self.sigma**2 / 2, self.sigma, n)
+        return [int(length) for length in np.clip(np.rint(drawn), 1, self.longest)]
+
+
+@dataclass(eq=False)
+class _Run:
+    """One sequence at an engine; times are those of the engine's clock."""
+
+    starts_s: float
+    ends_s: float
+    tokens: int
+    held_tokens: int  # whose KV it has when it starts
+
+    def decoded(self, clock_s: float) -> int:
+        share = (clock_s - self.starts_s) / (self.ends_s - self.starts_s)
+        return int(self.tokens * min(1.0, max(0.0, share)))
+
+
+@dataclass(eq=False)
+class EmulatedEngine:
+    """Answers as an EngineClient does. A sequence waits for a slot, first come first served, and holds it for `token_s` a token,
+    and before that for `prefill_s` a token of its input that the prefix cache does not have.
+
+    The engine's clock stands still while it is paused; on it every sequence's end is known when it is submitted, so that late
+    wake-ups do not add up. Token ids are the version that sampled them; prompts consist of their ordinal.
+    """
+
+    url: str
+    slots: int
+    token_s: float
+    prefill_s: float
+    lengths: Lengths
+    _paused_s: float = 0.0  # all pauses that are over
+    _paused_at: float | None = None
+    _aborts: int = 0
+    _changes: int = 0
+    _pulse: Pulse = field(default_factory=Pulse)
+    _runs: set[_Run] = field(default_factory=set)
+    _unfinished: dict[Ordinal, list[int]] = field(default_factory=dict)  # lengths of a prompt's responses that are not done
+
+    def __post_init__(self) -> None:
+        self._free_from = [0.0] * self.slots  # heap: when each slot is free, on the clock
+        self._switched, self._versions = [0.0], [-1]
+
+    async def complete(
+        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
+    ) -> list[Completion]:
+        """One completion of each input, all of one prompt, once the last has ended."""
+        ordinal = inputs[0][0]
+        lengths = self._unfinished.setdefault(ordinal, self.lengths(ordinal, len(inputs)))
+        left = [length - (len(tokens) - PROMPT_TOKENS) for tokens, length in zip(inputs, lengths, strict=True)]
+        runs = [self._submit(tokens, min(rest, sampling.max_tokens)) for tokens, rest, sampling in zip(inputs, left, samplings)]
+        await self._ended(max(run.ends_s for run in runs))
+        self._runs.difference_update(runs)
+        completions = [self._completion(run, rest) for run, rest in zip(runs, left)]
+        self._unfinished[ordinal] = [length for length, each in zip(lengths, completions) if each.finish_reason != "stop"]
+        if not self._unfinished[ordinal]:
+            del self._unfinished[ordinal]
+        return completions
+
+    def pause(self) -> None:
+        self._paused_at = _now()
+        self._change()
+
+    async def resume(self, version: Version, recompute: bool) -> None:
+        """Goes on under `version`; with `recompute` after as long as the prefill of all that is running takes."""
+        if recompute:
+            clock = self._clock()
+            held = sum(run.held_tokens + run.decoded(clock) for run in self._runs if run.starts_s < clock)
+            await asyncio.sleep(held * self.prefill_s)
+        self._paused_s, self._paused_at = self._paused_s + _now() - self._paused_at, None
+        self._switched.append(self._clock())
+        self._versions.append(version)
+        self._change()
+
+    async def abort_all(self, timeout_s: float) -> None:
+        now = self._clock()
+        self._free_from = [min(free_from, now) for free_from in self._free_from]
+        self._aborts += 1
+        self._change()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _submit(self, tokens: list[int], count: int) -> _Run:
+        uncached = len(tokens) - tokens[PROMPT_TOKENS:].count(self._versions[-1])
+        starts = max(self._clock(), self._free_from[0]) + uncached * self.prefill_s
+        run = _Run(starts, starts + count * self.token_s, count, len(tokens))
+        heapq.heapreplace(self._free_from, run.ends_s)
+        self._runs.add(run)
+        return run
+
+    async def _ended(self, ends_s: float) -> None:
+        """Until the clock shows `ends_s`, or all is aborted."""
+        aborts = self._aborts
+        while self._aborts == aborts and (left_s := ends_s - self._clock()) > 0:
+            changes = self._changes
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if self._paused_at is not None else left_s):
+                    await self._pulse.until(lambda: self._changes != changes)
+
+    def _completion(self, run: _Run, left: int) -> Completion:
+        if run.ends_s > self._clock():
+            return Completion([], [], [], ABORT)
+        sampled = (run.starts_s + index * self.token_s for index in range(run.tokens))
+        versions = [self._versions[bisect.bisect_right(self._switched, at) - 1] for at in sampled]
+        return Completion(versions, [-0.5] * run.tokens, versions, "stop" if run.tokens == left else "length")
+
+    def _clock(self) -> float:
+        return (_now() if self._paused_at is None else self._paused_at) - self._paused_s
+
+    def _change(self) -> None:
+        self._changes += 1
+        self._pulse.beat()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,261 @@
+"""One cell of `megarl bench overlap`, run by two processes: everything real but the engines and the trainer, which sleep (emulated).
+
+Real: the controller's loop, admission, rollout stream, fleet, buffer, both channels with their messages over the run's link, the
+generator executor. Emulated: what engines compute, what the trainer computes, and the writing of weights.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+
+from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
+from megarl.channels.buffer import RolloutBuffer
+from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
+from megarl.channels.weights_receiver import InitialWeights, WeightsReceiver
+from megarl.channels.weights_sender import SyncReport, WeightsSender
+from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
+from megarl.controller import Controller
+from megarl.executors.generator import GeneratorExecutor
+from megarl.executors.step_times import step_times
+from megarl.executors.stream import RolloutStream
+from megarl.generator.client import Completion, Sampling
+from megarl.generator.fleet import Fleet
+from megarl.messaging.link import Hub, Peer, RunKey
+from megarl.messaging.messages import WeightsApplied, WeightsGrant, WeightsWritten
+from megarl.models.registry import load_spec
+from megarl.observe.status import StatusBoard
+from megarl.observe.trace import TraceWriter
+from megarl.plan.resolve import RunPlan
+from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.layout import trainer_layout
+from megarl.types import Batch, Group, Ordinal, Prompt, Sample, Version
+
+SPEC = {  # of no consequence: the channels ask for the map of some model
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Phase times and settings of one run. At full use, the engines decode one step's mean tokens in `generate_s`."""
+
+    name: str
+    train_s: float
+    generate_s: float
+    write_s: float  # of one weight update, with the engines paused
+    lengths: Lengths
+    async_: AsyncConfig
+    steps: int
+    run_dir: str
+    engines: int = 2
+    slots: int = 8  # per engine
+    prompts_per_step: int = 16
+    n: int = 4
+    timeout_s: float = 60.0
+
+    @property
+    def token_s(self) -> float:
+        """Of one sequence: its engine decodes as many at a time as it has slots."""
+        return self.generate_s * self.engines * self.slots / (self.prompts_per_step * self.n * self.lengths.mean)
+
+    def plan(self) -> RunPlan:
+        config = RunConfig(
+            async_=self.async_,
+            rollout=RolloutConfig(prompts_per_step=self.prompts_per_step, n=self.n, max_tokens=self.lengths.longest),
+            eval=EvalConfig(every=0),
+            observe=ObserveConfig(probe_every=0),
+            timeouts=TimeoutConfig(**dict.fromkeys(("rendezvous_s", "rollouts_s", "weights_s", "samples_s"), self.timeout_s)),
+            max_steps=self.steps,
+            run_dir=self.run_dir,
+        )
+        generator = GeneratorTopology(self.engines, 1, 1, 1)
+        return RunPlan(config, load_spec(SPEC), TrainerTopology(), generator, self.steps, self.prompts_per_step * self.n, "")
+
+
+class EmulatedPrompts:
+    def __getitem__(self, ordinal: Ordinal) -> Prompt:
+        return Prompt(ordinal, [ordinal] * PROMPT_TOKENS, "", "")
+
+
+@dataclass
+class EmulatedGenerator(GeneratorExecutor):
+    """The generator executor over emulated engines, without a tokenizer or rewards."""
+
+    cell: Optional[Cell] = None
+
+    def init(self) -> None:
+        cell, config = self.cell, self.plan.config
+        self.status = StatusBoard(Path(config.run_dir), "generator.0")
+        self.trace = TraceWriter(Path(config.run_dir), "generator.0")
+        self.prompts, self.eval_prompts = EmulatedPrompts(), []
+        self.sampling = Sampling(config.rollout.max_tokens)
+        prefill_s = cell.token_s / PREFILL_SPEEDUP
+        names = [f"emulated.{index}" for index in range(cell.engines)]
+        self.engines = [EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths) for name in names]
+        mode = config.async_.partial_rollout
+        self.fleet = Fleet(self.engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
+        self._resources = AsyncExitStack()
+        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
+        self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
+
+    async def rollout(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        return Group(prompt, [_sample(completion) for completion in await self.fleet.generate(prompt.token_ids, sampling, n)])
+
+
+def _sample(completion: Completion) -> Sample:
+    return Sample(completion.token_ids, completion.logprobs, completion.versions, "", 0.0, completion.finish_reason)
+
+
+@dataclass
+class EmulatedTrainer:
+    """A trainer of one rank that sleeps. `rows` has one entry a step."""
+
+    plan: RunPlan
+    cell: Cell
+    name: str = "trainer"
+    rank: int = 0
+    curr_step: int = 0
+    device: torch.device = torch.device("cpu")
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def init(self) -> None:
+        self.status = StatusBoard(self.cell.run_dir, "trainer.0")
+        self.trace = TraceWriter(self.cell.run_dir, "trainer.0")
+        self._step_ended = time.monotonic()
+
+    @property
+    def version(self) -> Version:
+        return self.curr_step
+
+    def set_step(self, step: int) -> None:
+        self.status.set(f"step {step}")
+
+    def put_batch(self, batch: Batch, waited_s: float) -> None:
+        self.batch, self._batch_wait_s = batch, waited_s
+
+    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied]) -> None:
+        self._sync, self._applied = report, applied
+
+    def get_model(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def get_output(self) -> None:
+        """The trainer sends weights, nothing else."""
+
+    def step(self) -> None:
+        started, batch = time.monotonic(), self.batch
+        with self.trace.span(f"train step {batch.step}"):
+            time.sleep(self.cell.train_s)
+        train_s = time.monotonic() - started
+        self.curr_step += 1
+        applied, now = self._applied(), time.monotonic()
+        step_s, self._step_ended = now - self._step_ended, now
+        samples = [sample for group in batch.groups for sample in group.samples]
+        self.rows.append({
+            "step": batch.step,
+            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s),
+            "ordinals": [group.prompt.ordinal for group in batch.groups],
+            "lengths": [len(sample.token_ids) for sample in samples],
+            "version/min": min(sample.min_version for sample in samples),
+            "version/max": max(sample.max_version for sample in samples),
+            "mixed": sum(sample.min_version < sample.max_version for sample in samples),
+            "rejected": batch.rejected,
+        })  # fmt: skip
+
+    def save_checkpoint(self) -> None:
+        """Nothing to save."""
+
+    def shutdown(self) -> None:
+        self.status.set("done")
+        self.trace.close()
+
+
+class _NoTransport:
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _NoAmax:
+    def table(self, tensors: dict[str, torch.Tensor]) -> None:
+        return None
+
+
+class EmulatedSender(WeightsSender):
+    """The sending end, with a sleep where it writes."""
+
+    write_s = 0.0
+
+    def _prepare(self, executor: EmulatedTrainer) -> None:
+        self._transport, self._amax = _NoTransport(), _NoAmax()
+
+    def _write(self, executor: EmulatedTrainer, grant: WeightsGrant, amax: None) -> None:
+        time.sleep(self.write_s)
+        self._link.send(WeightsWritten(grant.version, 0, self.write_s, {}))
+
+
+@dataclass
+class _Paused:
+    pause_s: float
+
+
+class EmulatedReceiver(WeightsReceiver):
+    """The receiving end, with emulated engines that stand still while the trainer writes."""
+
+    async def _update(self, executor: EmulatedGenerator, version: Version) -> tuple[_Paused, int]:
+        started = time.monotonic()
+        with executor.trace.span(f"pause for weights {version}", track="weights"):
+            for engine in executor.engines:
+                engine.pause()
+            for name in self._trainers:
+                self._link.send(name, WeightsGrant(version, []))
+            await self._await_written(version)
+            for engine in executor.engines:
+                await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
+        return _Paused(time.monotonic() - started), 0
+
+
+def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
+    """The generator's process in one cell; tells the trainer's where to connect."""
+    plan = cell.plan()
+    link = Hub("generator.0", key)
+    address_to.send(link.address)
+    source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype)
+    weights = EmulatedReceiver(plan, source, link, key_file="")
+    rollouts = RolloutsSender(link, cell.async_.capacity)
+    # There is no launcher, and so no rendezvous: the executor asks it for addresses of engines alone.
+    executor = EmulatedGenerator(plan, None, rollouts, cell=cell)
+    Controller(executor, [weights, rollouts], [InitialWeights(weights)], cell.steps).run()
+    executor.loop.close()
+
+
+def train(cell: Cell, key: RunKey, address: str) -> list[dict[str, Any]]:
+    """The trainer's process in one cell: its rows."""
+    plan = cell.plan()
+    link = Peer("trainer.0", key, address)
+    weights = EmulatedSender(plan, link)
+    weights.write_s = cell.write_s
+    buffer = RolloutBuffer(cell.prompts_per_step, cell.async_.max_staleness)
+    rollouts = RolloutsReceiver(link, cell.async_.capacity, cell.timeout_s, buffer)
+    executor = EmulatedTrainer(plan, cell)
+    Controller(executor, [weights, rollouts], [weights], cell.steps).run()
+    return executor.rows
