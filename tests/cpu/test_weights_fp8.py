@@ -146,7 +146,7 @@ def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_fi
     synced = engines.of(SETTINGS[0])
     listed = llama.quantised_parameters
     monkeypatch.setattr(llama, "quantised_parameters", lambda spec: [name for name in listed(spec) if "down_proj" not in name])
-    layout = generator_layout(load_spec(synced.checkpoint), GeneratorTopology(), "bfloat16", "cpu", synced.setting.quantization)
+    layout = generator_layout(load_spec(synced.checkpoint), GeneratorTopology(), "bfloat16", "cpu", SETTINGS[0].quantization)
     with pytest.raises(LayoutError) as error:
         synced.generator.run(settle(synced.generator, key_file, layout))
     live, planned = (f"((192, 256), (256, 1), '{dtype}')" for dtype in ("float8_e4m3fn", "bfloat16"))
