@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, Optional
 
@@ -144,8 +145,29 @@ def main(rank: int) -> None:
     from megarl.trainer import cpu_support
 
     cpu_support.install()
+    import megarl.channels.weights_sender  # noqa: F401  here, so that each job need not
+    import megarl.executors.trainer  # noqa: F401
+
     for line in sys.stdin:
-        work(rank, msgspec.json.decode(line, type=Job))
+        if in_a_child_of_its_own(rank, msgspec.json.decode(line, type=Job)) != 0:
+            raise SystemExit(1)
+
+
+def in_a_child_of_its_own(rank: int, job: Job) -> int:
+    """Exit status. Megatron's groups outlive their destruction, and every gloo group polls a hundred times a second."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        die_with_parent()
+        work(rank, job)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":
