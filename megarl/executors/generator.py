@@ -20,6 +20,7 @@ from megarl.executors.evaluate import pass_at_1
 from megarl.executors.rollout import eval_sampling, open_fleet, open_rollout, train_sampling
 from megarl.executors.stream import RolloutStream
 from megarl.generator.fleet import Fleet
+from megarl.generator.returns import watch_returns
 from megarl.launch.rendezvous import Rendezvous
 from megarl.messaging.messages import ProbeReady
 from megarl.messaging.pulse import Pulse
@@ -65,7 +66,9 @@ class GeneratorExecutor:
         self.curr_step = self.rendezvous.start_step
         self._resources = AsyncExitStack()
         with self.status.waiting("the engines", "start-up"):
-            self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources))
+            self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources, config.generator.on_failure != "fail"))
+        logs, restarted = Path(config.run_dir) / "logs", config.generator.on_failure == "restart"
+        self.start(watch_returns(self.fleet, logs, restarted, config.generator.startup_timeout_s), "lost engines")
         self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
@@ -126,8 +129,17 @@ class GeneratorExecutor:
         """Brings what is running into the state that `async.partial_rollout` asks for at a weight update."""
         config = self.plan.config
         if config.async_.partial_rollout == "block":
-            await self.stream.drain()
+            await self._drain()
         await self.fleet.hold(config.timeouts.weights_s)
+
+    async def _drain(self) -> None:
+        """Without engines nothing would ever finish: what is left goes on after the update, at those that have come back."""
+        waits = [asyncio.ensure_future(self.stream.drain()), asyncio.ensure_future(self.fleet.pulse.until(lambda: not self.fleet.serving))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def release(self, version: Version) -> None:
         """The engines serve `version`: goes on."""
