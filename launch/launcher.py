@@ -20,7 +20,7 @@ from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_name
 from megarl.launch.placement import NodePlan, place, slots_per_node
 from megarl.launch.preflight import disagreements, gpus, host_name, problems_here, versions
-from megarl.launch.processes import ProcessGroup, ProcessSpec
+from megarl.launch.processes import ProcessGroup
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import engine_specs, trainer_specs, worker_spec
 from megarl.launch.stopping import Stopped, StopOrder
@@ -54,8 +54,10 @@ def launch(
 ) -> Path:
     """Runs `job` to its end on all nodes; returns the launch folder.
 
-    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second. Raises ProcessFailed for this node's processes, PeerFailed for another node's,
-    ConfigError when the nodes cannot run the plan, Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
+    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second.
+
+    Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan, Stopped
+    when SIGTERM stopped a job that `stops`; at its second SIGTERM, as at the first of any other, SystemExit.
     """
     folder = launch_folder(plan, job, node)
     meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)

@@ -11,7 +11,7 @@ from typing import Optional
 from megarl.channels.admission import run_ahead
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWanted, WeightsWritten
+from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWanted, WeightsWritten
 from megarl.channels.weights_sender import is_probe_version, weights_map
 from megarl.generator import update
 from megarl.generator.client import EngineUnreachable
@@ -71,23 +71,29 @@ class WeightsReceiver:
         while executor.version < self._plan.config.max_steps:
             await self.take(executor)
             after = asyncio.ensure_future(self._after(executor))
-            while not after.done():  # it needs engines, and there may be none but those that come back meanwhile
-                offer = asyncio.ensure_future(self._offer(executor, again=True))
-                await asyncio.wait({after, offer}, return_when=asyncio.FIRST_COMPLETED)
-                if offer.done():
-                    await self._join(executor, offer.result())
-                else:
-                    offer.cancel()
-            after.result()
+            try:
+                while not after.done():  # it needs engines, and there may be none but those that come back meanwhile
+                    await self._join_beside(after, executor)
+                after.result()
+            finally:
+                after.cancel()
             self.settled = executor.version
             executor.pulse.beat()
+
+    async def _join_beside(self, after: asyncio.Future[None], executor: Executor) -> None:
+        """Until `after` is done, or an engine was taken back."""
+        offer = asyncio.ensure_future(self._offer(executor, again=True))
+        try:
+            await asyncio.wait({after, offer}, return_when=asyncio.FIRST_COMPLETED)
+            if offer.done():
+                await self._join(executor, offer.result())
+        finally:
+            offer.cancel()
 
     async def _after(self, executor: Executor) -> None:
         """What follows an update."""
         if is_probe_version(executor.version, self._plan.config.observe.probe_every):
-            probe = await executor.probe()
-            for name in self._trainers:
-                self._link.send(name, probe)
+            self._tell(await executor.probe())
         await executor.evaluate()
 
     async def take(self, executor: Executor) -> None:
@@ -132,13 +138,15 @@ class WeightsReceiver:
             self._link.send("trainer.0", WeightsWanted(executor.version))
             await fleet.pulse.until(lambda: self._updates != before or not fleet.returned)
 
-    def _tell(self, message: WeightsGrant | WeightsApplied) -> None:
+    def _tell(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
         for name in self._trainers:
             self._link.send(name, message)
 
     async def _offer(self, executor: Executor, again: bool = False) -> Version:
-        """The next version that every trainer rank stands still for; `again`: only the one that is served. The first rank may take its time: who needs the weights
-        has a deadline. Then the others must follow."""
+        """The next version that every trainer rank stands still for; `again`: only the one that is served.
+
+        The first rank may take its time: who needs the weights has a deadline. Then the others must follow.
+        """
         while True:
             for version, ranks in self._offers.items():
                 if len(ranks) == len(self._trainers) and (not again or version == executor.version):
@@ -169,7 +177,7 @@ class WeightsReceiver:
             members = sorted(fleet.returned) if joining else fleet.members
             if not members:
                 return None
-            known = members == self._members
+            known = members == self._members and not fleet.returned  # one that has come back is another process
             if not known:
                 self._check_elastic(members, fleet)
                 clients = [fleet.engines[index] for index in members]
@@ -177,7 +185,7 @@ class WeightsReceiver:
             self._workers.may_lose = False
             session = update.WeightUpdate(self._workers, in_place=config.async_.partial_rollout == "in_flight")
             try:
-                await session.open(serving=executor.version if known else None)
+                await session.open(serving=executor.version if known or self._opened is None else None)
                 grant = WeightsGrant(version, [], len(members)) if known else await self._open(version, len(members))
                 self._members = members
                 return session, grant

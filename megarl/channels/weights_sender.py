@@ -73,7 +73,9 @@ class WeightsSender:
     def send(self, executor: Executor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
 
-        `again`: a version that was sent before, for an engine that has come back. With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
+        `again`: a version that was sent before, for an engine that has come back.
+
+        With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
         """
         version = executor.version
         if self._transport is None:

@@ -129,17 +129,21 @@ class GeneratorExecutor:
         """Brings what is running into the state that `async.partial_rollout` asks for at a weight update."""
         config = self.plan.config
         if config.async_.partial_rollout == "block":
-            await self._drain()
+            # Without engines nothing would ever finish: what is left goes on after the update, at those that have come back.
+            await self._while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
 
-    async def _drain(self) -> None:
-        """Without engines nothing would ever finish: what is left goes on after the update, at those that have come back."""
-        waits = [asyncio.ensure_future(self.stream.drain()), asyncio.ensure_future(self.fleet.pulse.until(lambda: not self.fleet.serving))]
+    async def _while_serving(self, work: asyncio.Future) -> bool:
+        """Whether `work` was done before the last engine was lost; it is given up then."""
+        lost = asyncio.ensure_future(self.fleet.pulse.until(lambda: not self.fleet.serving))
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done()
         finally:
-            for wait in waits:
-                wait.cancel()
+            work.cancel()
+            lost.cancel()
 
     def release(self, version: Version) -> None:
         """The engines serve `version`: goes on."""
@@ -147,11 +151,13 @@ class GeneratorExecutor:
         self.stream.put_version(version)
 
     async def probe(self) -> ProbeReady:
-        """A few fresh samples with their log-probs, for the trainer to score under the same weights."""
+        """A few fresh samples with their log-probs, for the trainer to score under the same weights; none where no engine is left."""
         sampling = msgspec.structs.replace(self.sampling, max_tokens=min(PROBE_TOKENS, self.sampling.max_tokens))
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
-        answers = await asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
-        completions = [completion for (completion,) in answers]
+        answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
+        if not await self._while_serving(answers):
+            return ProbeReady(self.version, [], [], [])
+        completions = [completion for (completion,) in answers.result()]
         return ProbeReady(
             version=self.version,
             token_ids=[prompt.token_ids + completion.token_ids for prompt, completion in zip(prompts, completions)],

@@ -149,7 +149,9 @@ class TrainerExecutor:
         return self.trainer.local_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
-        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics."""
+        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics. It may be empty."""
+        if not probe.token_ids:
+            return
         sequences = [
             TrainSequence(
                 token_ids=ids,
@@ -168,7 +170,7 @@ class TrainerExecutor:
         self._probe_metrics = {"logprob/abs_diff_mean": sum(differences) / len(differences)}
 
     def save_checkpoint(self) -> None:
-        """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, and the ledger of the prompts."""
+        """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, ledger of the prompts."""
         config, step = self.plan.config, self.curr_step
         due = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
         if step == self._saved or not (due or step == config.max_steps or self.stopped):

@@ -247,7 +247,8 @@ class WeightUpdate:
         payloads = await self.workers.run_all(Audit())
         gone = {rank for rank, payload in enumerate(payloads) if not payload}
         of_the_living = [{rank: hashes for rank, hashes in each.items() if rank not in gone} for each in shares]
-        compare([msgspec.msgpack.decode(payload, type=commands.Hashes) if payload else {} for payload in payloads], of_the_living, map, relays)
+        found = [msgspec.msgpack.decode(payload, type=commands.Hashes) if payload else {} for payload in payloads]
+        compare(found, of_the_living, map, relays)
 
     async def close(self, version: Version) -> None:
         """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`.

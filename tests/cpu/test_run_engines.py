@@ -16,9 +16,10 @@ pytestmark = pytest.mark.timeout(900)
 DEADLINE_S = 240
 
 
-def engine(process, port_of: int) -> psutil.Process:
-    """The process of an engine, by its random seed."""
-    return next(c for c in descendants(process) if "megarl.generator.server" in (line := " ".join(c.cmdline())) and f'"random_seed": {port_of}' in line)
+def engine(process, number: int) -> psutil.Process:
+    """Its process, known by its random seed."""
+    lines = {child: " ".join(child.cmdline()) for child in descendants(process)}
+    return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {number}' in line)
 
 
 def test_killed_and_stopped_engines_are_replaced_and_serve_again(tmp_path):
