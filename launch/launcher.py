@@ -5,25 +5,21 @@ On one host it is the whole of the launch; under srun or torchrun the same progr
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.generator.server import EngineKeys
-from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_name
 from megarl.launch.placement import NodePlan, place, slots_per_node
 from megarl.launch.preflight import disagreements, gpus, host_name, problems_here, versions
-from megarl.launch.processes import ProcessGroup
+from megarl.launch.processes import ProcessGroup, ProcessSpec
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import engine_specs, trainer_specs, worker_spec
-from megarl.launch.stopping import Stopped, StopOrder
 from megarl.launch.watch import termination_as_exit, watch
 from megarl.messaging.link import RunKey
 from megarl.plan.resolve import RunPlan
@@ -38,7 +34,6 @@ class Job:
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines
-    stops: bool = False  # SIGTERM lets it finish the running step and save
 
 
 @dataclass(frozen=True)
@@ -54,45 +49,24 @@ def launch(
 ) -> Path:
     """Runs `job` to its end on all nodes; returns the launch folder.
 
-    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second.
-
-    Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan, Stopped
-    when SIGTERM stopped a job that `stops`; at its second SIGTERM, as at the first of any other, SystemExit.
+    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second. Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan.
     """
     folder = launch_folder(plan, job, node)
     meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
     try:
         if node.is_head:
             prepare(folder)
-        with ProcessGroup(job.logs) as processes, _termination(processes, meeting, plan, job) as order:
+        with termination_as_exit(), ProcessGroup(job.logs) as processes:
             placed = placement(plan, job, node.count, gpus())
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
-            keeper = engine_keeper(processes, plan, job)
-            workers, trainers = _start(processes, keeper, plan, job, placed[node.rank], rendezvous, folder, report.address)
-            if job.stops:
-                order.arm(trainers)
-            _follow(processes, keeper, workers, meeting, working, poll, order)
-            if order.given:
-                raise Stopped
+            workers = _start(processes, plan, job, placed[node.rank], rendezvous, folder, report.address)
+            _follow(processes, workers, meeting, working, poll)
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
         meeting.fail(f"node {node.rank} ({host_name()}): {error}" if node.count > 1 else str(error))
         raise
     return folder
-
-
-@contextlib.contextmanager
-def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan, job: Job) -> Iterator[StopOrder]:
-    """SIGTERM as an order to stop, where `job` can; what goes wrong on the way is told with it."""
-    order = StopOrder(meeting, processes, plan.config.checkpoint.on_termination_s)
-    with termination_as_exit(first=order.order):
-        try:
-            yield order
-        except (RuntimeError, TimeoutError) as error:
-            if not order.given:
-                raise
-            raise Stopped(str(error)) from error
 
 
 def launch_folder(plan: RunPlan, job: Job, node: Node) -> Path:
@@ -165,51 +139,30 @@ def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[No
     )
 
 
-def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job) -> EngineKeeper:
-    generator = plan.config.generator
-    policy = generator.on_failure if job.stops else "fail"  # only training can go on with other engines than it began with
-    return EngineKeeper(processes, policy, generator.max_restarts, generator.health_s, generator.startup_timeout_s)
-
-
 def _start(
-    processes: ProcessGroup, keeper: EngineKeeper, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, address: str
-) -> tuple[set[str], set[str]]:
-    """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
+    processes: ProcessGroup, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, address: str
+) -> set[str]:
+    """Returns the names of those whose end is the end of the job; engines are not among them."""
     interface = interface_name(plan.config.launch.interface)
-    trainers = trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface) if job.trainer_role else []
-    drivers = [worker_spec(job.driver_role, 0, folder)] if _drives(mine, job) else []
-    workers = [dataclasses.replace(spec, defers_termination=job.stops) for spec in [*trainers, *drivers]]
-    engines = engine_specs(plan, mine, rendezvous, address, interface)
-    for spec in [*engines, *workers]:
+    workers: list[ProcessSpec] = []
+    if job.trainer_role:
+        workers += trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface)
+    if _drives(mine, job):
+        workers.append(worker_spec(job.driver_role, 0, folder))
+    for spec in [*engine_specs(plan, mine, rendezvous, address, interface), *workers]:
         processes.start(spec)
-    for part, spec in zip(mine.engines, engines):
-        if part.parts == 1:  # the parts of one that spans nodes could only be started again together
-            keeper.keep(spec, address, rendezvous.engine_ports[part.engine], rendezvous.engine_key)
-    return {spec.name for spec in workers}, {spec.name for spec in trainers}
+    return {spec.name for spec in workers}
 
 
 def _follow(
-    processes: ProcessGroup,
-    keeper: EngineKeeper,
-    workers: set[str],
-    meeting: Meeting,
-    working: list[int],
-    poll: Callable[[], None],
-    order: StopOrder,
+    processes: ProcessGroup, workers: set[str], meeting: Meeting, working: list[int], poll: Callable[[], None]
 ) -> None:
-    """Until the workers of all nodes are done: engines serve the last of them. Where the run is stopped, only trainer ranks matter."""
+    """Until the workers of all nodes are done: engines serve the last of them."""
 
     def poll_all() -> None:
         poll()
         meeting.poll()
-        order.poll()
-        if not order.given:
-            keeper.poll()
 
-    def among() -> set[str]:
-        trainers = order.among()
-        return processes.names - keeper.names if trainers is None else trainers
-
-    watch(processes, workers, poll_all, among=among)
+    watch(processes, workers, poll_all)
     meeting.finish()
-    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working), among=among)
+    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +18,6 @@ class ProcessSpec:
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's environment
     dumps_stacks: bool = False  # SIGUSR1 makes it write its Python stacks
-    defers_termination: bool = False  # SIGTERM asks it to stop when it can, or is passed over; only SIGKILL ends it
 
 
 class ProcessFailed(RuntimeError):
@@ -28,7 +26,7 @@ class ProcessFailed(RuntimeError):
     def __init__(self, name: str, returncode: int, log: Path):
         how = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
         super().__init__(f"{name} {how}; the end of {log}:\n{log_tail(log)}")
-        self.name, self.how = name, f"{name} {how}"
+        self.name = name
 
 
 class ProcessGroup:
@@ -38,7 +36,6 @@ class ProcessGroup:
         self.log_dir = log_dir
         self._children: dict[str, subprocess.Popen] = {}
         self._dumps_stacks: set[str] = set()
-        self._defers_termination: set[str] = set()
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ProcessGroup:
@@ -50,12 +47,7 @@ class ProcessGroup:
     def start(self, spec: ProcessSpec) -> None:
         if spec.dumps_stacks:
             self._dumps_stacks.add(spec.name)
-        if spec.defers_termination:
-            self._defers_termination.add(spec.name)
-        again = spec.name in self._children  # then what its predecessor said stays, and that one's descendants go
-        if again:
-            self._signal(self._children[spec.name], signal.SIGKILL)
-        with open(self.log_path(spec.name), "ab" if again else "wb") as log:
+        with open(self.log_path(spec.name), "wb") as log:
             self._children[spec.name] = subprocess.Popen(
                 spec.argv,
                 env={**os.environ, **spec.env},
@@ -71,38 +63,14 @@ class ProcessGroup:
     def running(self) -> list[str]:
         return [name for name, child in self._children.items() if child.poll() is None]
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._children)
-
-    def kill(self, name: str) -> None:
-        """Ends one child and its descendants at once."""
-        self._signal(self._children[name], signal.SIGKILL)
-
-    def failure(self, name: str) -> ProcessFailed | None:
-        """Of a child that has ended; None while it runs."""
-        code = self._children[name].poll()
-        return None if code is None else ProcessFailed(name, code, self.log_path(name))
-
-    def forget(self, name: str) -> None:
-        """Ends what is left of a child, and counts it no more."""
-        self.kill(name)
-        del self._children[name]
-
-    def ask_to_stop(self, names: set[str]) -> None:
-        """Sends SIGTERM to those of `names` that run."""
-        for name in names & set(self.running()):
-            self._children[name].send_signal(signal.SIGTERM)
-
-    def check(self, may_finish: set[str] | frozenset[str] = frozenset(), among: set[str] | None = None) -> None:
-        """Raises ProcessFailed if a child (one of `among`, where given) died, or ended well although it is not among `may_finish`.
+    def check(self, may_finish: set[str] | frozenset[str] = frozenset()) -> None:
+        """Raises ProcessFailed if a child died, or ended well although it is not among `may_finish`.
 
         Of several dead children the one that died of itself is named, not those that fell with it: a process killed by
         a signal or with a Python error of its own comes before one that only lost its peer.
         """
         dead = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
-        watched = dead.keys() if among is None else dead.keys() & among
-        failed = {name: dead[name] for name in watched if dead[name] != 0 or name not in may_finish}
+        failed = {name: code for name, code in dead.items() if code != 0 or name not in may_finish}
         if failed:
             first = min(failed, key=lambda name: self.log_path(name).stat().st_mtime)
             raise ProcessFailed(first, failed[first], self.log_path(first))
@@ -114,10 +82,8 @@ class ProcessGroup:
         time.sleep(0.5)
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Ends every child and all of their descendants: SIGTERM, then SIGKILL after `grace_s`. Those that defer SIGTERM get no grace."""
+        """Ends every child and all of their descendants: SIGTERM, then SIGKILL after `grace_s`."""
         self._signal_all(signal.SIGTERM)
-        for name in self._defers_termination & self._children.keys():
-            self._signal(self._children[name], signal.SIGKILL)
         deadline = time.monotonic() + grace_s
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -128,11 +94,10 @@ class ProcessGroup:
 
     def _signal_all(self, number: signal.Signals) -> None:
         for child in self._children.values():
-            self._signal(child, number)
-
-    def _signal(self, child: subprocess.Popen, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
+            try:
+                os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
+            except ProcessLookupError:
+                continue
 
 
 def log_tail(path: Path, lines: int = 25) -> str:

@@ -15,15 +15,14 @@ across trainer ranks, these exchange the tile's amax before they offer.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Mapping, Optional, TypeVar
+from typing import Mapping, Optional
 
 import torch
 
 from megarl.channels.admission import run_ahead
 from megarl.channels.amax_exchange import AmaxExchange
-from megarl.channels.stopping import StopRequest
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
@@ -39,8 +38,6 @@ from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.choice import this_host
 from megarl.transports.pairwise import PairwiseTransport
 from megarl.types import Version
-
-M = TypeVar("M", WeightsGrant, ProbeReady)
 
 
 @dataclass
@@ -59,21 +56,17 @@ class WeightsSender:
     inbound = "generator"
     type = ChannelType.DDMA_WEIGHTS_UPDATE
 
-    def __init__(self, plan: RunPlan, link: Peer, stop: Optional[StopRequest] = None):
+    def __init__(self, plan: RunPlan, link: Peer):
         config = plan.config
-        self._stop = stop or StopRequest()
         self.capacity = run_ahead(config.async_)
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
         self._transport = None
-        self._engines = plan.generator_topology.engines  # that the map is for
         self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
-    def send(self, executor: Executor, again: bool = False) -> None:
-        """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
-
-        `again`: a version that was sent before, for an engine that has come back.
+    def send(self, executor: Executor) -> None:
+        """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor.
 
         With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
         """
@@ -84,14 +77,10 @@ class WeightsSender:
         offered = time.monotonic()
         self._link.send(WeightsOffer(version))
         awaited = f"generator.0 to take weights version {version}"
-        with executor.trace.span(f"wait for engines to take weights {version}"):
-            grant = self._unless_stopped(executor, WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
-        if grant is None:
-            return
+        with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for engines to take weights {version}"):
+            _, grant = self._link.receive(WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
         if grant.version != version:
             raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
-        if grant.engines == 0:
-            return
         granted = time.monotonic()
         with executor.trace.span(f"write weights {version}"):
             try:
@@ -102,31 +91,16 @@ class WeightsSender:
         self._unconfirmed = version
         report = SyncReport(wait_s=granted - offered, sync_s=time.monotonic() - granted)
         executor.put_sync(report, applied=partial(self._await_applied, version))
-        if is_probe_version(version, self._probe_every) and not again:
-            probe = self._unless_stopped(
-                executor, ProbeReady, self._timeout_s, f"log-probs of the probe of version {version} from generator.0"
-            )
-            if probe is not None:
-                executor.compare_probe(probe)
+        if is_probe_version(version, self._probe_every):
+            awaited = f"log-probs of the probe of version {version} from generator.0"
+            with executor.status.waiting("generator.0", awaited):
+                _, probe = self._link.receive(ProbeReady, self._timeout_s, awaited)
+            executor.compare_probe(probe)
 
-    def _unless_stopped(self, executor: Executor, kind: type[M], timeout_s: float, awaited: str) -> Optional[M]:
-        """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
-        with executor.status.waiting("generator.0", awaited):
-            found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
-        device = next(iter(executor.get_model().values())).device
-        return None if self._stop.agree(found is None, device) else found[1]
-
-    def _stop_asked(self) -> bool:
-        return self._stop.asked
-
-    def _await_applied(self, version: Version) -> Optional[WeightsApplied]:
-        """The generator's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
+    def _await_applied(self, version: Version) -> WeightsApplied:
+        """The generator's confirmation that the engines serve `version`."""
         while True:
-            awaited = f"generator.0 to apply weights version {version}"
-            found = self._link.receive_unless(self._stop_asked, WeightsApplied, self._timeout_s, awaited)
-            if found is None:
-                return None
-            applied = found[1]
+            _, applied = self._link.receive(WeightsApplied, self._timeout_s, f"generator.0 to apply weights version {version}")
             if applied.version > version:
                 raise RuntimeError(f"weights version {version} was written last, generator.0 applied version {applied.version}")
             if applied.version == version:
@@ -137,6 +111,7 @@ class WeightsSender:
         """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
         self._use(weights_map(self._plan, executor.layout), executor.rank)
         check_held(executor.get_model(), self._map.source, executor.rank)
+        self._amax = AmaxExchange(self._map, executor.rank, self._timeout_s)
         host = this_host()
         self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s)
         self._link.send(Hello(self._map.plan_hash, host))
@@ -144,52 +119,39 @@ class WeightsSender:
     def _use(self, map: ReshardMap, rank: int) -> None:
         self._map = map
         prove_exactly_once(map)
-        self._amax = AmaxExchange(map, rank, self._timeout_s)
         self._batches = batches_from(map, rank)
 
     def _write(self, executor: Executor, grant: WeightsGrant, amax: AmaxTable) -> None:
         started = time.monotonic()
-        if grant.endpoints:
-            if self._connect(executor, grant):
-                amax = self._amax.table(executor.get_model())
+        if grant.ranks_per_host:
+            map, _ = relayed(self._map, grant.ranks_per_host)
+            if map.plan_hash != grant.plan_hash:
+                raise RuntimeError(f"trainer.{executor.rank} computed relayed map {map.plan_hash}, the generator {grant.plan_hash}")
+            self._use(map, executor.rank)
+        if grant.endpoints:  # with the first grant only: they stay what they are
+            endpoints = [Endpoint.decode(text) for text in grant.endpoints]
+            self._transport.connect(endpoints)
+            self._shapes = shapes_of(endpoints)
         writes = [write for batch in self._batches for write in batch.writes]
         sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit, amax)
         self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares))
-
-    def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
-        """To the engines that take part from now on. Whether the map is another than before."""
-        map = self._map
-        if grant.engines != self._engines:
-            map, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
-        if grant.ranks_per_host:
-            map, _ = relayed(map, grant.ranks_per_host)
-        if map.plan_hash != grant.plan_hash:
-            raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, the generator {grant.plan_hash}")
-        if changed := map is not self._map:
-            self._use(map, executor.rank)
-        endpoints = [Endpoint.decode(text) for text in grant.endpoints]
-        self._transport.close()
-        self._transport.connect(endpoints)
-        self._shapes = shapes_of(endpoints)
-        return changed
 
     def recv(self, executor: Executor) -> None:
         raise AssertionError("the trainer does not receive weights")
 
     def close(self) -> None:
         """Stays until the last weights are in use: the generator could not tell a rank that left early from one that was lost."""
-        if self._unconfirmed is not None:  # (a run that stops waits for nothing)
+        if self._unconfirmed is not None:
             self._await_applied(self._unconfirmed)
         if self._transport is not None:
             self._transport.close()
 
 
-def weights_map(plan: RunPlan, source: Layout, engines: Optional[int] = None) -> ReshardMap:
-    """The reshard map of a run from the trainer's layout `source` to its engines, or to so many of them as there are."""
-    topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
+def weights_map(plan: RunPlan, source: Layout) -> ReshardMap:
+    """The reshard map of a run from the trainer's layout `source` to its engines."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quantization = plan.config.generator.quantization
-    return ReshardMap.build(source, generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization))
+    return ReshardMap.build(source, generator_layout(plan.spec, plan.generator_topology, plan.engine_dtype, device, quantization))
 
 
 def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:

@@ -20,7 +20,6 @@ class FakeExecutor:
     curr_step: int = 0
     rank: int = 0
     version: int = -1
-    stopped: bool = False
     log: list = field(default_factory=list)
 
     def init(self):
