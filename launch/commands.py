@@ -10,9 +10,10 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.data.check import check_data
 from megarl.environments.loading import check_rollout
-from megarl.executors.checkpoints import complete_checkpoints
+from megarl.executors.checkpoints import complete_checkpoints, remove_leftovers
 from megarl.launch.launcher import Job, Resume, launch
 from megarl.launch.node import Node, this_node
+from megarl.launch.stopping import EXIT_STATUS, Stopped
 from megarl.observe.progress import Progress
 from megarl.plan.resolve import RunPlan
 
@@ -28,11 +29,17 @@ def train(plan: RunPlan) -> None:
             if config.weights.transport != "auto":
                 check_weights_transport(config.weights.transport)
             check_rollout(config)
+            remove_leftovers(run_dir)
             (run_dir / "config.yaml").write_text(dump_config(config))
             print(headline(plan, resume.step, node.count), flush=True)
 
-        job = Job("train", run_dir / "logs", trainer_role="trainer", driver_role="generator")
-        _launch_showing(plan, job, node, prepare, run_dir, config.max_steps, resume)
+        job = Job("train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True)
+        try:
+            _launch_showing(plan, job, node, prepare, run_dir, config.max_steps, resume)
+        except Stopped as stopped:
+            if stopped.problem or latest_checkpoint(run_dir).step < config.max_steps:
+                _tell_stopped(run_dir, stopped, node)
+                raise SystemExit(EXIT_STATUS) from stopped
     elif node.is_head:
         steps = f"{resume.step} of {config.max_steps} steps"
         print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
@@ -40,6 +47,12 @@ def train(plan: RunPlan) -> None:
         from megarl.observe.report import finish_report
 
         print(finish_report(run_dir))
+
+
+def _tell_stopped(run_dir: Path, stopped: Stopped, node: Node) -> None:
+    if node.is_head:
+        where = f"stopped at step {latest_checkpoint(run_dir).step} by SIGTERM; the same command goes on from there"
+        print(f"{where}. It did not stop cleanly: {stopped.problem}" if stopped.problem else where, flush=True)
 
 
 def check_weights_transport(setting: str) -> None:

@@ -5,8 +5,10 @@ On one host it is the whole of the launch; under srun or torchrun the same progr
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from megarl.launch.preflight import disagreements, gpus, host_name, problems_her
 from megarl.launch.processes import ProcessGroup, ProcessSpec
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import engine_specs, trainer_specs, worker_spec
+from megarl.launch.stopping import Stopped, StopOrder
 from megarl.launch.watch import termination_as_exit, watch
 from megarl.messaging.link import RunKey
 from megarl.plan.resolve import RunPlan
@@ -34,6 +37,7 @@ class Job:
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines
+    stops: bool = False  # SIGTERM lets it finish the running step and save
 
 
 @dataclass(frozen=True)
@@ -49,24 +53,42 @@ def launch(
 ) -> Path:
     """Runs `job` to its end on all nodes; returns the launch folder.
 
-    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second. Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan.
+    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second. Raises ProcessFailed for this node's processes, PeerFailed for another node's,
+    ConfigError when the nodes cannot run the plan, Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
     """
     folder = launch_folder(plan, job, node)
     meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
     try:
         if node.is_head:
             prepare(folder)
-        with termination_as_exit(), ProcessGroup(job.logs) as processes:
+        with ProcessGroup(job.logs) as processes, _termination(processes, meeting, plan, job) as order:
             placed = placement(plan, job, node.count, gpus())
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
-            workers = _start(processes, plan, job, placed[node.rank], rendezvous, folder, report.address)
-            _follow(processes, workers, meeting, working, poll)
+            workers, trainers = _start(processes, plan, job, placed[node.rank], rendezvous, folder, report.address)
+            if job.stops:
+                order.arm(trainers)
+            _follow(processes, workers, meeting, working, poll, order)
+            if order.given:
+                raise Stopped
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
         meeting.fail(f"node {node.rank} ({host_name()}): {error}" if node.count > 1 else str(error))
         raise
     return folder
+
+
+@contextlib.contextmanager
+def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan, job: Job) -> Iterator[StopOrder]:
+    """SIGTERM as an order to stop, where `job` can; what goes wrong on the way is told with it."""
+    order = StopOrder(meeting, processes, plan.config.checkpoint.on_termination_s)
+    with termination_as_exit(first=order.order):
+        try:
+            yield order
+        except (RuntimeError, TimeoutError) as error:
+            if not order.given:
+                raise
+            raise Stopped(str(error)) from error
 
 
 def launch_folder(plan: RunPlan, job: Job, node: Node) -> Path:
@@ -141,28 +163,27 @@ def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[No
 
 def _start(
     processes: ProcessGroup, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, address: str
-) -> set[str]:
-    """Returns the names of those whose end is the end of the job; engines are not among them."""
+) -> tuple[set[str], set[str]]:
+    """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
     interface = interface_name(plan.config.launch.interface)
-    workers: list[ProcessSpec] = []
-    if job.trainer_role:
-        workers += trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface)
-    if _drives(mine, job):
-        workers.append(worker_spec(job.driver_role, 0, folder))
+    trainers = trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface) if job.trainer_role else []
+    drivers = [worker_spec(job.driver_role, 0, folder)] if _drives(mine, job) else []
+    workers = [dataclasses.replace(spec, defers_termination=job.stops) for spec in [*trainers, *drivers]]
     for spec in [*engine_specs(plan, mine, rendezvous, address, interface), *workers]:
         processes.start(spec)
-    return {spec.name for spec in workers}
+    return {spec.name for spec in workers}, {spec.name for spec in trainers}
 
 
 def _follow(
-    processes: ProcessGroup, workers: set[str], meeting: Meeting, working: list[int], poll: Callable[[], None]
+    processes: ProcessGroup, workers: set[str], meeting: Meeting, working: list[int], poll: Callable[[], None], order: StopOrder
 ) -> None:
-    """Until the workers of all nodes are done: engines serve the last of them."""
+    """Until the workers of all nodes are done: engines serve the last of them. Where the run is stopped, only trainer ranks matter."""
 
     def poll_all() -> None:
         poll()
         meeting.poll()
+        order.poll()
 
-    watch(processes, workers, poll_all)
+    watch(processes, workers, poll_all, among=order.among)
     meeting.finish()
-    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working))
+    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working), among=order.among)

@@ -4,6 +4,7 @@
     meeting.reports()                     every node: waits for all
     meeting.publish / await_rendezvous    the head decides, the others read
     meeting.poll()                        every node, again and again: alive; raises when another node failed or fell silent
+    meeting.ask_to_stop()                 any node; meeting.asked_to_stop() on the others
     meeting.finish()                      every node with work, when that is done; meeting.all_finished() for those that only serve
 
 Files appear by rename, so nobody reads half of one.
@@ -107,6 +108,13 @@ class Meeting:
     def failure(self) -> str | None:
         path = self.folder / "failure"
         return path.read_text() if path.exists() else None
+
+    def ask_to_stop(self) -> None:
+        """Asks the launchers of all nodes to bring the run to a stop."""
+        self._write("stop", b"")
+
+    def asked_to_stop(self) -> bool:
+        return (self.folder / "stop").exists()
 
     def finish(self) -> None:
         self._write(self._path_of_finished(self.node.rank).name, b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ class ProcessSpec:
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's environment
     dumps_stacks: bool = False  # SIGUSR1 makes it write its Python stacks
+    defers_termination: bool = False  # SIGTERM asks it to stop when it can, or is passed over; only SIGKILL ends it
 
 
 class ProcessFailed(RuntimeError):
@@ -36,6 +38,7 @@ class ProcessGroup:
         self.log_dir = log_dir
         self._children: dict[str, subprocess.Popen] = {}
         self._dumps_stacks: set[str] = set()
+        self._defers_termination: set[str] = set()
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ProcessGroup:
@@ -47,6 +50,8 @@ class ProcessGroup:
     def start(self, spec: ProcessSpec) -> None:
         if spec.dumps_stacks:
             self._dumps_stacks.add(spec.name)
+        if spec.defers_termination:
+            self._defers_termination.add(spec.name)
         with open(self.log_path(spec.name), "wb") as log:
             self._children[spec.name] = subprocess.Popen(
                 spec.argv,
@@ -63,14 +68,20 @@ class ProcessGroup:
     def running(self) -> list[str]:
         return [name for name, child in self._children.items() if child.poll() is None]
 
-    def check(self, may_finish: set[str] | frozenset[str] = frozenset()) -> None:
-        """Raises ProcessFailed if a child died, or ended well although it is not among `may_finish`.
+    def ask_to_stop(self, names: set[str]) -> None:
+        """Sends SIGTERM to those of `names` that run."""
+        for name in names & set(self.running()):
+            self._children[name].send_signal(signal.SIGTERM)
+
+    def check(self, may_finish: set[str] | frozenset[str] = frozenset(), among: set[str] | None = None) -> None:
+        """Raises ProcessFailed if a child (one of `among`, where given) died, or ended well although it is not among `may_finish`.
 
         Of several dead children the one that died of itself is named, not those that fell with it: a process killed by
         a signal or with a Python error of its own comes before one that only lost its peer.
         """
         dead = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
-        failed = {name: code for name, code in dead.items() if code != 0 or name not in may_finish}
+        watched = dead.keys() if among is None else dead.keys() & among
+        failed = {name: dead[name] for name in watched if dead[name] != 0 or name not in may_finish}
         if failed:
             first = min(failed, key=lambda name: self.log_path(name).stat().st_mtime)
             raise ProcessFailed(first, failed[first], self.log_path(first))
@@ -82,8 +93,10 @@ class ProcessGroup:
         time.sleep(0.5)
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Ends every child and all of their descendants: SIGTERM, then SIGKILL after `grace_s`."""
+        """Ends every child and all of their descendants: SIGTERM, then SIGKILL after `grace_s`. Those that defer SIGTERM get no grace."""
         self._signal_all(signal.SIGTERM)
+        for name in self._defers_termination & self._children.keys():
+            self._signal(self._children[name], signal.SIGKILL)
         deadline = time.monotonic() + grace_s
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -94,10 +107,11 @@ class ProcessGroup:
 
     def _signal_all(self, number: signal.Signals) -> None:
         for child in self._children.values():
-            try:
-                os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
-            except ProcessLookupError:
-                continue
+            self._signal(child, number)
+
+    def _signal(self, child: subprocess.Popen, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
 
 
 def log_tail(path: Path, lines: int = 25) -> str:

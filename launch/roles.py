@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from megarl.protocols import Channel, Executor
 
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
     """One trainer rank of a run."""
+    from megarl.channels.stopping import StopRequest
+
+    stop = StopRequest()
+    stop.listen()
     prepare_megatron()
     from megarl.channels.buffer import RolloutBuffer
     from megarl.channels.ledger import Ledger
@@ -28,13 +33,14 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
     buffer = RolloutBuffer(config.rollout.prompts_per_step, config.async_.max_staleness, ledger) if rank == 0 else None
-    weights = WeightsSender(plan, link)
-    rollouts = RolloutsReceiver(link, config.async_.capacity, config.timeouts.rollouts_s, buffer)
+    weights = WeightsSender(plan, link, stop)
+    rollouts = RolloutsReceiver(link, config.async_.capacity, config.timeouts.rollouts_s, buffer, stop)
     run_controller(plan, TrainerExecutor(plan, rank, rendezvous, rollouts.ledger), [weights, rollouts], weights)
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
-    """The generator executor of a run."""
+    """The generator executor of a run. When a run is stopped it goes on while trainer ranks need it, and is then ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from megarl.channels.rollouts import RolloutsSender
     from megarl.channels.weights_receiver import InitialWeights, WeightsReceiver
     from megarl.executors.generator import GeneratorExecutor

@@ -13,31 +13,46 @@ POLL_S = 0.1
 
 
 def watch(
-    processes: ProcessGroup, workers: set[str], poll: Callable[[], None], until: Callable[[], bool] = lambda: True
+    processes: ProcessGroup,
+    workers: set[str],
+    poll: Callable[[], None],
+    until: Callable[[], bool] = lambda: True,
+    among: Callable[[], set[str] | None] = lambda: None,
 ) -> None:
     """Returns when every one of `workers` has ended well and `until` holds. All other processes (engines) must outlive them.
 
-    Calls `poll` about ten times a second. Raises ProcessFailed as soon as any process dies, after asking the others for
-    their stacks, so that a hang can be read in the logs.
+    `among`, asked every time, may name the only processes that still matter; None: all. Calls `poll` about ten times a second.
+    Raises ProcessFailed as soon as any process dies, after asking the others for their stacks, so that a hang can be read in the logs.
     """
-    while workers & set(processes.running()) or not until():
-        try:
-            processes.check(may_finish=workers)
-        except ProcessFailed:
-            processes.dump_stacks()
-            raise
+    while (_of(workers, among()) & set(processes.running())) or not until():
+        _check(processes, workers, among)
         poll()
         time.sleep(POLL_S)
-    processes.check(may_finish=workers)
+    _check(processes, workers, among)
     poll()
 
 
+def _of(workers: set[str], among: set[str] | None) -> set[str]:
+    return workers if among is None else workers & among
+
+
+def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[str] | None]) -> None:
+    try:
+        processes.check(workers, among())
+    except ProcessFailed:
+        processes.dump_stacks()
+        processes.check(workers, among())  # that took a moment, in which it may have turned out that this one does not matter
+        raise
+
+
 @contextlib.contextmanager
-def termination_as_exit() -> Iterator[None]:
-    """SIGTERM ends the launcher by an exception, so that its children are ended too."""
+def termination_as_exit(first: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """SIGTERM ends the launcher by an exception, so that its children are ended too; unless `first`, asked before, says that it has
+    made something else of it."""
 
     def terminate(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        if not first():
+            raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:

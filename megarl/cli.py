@@ -1,6 +1,7 @@
 """The command line. Arguments and configuration are checked in full before anything heavy is imported or started.
 
-Exit status: 0 success, 1 a run that failed, 2 a mistake in arguments or configuration, 130 interrupted.
+Exit status: 0 success, 1 a run that failed, 2 a mistake in arguments or configuration, 130 interrupted,
+143 stopped by SIGTERM (see checkpoint.on_termination_s).
 """
 
 from __future__ import annotations

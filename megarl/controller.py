@@ -16,6 +16,8 @@ class Controller:
     What goes on beside the loop, as generation and the taking of weights do, is the executor's own: it goes on while the loop
     waits there, and its failure is raised where the loop waits.
 
+    A trainer that is asked to stop is given no batch, on all its ranks; its loop ends there. The others are ended by the launcher.
+
     `init_channels` run once before the first step (Algorithm 1's `init_communication_channels`): the weights the
     trainer starts from reach the generator whatever the generator was started with.
     """
@@ -35,6 +37,9 @@ class Controller:
         while executor.curr_step < self.max_steps:
             executor.set_step(executor.curr_step)
             self._receive(self.channels)
+            if executor.stopped:
+                executor.save_checkpoint()
+                break
             executor.step()
             self._send(self.channels)
             executor.save_checkpoint()

@@ -25,6 +25,7 @@ class Executor(Protocol):
     name: str  # "trainer", "generator", …
     rank: int  # rank of this process within the executor
     curr_step: int  # the step the executor is about to run
+    stopped: bool  # it has been told, in the place of its input, that there will be no more: the run is to stop
 
     def init(self) -> None: ...
 

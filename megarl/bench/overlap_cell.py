@@ -137,6 +137,7 @@ class EmulatedTrainer:
     curr_step: int = 0
     device: torch.device = torch.device("cpu")
     rows: list[dict[str, Any]] = field(default_factory=list)
+    stopped: bool = False
 
     def init(self) -> None:
         self.status = StatusBoard(self.cell.run_dir, "trainer.0")

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.channels.buffer import RolloutBuffer
-from megarl.messaging.link import Hub, Peer
+from megarl.channels.stopping import StopRequest
+from megarl.messaging.link import LOOK_UP_S, Hub, Peer
 from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate
 from megarl.protocols import ChannelType, Executor
 from megarl.types import Batch, Ordinal, Version
@@ -76,7 +77,7 @@ class _EncodedBatch(msgspec.Struct, frozen=True):
     buffered: int
 
 
-_decode_batch = msgspec.msgpack.Decoder(Batch).decode
+_decode_batch = msgspec.msgpack.Decoder(Optional[Batch]).decode  # nil: the run is to stop
 
 
 class RolloutsReceiver(_Rollouts):
@@ -85,11 +86,20 @@ class RolloutsReceiver(_Rollouts):
     Rank 0 broadcasts a batch's bytes over the trainer's own process group: every rank sees the whole batch (token ids and
     log-probs only: 64 MiB at 2048 samples of 8k tokens) and picks its data-parallel share itself, so that all ranks agree on
     denominators and microbatch counts without talking. Groups are decoded once, on each rank.
+
+    Where the run is to stop, it broadcasts that there is no batch, so that all ranks stop after the same step.
     """
 
-    def __init__(self, link: Peer, capacity: Optional[int], timeout_s: float, buffer: Optional[RolloutBuffer] = None):
+    def __init__(
+        self,
+        link: Peer,
+        capacity: Optional[int],
+        timeout_s: float,
+        buffer: Optional[RolloutBuffer] = None,
+        stop: Optional[StopRequest] = None,
+    ):
         super().__init__(link, capacity)
-        self._timeout_s, self._buffer = timeout_s, buffer
+        self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
         self._idle_s = 0.0  # of the generator, up to the batch before
         if buffer is not None:
             ledger = buffer.ledger()
@@ -101,7 +111,11 @@ class RolloutsReceiver(_Rollouts):
         started = time.monotonic()
         body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
         body = broadcast_bytes(body, executor.device)
-        executor.put_batch(_decode_batch(body), waited_s=time.monotonic() - started)
+        batch = _decode_batch(body)
+        if batch is None:
+            executor.stop()
+        else:
+            executor.put_batch(batch, waited_s=time.monotonic() - started)
 
     def ledger(self) -> bytes:
         """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
@@ -111,13 +125,15 @@ class RolloutsReceiver(_Rollouts):
     def send(self, executor: Executor) -> None:
         raise AssertionError("the trainer does not send rollouts")
 
-    def _next_batch(self, executor: Executor) -> _EncodedBatch:
-        """Waits until the buffer gives the batch of this step, and has what it finds too old generated again."""
+    def _next_batch(self, executor: Executor) -> Optional[_EncodedBatch]:
+        """Waits until the buffer gives the batch of this step, and has what it finds too old generated again. None: the run is to stop."""
         step, buffer = executor.curr_step, self._buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
         awaited = f"batch {step} from generator.0"
         with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
             while True:
+                if self._stop.asked:
+                    return None
                 self._take_in()
                 if stale := buffer.reject(step):
                     self.link.send(Regenerate(stale))
@@ -127,7 +143,8 @@ class RolloutsReceiver(_Rollouts):
                     break
                 if full_since is None and buffer.full():
                     full_since = time.monotonic()
-                if not self.link.wait(deadline - time.monotonic()):
+                left_s = deadline - time.monotonic()
+                if not self.link.wait(min(left_s, LOOK_UP_S)) and left_s <= 0:
                     raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {buffer}")
         now = time.monotonic()
         due_wait_s = now - full_since if full_since is not None else 0.0

@@ -17,12 +17,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Mapping, Optional
+from typing import Mapping, Optional, TypeVar
 
 import torch
 
 from megarl.channels.admission import run_ahead
 from megarl.channels.amax_exchange import AmaxExchange
+from megarl.channels.stopping import StopRequest
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
@@ -38,6 +39,8 @@ from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.choice import this_host
 from megarl.transports.pairwise import PairwiseTransport
 from megarl.types import Version
+
+M = TypeVar("M", WeightsGrant, ProbeReady)
 
 
 @dataclass
@@ -56,8 +59,9 @@ class WeightsSender:
     inbound = "generator"
     type = ChannelType.DDMA_WEIGHTS_UPDATE
 
-    def __init__(self, plan: RunPlan, link: Peer):
+    def __init__(self, plan: RunPlan, link: Peer, stop: Optional[StopRequest] = None):
         config = plan.config
+        self._stop = stop or StopRequest()
         self.capacity = run_ahead(config.async_)
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
@@ -66,7 +70,7 @@ class WeightsSender:
         self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
     def send(self, executor: Executor) -> None:
-        """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor.
+        """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
 
         With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
         """
@@ -77,8 +81,10 @@ class WeightsSender:
         offered = time.monotonic()
         self._link.send(WeightsOffer(version))
         awaited = f"generator.0 to take weights version {version}"
-        with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for engines to take weights {version}"):
-            _, grant = self._link.receive(WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
+        with executor.trace.span(f"wait for engines to take weights {version}"):
+            grant = self._unless_stopped(executor, WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
+        if grant is None:
+            return
         if grant.version != version:
             raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
         granted = time.monotonic()
@@ -92,15 +98,29 @@ class WeightsSender:
         report = SyncReport(wait_s=granted - offered, sync_s=time.monotonic() - granted)
         executor.put_sync(report, applied=partial(self._await_applied, version))
         if is_probe_version(version, self._probe_every):
-            awaited = f"log-probs of the probe of version {version} from generator.0"
-            with executor.status.waiting("generator.0", awaited):
-                _, probe = self._link.receive(ProbeReady, self._timeout_s, awaited)
-            executor.compare_probe(probe)
+            probe = self._unless_stopped(
+                executor, ProbeReady, self._timeout_s, f"log-probs of the probe of version {version} from generator.0"
+            )
+            if probe is not None:
+                executor.compare_probe(probe)
 
-    def _await_applied(self, version: Version) -> WeightsApplied:
-        """The generator's confirmation that the engines serve `version`."""
+    def _unless_stopped(self, executor: Executor, kind: type[M], timeout_s: float, awaited: str) -> Optional[M]:
+        """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
+        with executor.status.waiting("generator.0", awaited):
+            found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
+        return None if self._stop.agree(found is None, executor.device) else found[1]
+
+    def _stop_asked(self) -> bool:
+        return self._stop.asked
+
+    def _await_applied(self, version: Version) -> Optional[WeightsApplied]:
+        """The generator's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
         while True:
-            _, applied = self._link.receive(WeightsApplied, self._timeout_s, f"generator.0 to apply weights version {version}")
+            awaited = f"generator.0 to apply weights version {version}"
+            found = self._link.receive_unless(self._stop_asked, WeightsApplied, self._timeout_s, awaited)
+            if found is None:
+                return None
+            applied = found[1]
             if applied.version > version:
                 raise RuntimeError(f"weights version {version} was written last, generator.0 applied version {applied.version}")
             if applied.version == version:
@@ -141,7 +161,7 @@ class WeightsSender:
 
     def close(self) -> None:
         """Stays until the last weights are in use: the generator could not tell a rank that left early from one that was lost."""
-        if self._unconfirmed is not None:
+        if self._unconfirmed is not None:  # (a run that stops waits for nothing)
             self._await_applied(self._unconfirmed)
         if self._transport is not None:
             self._transport.close()

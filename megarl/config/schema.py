@@ -192,6 +192,9 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = setting(10, "steps between checkpoints; 0: only at the end", at_least(0))
     keep: int = setting(2, "newest checkpoints kept", at_least(1))
+    on_termination_s: float = setting(
+        120.0, "on SIGTERM (Slurm's preemption), until the running step is done and saved; past it the run is ended as it is", above(0)
+    )
 
 
 @dataclass

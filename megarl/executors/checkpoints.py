@@ -24,6 +24,13 @@ def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def remove_leftovers(run_dir: Path | str) -> None:
+    """Removes what earlier processes of the run died over: half-written and half-removed checkpoints. While no process of it runs."""
+    for pattern in ("step_*.partial", "step_*.removing"):
+        for path in (Path(run_dir) / "checkpoints").glob(pattern):
+            shutil.rmtree(path)
+
+
 def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints."""
     for _, path in complete_checkpoints(run_dir)[:-keep]:

@@ -49,6 +49,7 @@ class GeneratorExecutor:
     name: str = "generator"
     rank: int = 0
     curr_step: int = 0
+    stopped: bool = False  # it needs no end of its own: all it knows is in the trainer's checkpoint
     background: Background = field(default_factory=Background)
     pulse: Pulse = field(default_factory=Pulse)  # beats when the version or what was sent has changed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 import torch
 
@@ -38,6 +39,7 @@ class TrainerExecutor:
     ledger: Callable[[], bytes] = Ledger().encode  # on rank 0: what has become of every prompt, for the checkpoint
     name: str = "trainer"
     curr_step: int = 0
+    stopped: bool = False
 
     def init(self) -> None:
         config = self.plan.config
@@ -60,6 +62,7 @@ class TrainerExecutor:
         self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
+        self._saved = self.curr_step  # the step of the newest checkpoint
 
     @property
     def version(self) -> Version:
@@ -72,8 +75,13 @@ class TrainerExecutor:
     def put_batch(self, batch: Batch, waited_s: float) -> None:
         self.batch, self._batch_wait_s = batch, waited_s
 
-    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied]) -> None:
-        """What sending the weights cost; `applied` waits for the generator's word that they are in use, asked for only when reported."""
+    def stop(self) -> None:
+        """There is no batch: the run is to stop after the steps that are done."""
+        self.stopped = True
+
+    def put_sync(self, report: SyncReport, applied: Callable[[], Optional[WeightsApplied]]) -> None:
+        """What sending the weights cost; `applied` waits for the generator's word that they are in use, asked for only when reported,
+        and gives None where the run stops before it comes."""
         self._sync, self._applied = report, applied
 
     def step(self) -> None:
@@ -108,12 +116,11 @@ class TrainerExecutor:
                 "weights/version": self.version,
                 **self.algorithm.metrics(result.sums),
                 **self._probe_metrics,
-                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s),
+                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,
-                "sync/bytes": applied.bytes_written,
-                "sync/audit_ok": applied.audited,
+                **_applied_metrics(applied),
                 "staleness/rejected": batch.rejected,
                 "prompts/buffered": batch.buffered,
                 "prompts/first": batch.groups[0].prompt.ordinal,
@@ -156,16 +163,17 @@ class TrainerExecutor:
         self._probe_metrics = {"logprob/abs_diff_mean": sum(differences) / len(differences)}
 
     def save_checkpoint(self) -> None:
-        """Every `checkpoint.every` steps and after the last: weights, optimizer, RNG, and the ledger of the prompts."""
+        """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, and the ledger of the prompts."""
         config, step = self.plan.config, self.curr_step
         due = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
-        if not (due or step == config.max_steps):
+        if step == self._saved or not (due or step == config.max_steps or self.stopped):
             return
         with self.trace.span(f"checkpoint {step}"):
             files = {LEDGER_FILE: self.ledger()} if self.rank == 0 else {}
             self.trainer.save_checkpoint(checkpoint_path(config.run_dir, step), {"step": step}, files)
             if self.rank == 0:
                 prune_checkpoints(config.run_dir, config.checkpoint.keep)
+        self._saved = step
 
     def shutdown(self) -> None:
         self.status.set("done")
@@ -174,3 +182,9 @@ class TrainerExecutor:
             self.metrics.close()
             self.ordinals.close()
         shutdown_distributed()
+
+
+def _applied_metrics(applied: Optional[WeightsApplied]) -> dict[str, float | bool]:
+    if applied is None:
+        return {}
+    return {"time/sync_pause_s": applied.pause_s, "sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited}

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional, TypeVar
@@ -24,6 +25,8 @@ from megarl.messaging.messages import Message, decode, encode
 from megarl.messaging.pulse import Pulse
 
 M = TypeVar("M", bound=Message)
+
+LOOK_UP_S = 0.2  # how often a wait that may be given up asks whether it is
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,20 @@ class _Endpoint:
         `awaited` completes the sentence "trainer.0 waited 60 s for …".
         Raises TimeoutError past the deadline.
         """
+        found = self.receive_unless(lambda: False, kind, timeout_s, awaited)
+        assert found is not None
+        return found
+
+    def receive_unless(self, given_up: Callable[[], bool], kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M] | None:
+        """As `receive`; None once `given_up` holds and nothing has come."""
         deadline = time.monotonic() + timeout_s
         while (found := self.poll(kind)) is None:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self.wait(left_s):
+            if given_up():
+                return None
+            if left_s <= 0:
                 raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {awaited}")
+            self.wait(min(left_s, LOOK_UP_S))
         return found
 
     def close(self) -> None:

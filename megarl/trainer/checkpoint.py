@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -30,12 +31,14 @@ STATE = "state.json"
 
 
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
+    """Raises WriteError that names `path` and the bytes where they cannot be written; there is then nothing at `path`."""
     # For the results of asynchronous saves Megatron starts a server process, which imports the main module again, takes seconds,
     # and outlives a trainer that is killed. A synchronous save reads its results in the process that wrote them.
     filesystem_async._results_queue = queue.SimpleQueue()
     text = json.dumps({"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "state": state})
-    with written_together(path) as folder:
-        dist_checkpointing.save(_sharded_state(trainer, is_loading=False, with_random=True), str(folder), content_metadata=_content())
+    tensors = _sharded_state(trainer, is_loading=False, with_random=True)
+    with written_together(path, _size_bytes(tensors)) as folder:
+        dist_checkpointing.save(tensors, str(folder), content_metadata=_content())
         if dist.get_rank() == 0:
             (folder / STATE).write_text(text)
         for name, content in files.items():
@@ -77,6 +80,18 @@ def _sharded_state(trainer: MegatronTrainer, is_loading: bool, with_random: bool
     if with_random:
         state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),))
     return state
+
+
+def _size_bytes(state: dict[str, Any]) -> int:
+    """Of the tensors, over all ranks, each counted once. Collective."""
+    mine = sum(
+        value.data.nbytes
+        for value in nested_values(state)
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and is_main_replica(value.replica_id)
+    )
+    total = torch.tensor(mine, device=torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu"))
+    dist.all_reduce(total)
+    return int(total)
 
 
 def _random_state() -> dict[str, Any]:

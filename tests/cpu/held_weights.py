@@ -39,6 +39,7 @@ class HeldWeights:
     status: StatusBoard
     trace: TraceWriter
     version: int = 0
+    device: torch.device = torch.device("cpu")
 
     def get_model(self) -> dict[str, torch.Tensor]:
         return self.parameters

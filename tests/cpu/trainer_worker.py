@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -254,6 +255,32 @@ def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[st
     threading.Thread(target=kill, daemon=True).start()
     trainer.save_checkpoint(str(checkpoint_path(root, 2)), {"step": 2})
     return {}
+
+
+def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails. Step 1 is loaded again."""
+    from megarl.executors.checkpoints import checkpoint_path
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    root = scenario["run_dir"]
+    trainer.save_checkpoint(str(checkpoint_path(root, 1)), {"step": 1})
+    probe = sequences(trainer.spec.vocab_size)
+    before = trainer.token_logprobs(probe)
+    one_step(trainer, probe)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))  # writing beyond it fails as on a full disk, with another number
+    message = ""
+    try:
+        trainer.save_checkpoint(str(checkpoint_path(root, 2)), {"step": 2})
+    except RuntimeError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    dist.barrier()
+    left = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
+    trainer.load_checkpoint(str(checkpoint_path(root, 1)))
+    return {"message": message, "left": left, "before": before, "after": trainer.token_logprobs(probe)}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ class FakeExecutor:
     curr_step: int = 0
     rank: int = 0
     version: int = -1
+    stopped: bool = False
     log: list = field(default_factory=list)
 
     def init(self):

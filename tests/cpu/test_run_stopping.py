@@ -1,0 +1,69 @@
+"""A whole run that is asked to stop, as Slurm's preemption does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
+
+from megarl.executors.checkpoints import complete_checkpoints
+
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("stop") / "model")
+
+
+def trained(run_dir: Path) -> list[int]:
+    lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
+    return sorted(itertools.chain(*(line["ordinals"] for line in lines)))
+
+
+def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
+    return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "checkpoint.every=0", *more]
+
+
+def test_sigterm_saves_the_running_step_and_the_same_command_goes_on(model, tmp_path):
+    """Trainer TP2, checkpoints only at the end. All processes get the signal, as in a Slurm step."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    process = start(arguments(model, run_dir, "max_steps=100000"), log)
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=240)
+        for each in [process, *descendants(process)]:
+            each.send_signal(signal.SIGTERM)
+        process.wait(timeout=150)
+    finally:
+        kill(process)
+    output, steps = log.read_text(), len(rows(run_dir))
+    assert process.returncode == 143, output
+    assert f"stopped at step {steps} by SIGTERM; the same command goes on from there\n" in output
+    assert [step for step, _ in complete_checkpoints(run_dir)] == [steps]
+    again = run(arguments(model, run_dir, f"max_steps={steps + 2}"), timeout_s=240)
+    assert again.returncode == 0, again.stderr
+    assert trained(run_dir) == list(range((steps + 2) * PROMPTS))
+
+
+def test_a_second_sigterm_ends_the_run_at_once(model, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    process = start(arguments(model, run_dir, "max_steps=100000"), log)
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", timeout_s=240)
+        trainer = next(child for child in descendants(process) if "trainer 0" in " ".join(child.cmdline()))
+        trainer.suspend()  # it will not finish its step
+        process.terminate()
+        time.sleep(0.5)
+        assert process.poll() is None, "it waits for the step"
+        process.terminate()
+        process.wait(timeout=15)
+    finally:
+        kill(process)
+    assert process.returncode == 143
+    assert complete_checkpoints(run_dir) == []
