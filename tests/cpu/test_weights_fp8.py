@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_reference import Quantised
-from sglang_engine import free_port, hf_logprobs, hf_model, make_checkpoint
+from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import Generator, OneAtATime, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
 
@@ -31,7 +31,6 @@ from megarl.plan.topology import GeneratorTopology
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.transports.base import GLOO, SHARED_MEMORY
 
-TOLERANCE = 0.06  # of log-probs against HF in bf16: two programs that round differently
 SHAPE = dict(hidden_size=192, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 EXPERTS = dict(moe_intermediate_size=256)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -195,7 +194,8 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
         reference = Quantised.load(folder, setting.quantization)
         assert unequal(parameters, reference.in_engine(load_spec(folder), setting.tp, setting.ep)) == []
     assert results[1][1] == logprobs
-    assert difference(logprobs, reference.save_dequantised(job.export, tmp_path / "dequantised")) < TOLERANCE
+    dequantised = reference.save_dequantised(job.export, tmp_path / "dequantised")
+    assert hf_difference(SEQUENCES, logprobs, dequantised) < hf_rounding(SEQUENCES, dequantised, "bfloat16")
     if layout == setting.layouts[-1] and (setting.family, setting.quantization) not in NOT_LOADED:
         compare_with_fresh_engine(setting, reference.save(job.export, tmp_path / "fp8"), key_file, tmp_path, results[-1])
 
@@ -206,13 +206,6 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
     generator.scramble()
     generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
     return generator.memory(), generator.score(SEQUENCES)
-
-
-def difference(logprobs: list[list[float]], checkpoint: Path) -> float:
-    """The largest between the engine's log-prob of a token and HF's."""
-    model = hf_model(checkpoint, torch.bfloat16)
-    expected = [hf_logprobs(model, s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0] for s in SEQUENCES]
-    return max((torch.tensor(mine) - theirs).abs().max().item() for mine, theirs in zip(logprobs, expected))
 
 
 def compare_with_fresh_engine(setting: Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result) -> None:

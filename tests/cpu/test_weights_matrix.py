@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_engine import free_port, hf_logprobs, hf_model, make_checkpoint
+from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import Generator, OneAtATime, Parameters, Trainers, names, open_generator, open_trainers, receiver, unequal
 from weights_worker import Job, Sync
 
@@ -35,7 +35,7 @@ except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
 FAMILIES = {"llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}  # → tied embeddings
-TOLERANCE = {"float32": 1e-5, "bfloat16": 0.06}  # of log-probs against HF: two programs that round differently
+DTYPES = ("float32", "bfloat16")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": dict(tp=2),
@@ -81,7 +81,7 @@ class Setting:
 SETTINGS = [
     Setting(family, dtype, tp, ep)
     for family in FAMILIES
-    for dtype in TOLERANCE
+    for dtype in DTYPES
     for tp, ep in ((1, 1), (2, 1), (2, 2))
     if ep == 1 or family == "qwen3_moe"
 ]
@@ -203,8 +203,8 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
     for sync, (parameters, scored) in zip(job.syncs[1:], after):
         assert unequal(parameters, loaded) == [], sync.transport
         assert scored == logprobs, sync.transport
-    tolerance, dtype = TOLERANCE[job.dtype], getattr(torch, job.dtype)
-    assert difference(logprobs, job.export, dtype) < tolerance < difference(logprobs, synced.checkpoint, dtype)
+    rounding = hf_rounding(SEQUENCES, job.export, job.dtype)
+    assert hf_difference(SEQUENCES, logprobs, job.export) < rounding < hf_difference(SEQUENCES, logprobs, synced.checkpoint)
     synced.last = (job.export, *after[-1])
 
 
@@ -216,10 +216,3 @@ def compare_with_fresh(synced: Synced, key_file: Path, folder: Path) -> None:
         assert fresh.score(SEQUENCES) == logprobs
         fresh.map_memory(key_file)
         assert unequal(fresh.memory(), parameters) == []
-
-
-def difference(logprobs: list[list[float]], checkpoint: Path, dtype: torch.dtype) -> float:
-    """The largest between the engine's log-prob of a token and HF's."""
-    model = hf_model(checkpoint, dtype)
-    expected = [hf_logprobs(model, s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0] for s in SEQUENCES]
-    return max((torch.tensor(mine) - theirs).abs().max().item() for mine, theirs in zip(logprobs, expected))
