@@ -1,4 +1,4 @@
-"""One rank of a real gloo trainer that weighs itself, for test_plan_memory.py.
+"""One rank of a real gloo trainer that weighs itself, for test_planner_memory.py.
 
     plan_memory_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE CASES_JSON OUT_FILE
 

@@ -1,6 +1,6 @@
 """Memory of the planner against counting by hand and against the layouts that the reshard map joins.
 
-Against a real Megatron trainer that weighs itself: tests/cpu/test_plan_memory.py.
+Against a real Megatron trainer that weighs itself: tests/cpu/test_planner_memory.py.
 """
 
 from __future__ import annotations
