@@ -19,6 +19,7 @@ from sglang_writer import reshard_map
 
 from megarl.messaging.link import Hub, RunKey
 from megarl.generator.client import EngineClient, EngineError, Sampling
+from megarl.generator.commands import Arrange
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import AuditError, LayoutError, Workers, WeightUpdate, check_layout, connect, describe, open_memory
 
@@ -215,8 +216,8 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         ]
 
         # A command that fails in the worker comes back as an error with its reason, and the engine lives on.
-        with pytest.raises(RuntimeError, match="(?s)generator rank 0 failed at Receive.*before ExpectMessages"):
-            await update.receive()
+        with pytest.raises(RuntimeError, match="(?s)generator rank 0 failed at Arrange.*KeyError: 0"):
+            await workers.run_all(Arrange(shapes={}))
         with pytest.raises(EngineError, match="session is already open"):
             await client.begin_update(60)
         await update.close(8)
