@@ -192,6 +192,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
     assert complete_checkpoints(runs) == [(1, checkpoint_path(runs, 1))]
 
 
+@pytest.mark.matrix
 def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(runs: Path) -> None:
     """Rank 1 alone cannot write; both know, and rank 0 why."""
     ranks = saved(runs, "full_disk")

@@ -14,7 +14,7 @@ import pytest
 from namespaces import INTERFACE, TwoHosts, missing
 from run_tools import OVERRIDES, ROOT, command, make_model, rows
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
 NOTICED_S = 20
 
 
@@ -47,7 +47,7 @@ def stop(launchers: list[subprocess.Popen]) -> None:
 def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, model, tmp_path):
     run_dir = tmp_path / "run"
     places = ["launch.ranks_per_node=2", f"launch.interface={INTERFACE}", f"weights.transport={transport}"]
-    deadlines = [f"timeouts.{key}={NOTICED_S}" for key in ("rollouts_s", "weights_s", "request_s")]
+    deadlines = [f"timeouts.{key}={NOTICED_S}" for key in ("weights_s", "request_s")] + ["timeouts.rollouts_s=90"]  # an engine starts first
     arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *places, *deadlines]
     with TwoHosts() as hosts:
         launchers = start(hosts, [*arguments, "max_steps=100000", "observe.probe_every=0"], tmp_path)
@@ -58,10 +58,10 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
             per_step = (hosts.sent_bytes(0) - before) / (len(rows(run_dir)) - steps)
             hosts.cut()
             cut_at = time.monotonic()
-            assert launchers[0].wait(4 * NOTICED_S) == 1
+            assert launchers[0].wait(6 * NOTICED_S) == 1
         finally:
             stop(launchers)
-    assert time.monotonic() - cut_at < 4 * NOTICED_S
+    assert time.monotonic() - cut_at < 6 * NOTICED_S
     told = (tmp_path / "launcher.0.log").read_text()
     assert "waited" in told or "not through" in told or "no answer" in told or "could not" in told, told
     finished = rows(run_dir)
