@@ -46,7 +46,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "megarl", *arguments]
 
 
-def run(arguments: list[str], timeout_s: float = 150) -> subprocess.CompletedProcess:
+def run(arguments: list[str], timeout_s: float = 240) -> subprocess.CompletedProcess:
     """Runs to the end, or kills the launcher at the deadline (its processes die with it)."""
     return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=environment())
 

@@ -21,7 +21,7 @@ from megarl.executors.checkpoints import complete_checkpoints
 from megarl.observe.rollouts import format_group
 from megarl.types import Group
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
