@@ -131,9 +131,10 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
     engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
     where = f" on {nodes} nodes" if nodes > 1 else ""
     capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
+    batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
     return (
         f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}, "
-        f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples, trainer {sizes(plan)} -> {engines}{where}, in {config.run_dir}"
+        f"{batch}, trainer {sizes(plan)} -> {engines}{where}, in {config.run_dir}"
     )
 
 

@@ -53,8 +53,10 @@ def launch(
 ) -> Path:
     """Runs `job` to its end on all nodes; returns the launch folder.
 
-    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second. Raises ProcessFailed for this node's processes, PeerFailed for another node's,
-    ConfigError when the nodes cannot run the plan, Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
+    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second.
+
+    Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan,
+    Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
     """
     folder = launch_folder(plan, job, node)
     meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)

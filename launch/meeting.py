@@ -65,7 +65,8 @@ class Meeting:
             for rank in present:
                 found[rank] = msgspec.json.decode(self._path_of_report(rank).read_bytes(), type=NodeReport)
             if not present:
-                self._wait(deadline, f"node {', '.join(map(str, missing))} of {self.node.count} to announce itself in {self.folder}: do all nodes share that file system?")
+                absent = f"node {', '.join(map(str, missing))} of {self.node.count}"
+                self._wait(deadline, f"{absent} to announce itself in {self.folder}: do all nodes share that file system?")
         return [found[rank] for rank in range(self.node.count)]
 
     def publish(self, rendezvous: Rendezvous) -> None:

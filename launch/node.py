@@ -35,7 +35,8 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
         return _slurm_node(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         if environment["LOCAL_WORLD_SIZE"] != "1":
-            raise ConfigError(f"torchrun --nproc-per-node={environment['LOCAL_WORLD_SIZE']}: must be 1: megarl starts a node's ranks itself")
+            given = f"torchrun --nproc-per-node={environment['LOCAL_WORLD_SIZE']}"
+            raise ConfigError(f"{given}: must be 1: megarl starts a node's ranks itself")
         if environment["TORCHELASTIC_RUN_ID"] == "none":
             raise ConfigError("torchrun --rdzv-id=none: must be given, and be new for every launch")
         launch = f"torchrun.{environment['TORCHELASTIC_RUN_ID']}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -87,4 +88,5 @@ def _interface(pattern: str) -> tuple[str, str]:
         for entry in found[name]:
             if entry.family == socket.AF_INET and fnmatch.fnmatch(name, pattern):
                 return name, entry.address
-    raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {', '.join(sorted(found))}")
+    there = ", ".join(sorted(found))
+    raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {there}")

@@ -102,7 +102,8 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         by_name[name] = command
     for name in WITH_JSON:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    by_name["train"].add_argument("--dry-run", action="store_true", help="check everything, print plan, map and each node's processes; start nothing")
+    dry_run = "check everything, print plan, map and each node's processes; start nothing"
+    by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
     by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")

@@ -73,7 +73,8 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
     if problems:
         raise ConfigError(problems)
     if MOONCAKE in transports:
-        mooncake.open_engine("127.0.0.1", mooncake_protocol([this_host()]), TIMEOUT_S)  # where it is missing: a message now, not after a minute
+        # Where it is missing: a message now, not after a minute.
+        mooncake.open_engine("127.0.0.1", mooncake_protocol([this_host()]), TIMEOUT_S)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, ExitStack() as stack:
         model = make_model(Path(folder) / "model", dtype, *MODELS[model_size])

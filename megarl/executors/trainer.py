@@ -163,7 +163,7 @@ class TrainerExecutor:
         self._probe_metrics = {"logprob/abs_diff_mean": sum(differences) / len(differences)}
 
     def save_checkpoint(self) -> None:
-        """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, and the ledger of the prompts."""
+        """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, ledger of prompts."""
         config, step = self.plan.config, self.curr_step
         due = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
         if step == self._saved or not (due or step == config.max_steps or self.stopped):

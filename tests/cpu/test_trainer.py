@@ -191,6 +191,18 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
     assert complete_checkpoints(runs) == [(1, checkpoint_path(runs, 1))]
 
 
+def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(models: dict[str, Path], tmp_path: Path) -> None:
+    """Rank 1 alone cannot write; both know, and rank 0 why. In processes of its own: a limit on files is for the whole process."""
+    run_dir = tmp_path / "run"
+    spawn(2, tmp_path, [dict(run="full_disk", name="full_disk", model=str(models["untied"]), topology=dict(tp=2), run_dir=str(run_dir))])
+    ranks = saved(tmp_path, "full_disk")
+    for rank in ranks:
+        assert f"{checkpoint_path(run_dir, 2)} of " in rank["message"] and "bytes could not be written" in rank["message"]
+        assert rank["left"] == [checkpoint_path(run_dir, 1).name]
+        assert rank["after"] == rank["before"], "what is left loads, and is the step before"
+    assert "rank 1: " in ranks[0]["message"] and "File too large" in ranks[0]["message"]
+
+
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout: str) -> None:
     """Four steps with warm-up, cosine, clipping and weight decay against PyTorch's own in float64."""

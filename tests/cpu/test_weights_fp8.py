@@ -19,7 +19,7 @@ import pytest
 import torch
 from fp8_reference import Quantised
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
-from weights_rig import Generator, OneAtATime, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
+from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.generator.quantization import server_arguments
@@ -41,7 +41,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2-zero1": dict(dp=2, zero=1),
     "EP2": dict(dp=2, ep=2),
 }
-SEQUENCES = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))]
 
 
 @dataclass(frozen=True)

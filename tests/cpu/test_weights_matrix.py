@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
-from weights_rig import Generator, OneAtATime, Parameters, Trainers, names, open_generator, open_trainers, receiver, unequal
+from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, names, open_generator, open_trainers, receiver, unequal
 from weights_worker import Job, Sync
 
 from megarl.config.errors import ConfigError
@@ -49,7 +49,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FRESH = "fresh"  # another engine that starts with the last export
 EXPERT_LAYOUTS = ("EP2", "TP2xEP2")
-SEQUENCES = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))]
 
 
 @dataclass(frozen=True)
