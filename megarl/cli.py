@@ -12,6 +12,7 @@ import os
 import select
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Callable, Optional, Sequence
 
 import megarl
@@ -37,6 +38,7 @@ BENCHES = {
     "sync": "new weights into a live engine, ours and others' ways",
     "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
     "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
+    "staleness": "reward over capacities, staleness bounds and seeds: 30 runs of CONFIG",
 }
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
@@ -55,7 +57,8 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
     ],
     "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
-              "megarl bench overlap --picture overlap.png", "megarl bench channels --json"],
+              "megarl bench overlap --picture overlap.png", "megarl bench channels --json",
+              "megarl bench staleness configs/quickstart.yaml --seeds 3"],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -144,6 +147,11 @@ def _add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     overlap.add_argument("--picture", metavar="FILE", help="draw the efficiencies as bars: .svg or .png")
     overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
+    staleness = by_name["staleness"]
+    staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in max_steps=40")
+    staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
+    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete ones are not repeated")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
     return parser
 
@@ -240,10 +248,19 @@ def _bench_channels(arguments: argparse.Namespace) -> None:
     run(arguments.json)
 
 
+def _bench_staleness(arguments: argparse.Namespace) -> None:
+    from megarl.bench.staleness import run
+
+    if arguments.seeds < 1:
+        raise ConfigError([f"--seeds {arguments.seeds}: must be at least 1"])
+    run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
+
+
 BENCH_RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "sync": _bench_sync,
     "overlap": _bench_overlap,
     "channels": _bench_channels,
+    "staleness": _bench_staleness,
 }
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,

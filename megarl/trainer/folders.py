@@ -57,8 +57,14 @@ def _reason(error: BaseException) -> str:
     """In a line. Of a collective save, rank 0 knows what went wrong on every rank."""
     if not isinstance(error, CheckpointException):
         return str(error)
-    failures = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
+    failures = [f"rank {rank}: {_plain(failure)}" for rank, (failure, _) in error.failures.items()]
     return "; ".join(failures) or "another rank failed, and told rank 0 why"
+
+
+def _plain(failure: BaseException) -> str:
+    """Torch hides the error of the file system when a write is cut short, and reports its own surprise about it."""
+    text = str(failure)
+    return f"a file was cut short, as by a full disk or a quota ({text})" if "inline_container" in text else text
 
 
 def _sync(folder: Path) -> None:

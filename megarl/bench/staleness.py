@@ -1,0 +1,144 @@
+"""`megarl bench staleness CONFIG`: does what is learned depend on how far generation runs ahead? Real runs over settings and seeds.
+
+Every run is a `megarl train` of its own with the shipped program; runs with the same seed begin with the same warm start. Runs that are
+complete are not repeated, and one that was cut off goes on, so the same command continues an interrupted table.
+
+With capacity 0 nothing is ever stale, so that setting has one row, the baseline. *noise* is the standard error of the difference
+of two means over seeds, from the spread of the baseline's and the row's seeds: sqrt((s0^2 + s1^2) / seeds).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+from megarl.config.load import load_config
+from megarl.observe.evaluations import read_results
+from megarl.observe.metrics import METRICS_FILE, read_metrics
+from megarl.plan.resolve import RunPlan, resolve
+
+CAPACITIES = (1, 4, None)
+MAX_STALENESS = (1, 2, 8)
+LAST = 10  # steps whose mean reward counts
+
+
+@dataclass(frozen=True)
+class Setting:
+    capacity: Optional[int]
+    max_staleness: Optional[int]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"async.{name}={'null' if value is None else value}" for name, value in asdict(self).items()]
+
+    @property
+    def name(self) -> str:
+        return "-".join(override.removeprefix("async.").replace("=", "_") for override in self.overrides)
+
+
+SYNCHRONOUS = Setting(0, None)
+SETTINGS = (SYNCHRONOUS, *(Setting(capacity, bound) for capacity in CAPACITIES for bound in MAX_STALENESS))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one run."""
+
+    capacity: Optional[int]
+    max_staleness: Optional[int]
+    seed: int
+    reward: float  # mean of the last steps
+    pass_at_1: float  # held-out, greedy, of the last weights
+    staleness_mean: float  # steps, over all samples trained on
+    staleness_max: float
+    rejected: float  # groups too old, generated again
+
+
+def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: bool) -> None:
+    """Prints a table, or one JSON object. `runs`: the folder of all runs. Raises ConfigError, RuntimeError where a run fails."""
+    jobs = [(setting, seed) for seed in range(seeds) for setting in SETTINGS]
+    plans = {job: _plan(config, overrides, runs, *job) for job in jobs}  # mistakes show before anything starts
+    results = []
+    for left, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
+        print(f"{plan.config.run_dir}; {left} runs to go", file=sys.stderr)
+        for command in ("sft", "train"):
+            _megarl(command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir))
+        results.append(_result(*job, plan))
+    facts = {"config": config, "overrides": list(overrides), "last_steps": LAST, "runs": [asdict(result) for result in results]}
+    print(json.dumps(facts) if as_json else render(facts))
+
+
+def _plan(config: str, overrides: Sequence[str], runs: Path, setting: Setting, seed: int) -> RunPlan:
+    return resolve(load_config(config, [*overrides, *_overrides(runs, setting, seed)]), "sft")
+
+
+def _overrides(runs: Path, setting: Setting, seed: int) -> list[str]:
+    seeded = runs / f"seed_{seed}"
+    return [f"seed={seed}", f"run_dir={seeded / setting.name}", f"sft.output={seeded / 'warm_start'}", *setting.overrides]
+
+
+def _megarl(command: str, config: str, overrides: Sequence[str], run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log = run_dir / f"{command}.log"
+    with open(log, "ab") as output:
+        status = subprocess.run([sys.executable, "-m", "megarl", command, config, *overrides], stdout=output, stderr=output).returncode
+    if status != 0:
+        raise RuntimeError(f"megarl {command} {config} {' '.join(overrides)} ended with exit status {status}; see {log}")
+
+
+def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
+    run_dir = Path(plan.config.run_dir)
+    rows = read_metrics(run_dir / METRICS_FILE)
+    return Result(
+        setting.capacity,
+        setting.max_staleness,
+        seed,
+        reward=statistics.fmean(row["reward/mean"] for row in rows[-LAST:]),
+        pass_at_1=read_results(run_dir)[-1]["pass@1"],
+        staleness_mean=statistics.fmean(row["staleness/mean"] for row in rows),
+        staleness_max=max(row["staleness/max"] for row in rows),
+        rejected=sum(row["staleness/rejected"] for row in rows),
+    )
+
+
+def render(facts: Mapping[str, Any]) -> str:
+    """A Markdown table, a row a setting."""
+    by_setting: dict[tuple, list[Mapping[str, Any]]] = {}
+    for result in facts["runs"]:
+        by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)
+    baseline = [result["reward"] for result in by_setting[SYNCHRONOUS.capacity, SYNCHRONOUS.max_staleness]]
+    lines = [
+        f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | mean | difference | noise | pass@1 "
+        "| staleness mean / max | rejected |",
+        "|" + "---|" * 9,
+    ]
+    for (capacity, bound), results in by_setting.items():
+        rewards = [result["reward"] for result in results]
+        mean = {name: statistics.fmean(result[name] for result in results) for name in ("pass_at_1", "staleness_mean", "rejected")}
+        cells = [
+            "unbounded" if capacity is None else capacity,
+            "–" if bound is None else bound,
+            " ".join(f"{reward:.3f}" for reward in rewards),
+            f"{statistics.fmean(rewards):.3f}",
+            f"{statistics.fmean(rewards) - statistics.fmean(baseline):+.3f}",
+            f"{noise(baseline, rewards):.3f}",
+            f"{mean['pass_at_1']:.3f}",
+            f"{mean['staleness_mean']:.2f} / {max(result['staleness_max'] for result in results):.0f}",
+            f"{mean['rejected']:.1f}",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def noise(baseline: Sequence[float], rewards: Sequence[float]) -> float:
+    """Standard error of the difference of the two means; NaN with one seed."""
+    if min(len(baseline), len(rewards)) < 2:
+        return math.nan
+    return math.sqrt(statistics.variance(baseline) / len(baseline) + statistics.variance(rewards) / len(rewards))
