@@ -38,7 +38,7 @@ BENCHES = {
     "sync": "new weights into a live engine, ours and others' ways",
     "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
     "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
-    "staleness": "reward over capacities, staleness bounds and seeds: 30 runs of CONFIG",
+    "staleness": "reward over capacities, staleness bounds and seeds: 24 runs of CONFIG",
 }
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],

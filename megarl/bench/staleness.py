@@ -3,7 +3,8 @@
 Every run is a `megarl train` of its own with the shipped program; runs with the same seed begin with the same warm start. Runs that are
 complete are not repeated, and one that was cut off goes on, so the same command continues an interrupted table.
 
-With capacity 0 nothing is ever stale, so that setting has one row, the baseline. *noise* is the standard error of the difference
+With capacity 0 nothing is ever stale, and with capacity 1 nothing is older than 1 step whatever the bound, so these have one row each; the
+first is the baseline. *noise* is the standard error of the difference
 of two means over seeds, from the spread of the baseline's and the row's seeds: sqrt((s0^2 + s1^2) / seeds).
 """
 
@@ -24,8 +25,6 @@ from megarl.observe.evaluations import read_results
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
 
-CAPACITIES = (1, 4, None)
-MAX_STALENESS = (1, 2, 8)
 LAST = 10  # steps whose mean reward counts
 
 
@@ -44,7 +43,7 @@ class Setting:
 
 
 SYNCHRONOUS = Setting(0, None)
-SETTINGS = (SYNCHRONOUS, *(Setting(capacity, bound) for capacity in CAPACITIES for bound in MAX_STALENESS))
+SETTINGS = (SYNCHRONOUS, Setting(1, 1), *(Setting(capacity, bound) for capacity in (4, None) for bound in (1, 2, 8)))
 
 
 @dataclass(frozen=True)
