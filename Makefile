@@ -26,21 +26,33 @@ test: setup libraries
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report docs/weights-matrix.md $(ARGS)
 
-# Mooncake's transfer engine links Debian's RDMA libraries, also for TCP. Only tests of that transport want them: where they cannot be
-# installed, those are skipped and say why.
+# What some tests want of the system: Debian's RDMA libraries, which Mooncake's transfer engine links also for TCP; a Slurm; network
+# namespaces and traffic control. Installed where root and apt are there; elsewhere those tests are skipped and say why. No daemon is
+# started: Debian asks policy-rc.d first.
 libraries:
-	@packages=(); for library in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1; do
-	    /sbin/ldconfig -p | grep -q "$${library%%:*}" || packages+=("$${library##*:}")
+	@libraries=$$(/sbin/ldconfig -p) packages=()
+	there() { grep -q "^\s*$$1 " <<<"$$libraries" || PATH="$$PATH:/usr/sbin:/sbin" command -v "$$1" >/dev/null; }
+	for need in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 slurmctld:slurm-wlm tc:iproute2; do
+	    there "$${need%%:*}" || packages+=("$${need##*:}")
 	done
-	if [ $${#packages[@]} -gt 0 ]; then
-	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-	        echo "test: installing $${packages[*]}"
-	        (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$${packages[@]}") >/dev/null 2>&1 ||
-	            echo "test: could not install them; the tests of Mooncake are skipped"
-	    else
-	        echo "test: the tests of Mooncake are skipped; they need Debian's $${packages[*]}"
-	    fi
+	if [ $${#packages[@]} = 0 ]; then
+	    exit
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+	    echo "test: some tests are skipped; they need Debian's $${packages[*]}"
+	    exit
 	fi
+	echo "test: installing $${packages[*]}"
+	policy=/usr/sbin/policy-rc.d
+	if [ ! -e $$policy ]; then
+	    trap "rm -f $$policy" EXIT
+	    printf '#!/bin/sh\nexit 101\n' >$$policy
+	    chmod +x $$policy
+	fi
+	apt-get update >/dev/null 2>&1 || true
+	for package in "$${packages[@]}"; do
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$$package" >/dev/null 2>&1 ||
+	        echo "test: could not install $$package; the tests that need it are skipped"
+	done
 
 setup: $(STAMP)
 	@:

@@ -15,6 +15,7 @@ from megarl.launch.launcher import Job, Resume, launch
 from megarl.launch.node import Node, this_node
 from megarl.launch.stopping import EXIT_STATUS, Stopped
 from megarl.observe.progress import Progress
+from megarl.observe.status import clear_statuses
 from megarl.plan.resolve import RunPlan
 
 
@@ -89,7 +90,7 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
         check_data(plan.config, plan.spec, "eval")
         check_rollout(plan.config)
 
-    job = Job("evaluate", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
+    job = Job("eval", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
     folder = launch(plan, job, node, prepare)
     if node.is_head:
         result = json.loads((folder / "result.json").read_text())
@@ -119,8 +120,13 @@ def _launch_showing(
         launch(plan, job, node, prepare, resume=resume)
         return
     progress = Progress(run_dir, steps)
+
+    def prepare_to_show(folder: Path) -> None:
+        clear_statuses(run_dir)
+        prepare(folder)
+
     try:
-        launch(plan, job, node, prepare, progress.poll, resume)
+        launch(plan, job, node, prepare_to_show, progress.poll, resume)
     finally:
         progress.close()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.generator.server import EngineKeys
+from megarl.launch.lock import held
 from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_name
 from megarl.launch.placement import NodePlan, place, slots_per_node
@@ -33,7 +34,7 @@ from megarl.reshard.layout import parameter_count
 class Job:
     """A command as processes."""
 
-    command: str  # train | sft | evaluate | export
+    command: str  # of the command line: train | sft | eval | export
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines
@@ -58,12 +59,14 @@ def launch(
     Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan,
     Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
     """
-    folder = launch_folder(plan, job, node)
+    folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
     meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
     try:
-        if node.is_head:
-            prepare(folder)
-        with ProcessGroup(job.logs) as processes, _termination(processes, meeting, plan, job) as order:
+        with (
+            _prepared(plan, job, node, folder, prepare),
+            ProcessGroup(job.logs) as processes,
+            _termination(processes, meeting, plan, job) as order,
+        ):
             placed = placement(plan, job, node.count, gpus())
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
@@ -75,7 +78,8 @@ def launch(
             if order.given:
                 raise Stopped
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
-        meeting.fail(f"node {node.rank} ({host_name()}): {error}" if node.count > 1 else str(error))
+        if node.count > 1:
+            meeting.fail(f"node {node.rank} ({host_name()}): {error}")
         raise
     return folder
 
@@ -93,15 +97,20 @@ def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan, job: 
             raise Stopped(str(error)) from error
 
 
-def launch_folder(plan: RunPlan, job: Job, node: Node) -> Path:
-    """What this launch's processes read, apart from what the run keeps."""
-    folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
-    if node.count == 1:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if node.is_head:
+@contextlib.contextmanager
+def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callable[[Path], None]) -> Iterator[None]:
+    """On the head: what this launch's processes read, apart from what the run keeps; and no other launch beside this one."""
+    if not node.is_head:
+        yield
+        return
+    refusal = f"run_dir={plan.config.run_dir}: megarl {job.command} is running there already; end it, or choose another run_dir"
+    with held(folder.parent / "lock", refusal):
+        if node.count == 1:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch
+            folder.mkdir(mode=0o700)
         (folder / "config.yaml").write_text(dump_config(plan.config))
-    return folder
+        prepare(folder)
+        yield
 
 
 def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[NodePlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 from collections.abc import Callable
@@ -53,7 +54,8 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, norm_names())
     weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
     rollouts = RolloutsSender(link, plan.config.async_.capacity)
-    run_controller(plan, GeneratorExecutor(plan, rendezvous, rollouts), [weights, rollouts], InitialWeights(weights))
+    with contextlib.closing(GeneratorExecutor(plan, rendezvous, rollouts)) as executor:
+        run_controller(plan, executor, [weights, rollouts], InitialWeights(weights))
 
 
 def run_controller(plan: RunPlan, executor: Executor, channels: list[Channel], initial_weights: Channel) -> None:

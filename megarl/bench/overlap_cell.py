@@ -7,7 +7,6 @@ generator executor. Emulated: what engines compute, what the trainer computes, a
 from __future__ import annotations
 
 import time
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,7 +113,6 @@ class EmulatedGenerator(GeneratorExecutor):
         self.engines = [EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths) for name in names]
         mode = config.async_.partial_rollout
         self.fleet = Fleet(self.engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
-        self._resources = AsyncExitStack()
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
 

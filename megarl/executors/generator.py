@@ -53,6 +53,7 @@ class GeneratorExecutor:
     background: Background = field(default_factory=Background)
     pulse: Pulse = field(default_factory=Pulse)  # beats when the version or what was sent has changed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _resources: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def init(self) -> None:
         config = self.plan.config
@@ -63,7 +64,6 @@ class GeneratorExecutor:
         self.eval_prompts = eval_prompts(config, self.tokenizer)
         self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
-        self._resources = AsyncExitStack()
         with self.status.waiting("the engines", "start-up"):
             self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources))
         self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
@@ -163,6 +163,10 @@ class GeneratorExecutor:
 
     def shutdown(self) -> None:
         self.status.set("done")
-        self.run(self.background.close())
-        self.run(self._resources.aclose())
+        self.close()
         self.trace.close()
+
+    def close(self) -> None:
+        """Ends all that it has started, also when the run has failed: what the event loop leaves behind complains at exit, below the error."""
+        self.loop.run_until_complete(self.background.close())
+        self.loop.run_until_complete(self._resources.aclose())

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
-from megarl.observe.status import Status, clear_statuses, read_statuses
+from megarl.observe.status import Status, read_statuses
 
 STEPS_SHOWN = 10
 REFRESH_S = 0.25
@@ -69,7 +69,6 @@ class Progress:
         self.console = console or Console()
         self._tail = MetricsTail(self.run_dir / METRICS_FILE)
         self._tail.poll()  # steps of the run that this one resumes
-        clear_statuses(self.run_dir)
         self._started = self._refreshed = self._heard = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self._printed = 0

@@ -38,7 +38,8 @@ def draw(found: Estimate, baseline: Optional[Baseline], path: str, title: str) -
 
 
 def _bars(axes: "matplotlib.axes.Axes", rows: Mapping[str, Mapping[str, float]]) -> None:
-    """One stacked bar per row; a part has the same colour in all."""
+    """One stacked bar per row; a part has the same colour in all. Parts that take nothing are left out."""
+    rows = {row: {name: value for name, value in parts.items() if value > 0} for row, parts in rows.items()}
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     colours = matplotlib.colormaps["tab20"].colors
     longest = max(sum(parts.values()) for parts in rows.values())

@@ -163,6 +163,8 @@ def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path)
     assert f"{TENSOR} on generator rank 0 is not what trainer rank" in done.stderr
     assert "1" in done.stderr.split("is not what trainer rank", 1)[1].splitlines()[0]
     assert len(rows(tmp_path / "run")) <= 1, "the step after the bad update must not be trained"
+    log = (tmp_path / "run/logs/generator.0.log").read_text()
+    assert log.rstrip().endswith("in the background task: weights receiver"), "nothing below the error"
 
 
 def test_a_killed_engine_ends_the_run_with_its_last_words(model, tmp_path):

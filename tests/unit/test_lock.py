@@ -1,0 +1,64 @@
+"""Two launches of one run: the second is refused, whatever became of others before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.config.errors import ConfigError
+from megarl.launch.lock import held
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megarl.launch.lock import held
+with held(Path(sys.argv[1]), "refused"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of `megarl sft` in tmp_path."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".launch/sft/lock")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, capsys):
+    assert main(["sft", str(ROOT / "configs/quickstart.yaml"), f"run_dir={tmp_path}"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already") and len(told.splitlines()) == 1
+    assert f"process {holder.pid} on " in told
+    assert [path.name for path in tmp_path.iterdir()] == [".launch"]
+
+
+def test_a_killed_holder_holds_nothing(holder, tmp_path):
+    path = tmp_path / ".launch/sft/lock"
+    with pytest.raises(ConfigError, match="another command"), held(path, "another command"):
+        raise AssertionError("held twice")
+    holder.kill()
+    holder.wait(10)
+    with held(path, "refused"):
+        assert f"process {holder.pid} on " not in path.read_text()
+
+
+def test_where_there_are_no_locks_the_launch_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
+    import errno
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with held(tmp_path / "lock", "refused"):
+        pass
+    assert "no locks on this file system" in capsys.readouterr().err
