@@ -79,13 +79,13 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
 
 def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
     """What source rank `rank` sends, in the order it sends."""
-    own = rank * map.destination.world_size // map.source.world_size
     receivers = map.destination.world_size
+    own = rank * receivers // map.source.world_size
     groups: dict[tuple[int, int], list[Copy]] = defaultdict(list)
     wave_of = waves(map, wave_bytes)
     for write in map.writes_from(rank):
-        groups[wave_of[write.depth], (write.destination_rank - own) % receivers].append(write)
-    return _batches(groups)
+        groups[wave_of[write.depth], write.destination_rank].append(write)
+    return _batches(groups, own, receivers)
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
@@ -94,10 +94,10 @@ def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES)
     wave_of = waves(map, wave_bytes)
     for write in map.writes_to(rank):
         groups[wave_of[write.depth], write.source_rank].append(write)
-    return _batches(groups)
+    return _batches(groups, 0, map.source.world_size)
 
 
-def _batches(groups: dict[tuple[int, int], list[Copy]]) -> tuple[Batch, ...]:
-    """Groups by wave and place of the peer within it, each in forward order."""
-    ordered = [(wave, tuple(groups[wave, peer])) for wave, peer in sorted(groups)]
+def _batches(groups: dict[tuple[int, int], list[Copy]], first: int, peers: int) -> tuple[Batch, ...]:
+    """Groups of a wave and a peer, each in forward order: wave by wave, within one from peer `first` on, around `peers`."""
+    ordered = [(wave, tuple(groups[wave, peer])) for wave, peer in sorted(groups, key=lambda group: (group[0], (group[1] - first) % peers))]
     return tuple([Batch(wave, writes[0].source_rank, writes[0].destination_rank, writes) for wave, writes in ordered])
