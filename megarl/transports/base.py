@@ -126,8 +126,8 @@ def send(
     """Carries out `copies`, all of one source rank, and fences.
 
     `sources` are its parameters by the names of the trainer layout, `shapes` the destination tensors' by rank and name, `amax`
-    that of tiles which the copies cut; `payloads` to be kept from one update to the next. The shares are hashes of the values as they should arrive, taken from the source, so they
-    witness the whole way.
+    that of tiles which the copies cut; `payloads` to be kept from one update to the next. The shares are hashes of the values as they
+    should arrive, taken from the source, so they witness the whole way.
     """
     shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     payloads = payloads or Payloads()
