@@ -197,7 +197,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.planner.roles import layouts, sizes
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
-    from megarl.reshard.report import LINK_BYTES_PER_S, copies_of, copy_fields, dump_lines, render_copies, to_json
+    from megarl.reshard.report import LINK_BYTES_PER_S, copies_of, copy_fields, dump_lines, own_part_s, render_copies, to_json
     from megarl.reshard.table import render
 
     reshard_map = ReshardMap.build(*layouts(plan))
@@ -213,11 +213,11 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
         draw(reshard_map, arguments.picture, f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to "
              f"{sizes(asdict(plan.generator_topology))}")  # fmt: skip
     if arguments.rank:
-        copies = copies_of(reshard_map, arguments.rank)
+        copies, part_s = copies_of(reshard_map, arguments.rank), own_part_s(reshard_map, arguments.rank)
         if facts is None:
-            print(*render_copies(arguments.rank, copies), sep="\n")
+            print(*render_copies(arguments.rank, copies, part_s), sep="\n")
             return
-        facts |= {"rank": arguments.rank, "rank_copies": [copy_fields(copy) for copy in copies]}
+        facts |= {"rank": arguments.rank, "rank_part_s": part_s, "rank_copies": [copy_fields(copy) for copy in copies]}
     if facts is not None:
         print(json.dumps(facts))
         return

@@ -30,7 +30,7 @@ from typing import Any, Mapping, Optional, Sequence
 import torch
 
 from megarl.bench.sync_picture import check_suffix, draw, title
-from megarl.bench.sync_ways import AUDITED, TIMEOUT_S, Bench, Way
+from megarl.bench.sync_ways import AUDITED, Bench, Way
 from megarl.config.errors import ConfigError
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import hf_layout
@@ -74,7 +74,7 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
         raise ConfigError(problems)
     if MOONCAKE in transports:
         # Where it is missing: a message now, not after a minute.
-        mooncake.open_engine("127.0.0.1", mooncake_protocol([this_host()]), TIMEOUT_S)
+        mooncake.open_engine("127.0.0.1", mooncake_protocol([this_host()]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, ExitStack() as stack:
         model = make_model(Path(folder) / "model", dtype, *MODELS[model_size])

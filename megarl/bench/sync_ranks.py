@@ -20,6 +20,7 @@ from megarl.models.registry import load_spec
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.kinds import Layout
 from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import batches_from
 from megarl.transports import gloo, mooncake
@@ -28,9 +29,8 @@ from megarl.transports.choice import mooncake_protocol, this_host, transport_cla
 from megarl.transports.two_sided import as_bytes
 
 BLOCK_BYTES = 128 << 20  # larger than any cache
-CHUNK_BYTES = 16 << 20  # of a bare medium: gloo reaches its rate from here on
+CHUNK_BYTES = 4 << 20  # of gloo: shorter ones cost more time of a core, longer ones more often wait for each other
 RUN_BYTES = 1 << 20  # of Mooncake's TCP
-RUNS_PER_CALL = 256
 
 
 def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> ReshardMap:
@@ -55,6 +55,7 @@ class Rank:
         self.map = build_map(*job)
         self.layout: Layout = self.map.source
         self.transports: dict[str, Transport] = {}
+        self.payloads = Payloads()
         if rank < self.layout.world_size:
             self.sources = shards(self.layout, rank, Path(job[0]))
             self.writes = [write for batch in batches_from(self.map, rank) for write in batch.writes]
@@ -67,7 +68,7 @@ class Rank:
         self.write(kind, audit=False)
 
     def write(self, kind: str, audit: bool) -> Sent:
-        return send(self.transports[kind], self.writes, self.sources, self.shapes, audit)
+        return send(self.transports[kind], self.writes, self.sources, self.shapes, audit, payloads=self.payloads)
 
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:
         """Hashes of what this rank sends."""
@@ -161,19 +162,16 @@ class Rank:
     def open_block(self) -> str:
         """To Mooncake, for one-sided writes."""
         protocol = mooncake_protocol([this_host()])
-        self.mooncake = mooncake.open_engine("127.0.0.1", protocol, self.timeout_s)
+        self.mooncake = mooncake.open_engine("127.0.0.1", protocol)
         mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
         return mooncake.address_of("127.0.0.1", self.mooncake, protocol, self.block.data_ptr())
 
     def write_blocks(self, address: str, size: int) -> None:
         _, peer, base = mooncake.address_parts(address)
-        parts = list(block_parts(size, RUN_BYTES))
-        for i in range(0, len(parts), RUNS_PER_CALL):
-            call = parts[i : i + RUNS_PER_CALL]
-            sources = [self.block.data_ptr() + part.start for part in call]
-            targets = [base + self.rank * BLOCK_BYTES + part.start for part in call]
-            if self.mooncake.batch_transfer_sync_write(peer, sources, targets, [part.stop - part.start for part in call]):
-                raise RuntimeError(f"Mooncake could not write to {peer}")
+        own, there = self.block.data_ptr(), base + self.rank * BLOCK_BYTES
+        runs = [(own + part.start, there + part.start, part.stop - part.start) for part in block_parts(size, RUN_BYTES)]
+        if not mooncake.write_runs(self.mooncake, peer, runs, self.timeout_s):
+            raise RuntimeError(f"Mooncake could not write to {peer}")
 
 
 def block_parts(size: int, part_bytes: int) -> Iterator[slice]:

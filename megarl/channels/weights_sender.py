@@ -28,7 +28,7 @@ from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
-from megarl.reshard.execute import AmaxTable
+from megarl.reshard.execute import AmaxTable, Payloads
 from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.reshard.map import ReshardMap
@@ -66,7 +66,7 @@ class WeightsSender:
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
-        self._transport = None
+        self._transport, self._payloads = None, Payloads()
         self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
     def send(self, executor: Executor) -> None:
@@ -153,7 +153,7 @@ class WeightsSender:
             self._transport.connect(endpoints)
             self._shapes = shapes_of(endpoints)
         writes = [write for batch in self._batches for write in batch.writes]
-        sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit, amax)
+        sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit, amax, self._payloads)
         self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares))
 
     def recv(self, executor: Executor) -> None:

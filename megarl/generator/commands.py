@@ -59,7 +59,6 @@ class Register(_Command, frozen=True):
 
     protocol: str  # tcp | rdma
     landing: dict[int, list[tuple[str, Box]]]  # by generator rank: the boxes that are to be written in one piece and then spread
-    timeout_s: float
 
 
 class Spread(_Command, frozen=True):

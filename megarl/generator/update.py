@@ -164,7 +164,7 @@ async def open_memory(
         command = ShareDevice()
     elif kind == MOONCAKE:
         landing = {rank: _landing(map, rank, senders) for rank, senders in writers.items()}
-        command = Register(protocol or mooncake_protocol([this_host()]), landing, workers.timeout_s)
+        command = Register(protocol or mooncake_protocol([this_host()]), landing)
     else:
         command = _meeting(workers, kind, map, writers)
     opened = [msgspec.msgpack.decode(payload, type=commands.Opened) for payload in await workers.run_all(command)]

@@ -125,7 +125,7 @@ class Worker:
     def register(self, parameters: Parameters, command: Register) -> Endpoint:
         listen_on = address_towards(self.reply_address)
         landing = command.landing.get(self.rank, [])
-        self.mooncake = MooncakeMemory(self.tensors(parameters), landing, listen_on, command.protocol, command.timeout_s)
+        self.mooncake = MooncakeMemory(self.tensors(parameters), landing, listen_on, command.protocol)
         return self.mooncake.endpoint(self.rank, self.host)
 
     def spread(self, parameters: Parameters, command: Spread) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Iterable, Mapping, Optional
 
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.reshard.rows import QUANTISE, SCALE, ZEROS
+from megarl.reshard.rows import IDENTITY, QUANTISE, SCALE, ZEROS
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,34 @@ def apply_copy(
         target.zero_()
     else:
         target.copy_(payload(copy, source_tensor, amax))
+
+
+class Payloads:
+    """`payload`, update after update: what travels as it lies is a view, cut once and kept while its parameter stays where it is."""
+
+    def __init__(self) -> None:
+        self._sources: Mapping[str, torch.Tensor] = {}
+        self._places: dict[str, tuple] = {}  # of each parameter, when its views were cut
+        self._views: dict[str, dict[tuple, torch.Tensor]] = {}  # by parameter and box
+
+    def begin(self, sources: Mapping[str, torch.Tensor]) -> None:
+        """Of one update. A view keeps the memory it was cut from: another parameter cannot have the same address meanwhile."""
+        places = {name: (values.data_ptr(), values.shape, values.stride(), values.dtype) for name, values in sources.items()}
+        self._views = {name: views for name, views in self._views.items() if places.get(name) == self._places[name]}
+        self._sources, self._places = sources, places
+
+    def of(self, copy: Copy, amax: Optional[AmaxTable] = None) -> torch.Tensor:
+        if copy.source_tensor is None or copy.source_box is None:
+            return payload(copy, None, amax)
+        views = self._views.setdefault(copy.source_tensor, {})
+        key = copy.source_box.start, copy.destination_box.shape, copy.transform
+        if (known := views.get(key)) is not None:
+            return known
+        source = self._sources[copy.source_tensor].detach()
+        values = payload(copy, source, amax)
+        if copy.transform == IDENTITY and values.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            views[key] = values
+        return values
 
 
 def payload(copy: Copy, source_tensor: Optional[torch.Tensor], amax: Optional[AmaxTable] = None) -> torch.Tensor:

@@ -48,12 +48,12 @@ def _given(map: ReshardMap, rank: int, seats: set[tuple[int, int]], row: Row) ->
         return None
     service = map.service(row)
     of_class: dict[int, list[tuple[int, _Pairs]]] = {}
-    for c, e in np.argwhere(service.senders == rank).tolist():
+    own = np.nonzero(service.senders == rank)  # class, replica
+    for c, holder, receiver in zip(own[0].tolist(), service.holders[own].tolist(), service.receivers[own].tolist()):
         groups = of_class.setdefault(c, [])
-        holder = int(service.holders[c, e])
         if not groups or groups[-1][0] != holder:
             groups.append((holder, []))
-        groups[-1][1].append((rank, int(service.receivers[c, e])))
+        groups[-1][1].append((rank, receiver))
     classes = service.class_of.tolist()
     return [(i, holder, pairs) for i, c in enumerate(classes) if c in of_class for holder, pairs in of_class[c]]
 
@@ -98,8 +98,7 @@ class _List:
         if transform == ZEROS:
             for i, _, pairs in entries:
                 name, at = names[layer + i], depth + i
-                for s, r in pairs:
-                    by_depth[at].append(Copy(s, None, None, r, name, box, transform, dtype, at))
+                by_depth[at] += [Copy(s, None, None, r, name, box, transform, dtype, at) for s, r in pairs]
             return
         origins = [(self._names(self.map.source.kinds[holder.kind].name), holder) for holder in row.holders]
         apart = self.map.of_experts(row)
@@ -112,8 +111,7 @@ class _List:
                 items = list(_of_each_expert(self.map, row, held, source_name, name, how))
                 by_depth[at] += [Copy(s, x, a, r, y, b, transform, dtype, at, q) for s, r in pairs for x, a, y, b, q in items]
                 continue
-            for s, r in pairs:
-                by_depth[at].append(Copy(s, source_name, here, r, name, box, transform, dtype, at, how))
+            by_depth[at] += [Copy(s, source_name, here, r, name, box, transform, dtype, at, how) for s, r in pairs]
 
     def _hows(self, row: Row, target: Kind, instances: list[int]) -> list[Optional[Quantisation]]:
         if row.logical is None:

@@ -17,7 +17,9 @@ from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.map import Copy, ReshardMap
 
-SHORTEST_RUN_BYTES = 64 << 10  # of contiguous destination memory that is worth a message of its own
+# Of contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): rows of 64 KiB
+# take twice as long one by one as packed and spread, rows of 128 KiB as long, longer ones less.
+SHORTEST_RUN_BYTES = 128 << 10
 DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 
 
@@ -79,13 +81,13 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
 
 def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
     """What source rank `rank` sends, in the order it sends."""
-    own = rank * map.destination.world_size // map.source.world_size
     receivers = map.destination.world_size
+    own = rank * receivers // map.source.world_size
     groups: dict[tuple[int, int], list[Copy]] = defaultdict(list)
     wave_of = waves(map, wave_bytes)
     for write in map.writes_from(rank):
-        groups[wave_of[write.depth], (write.destination_rank - own) % receivers].append(write)
-    return _batches(groups)
+        groups[wave_of[write.depth], write.destination_rank].append(write)
+    return _batches(groups, own, receivers)
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
@@ -94,10 +96,10 @@ def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES)
     wave_of = waves(map, wave_bytes)
     for write in map.writes_to(rank):
         groups[wave_of[write.depth], write.source_rank].append(write)
-    return _batches(groups)
+    return _batches(groups, 0, map.source.world_size)
 
 
-def _batches(groups: dict[tuple[int, int], list[Copy]]) -> tuple[Batch, ...]:
-    """Groups by wave and place of the peer within it, each in forward order."""
-    ordered = [(wave, tuple(groups[wave, peer])) for wave, peer in sorted(groups)]
+def _batches(groups: dict[tuple[int, int], list[Copy]], first: int, peers: int) -> tuple[Batch, ...]:
+    """Groups of a wave and a peer, each in forward order: wave by wave, within one from peer `first` on, around `peers`."""
+    ordered = [(wave, tuple(groups[wave, peer])) for wave, peer in sorted(groups, key=lambda group: (group[0], (group[1] - first) % peers))]
     return tuple([Batch(wave, writes[0].source_rank, writes[0].destination_rank, writes) for wave, writes in ordered])

@@ -11,7 +11,7 @@ import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.audit import MASK, hash_slice
-from megarl.reshard.execute import AmaxTable, payload
+from megarl.reshard.execute import AmaxTable, Payloads
 from megarl.reshard.map import Copy
 
 SHARED_MEMORY, CUDA_IPC, MOONCAKE, GLOO, NCCL = "shared_memory", "cuda_ipc", "mooncake", "gloo", "nccl"
@@ -121,18 +121,20 @@ def send(
     shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
     audit: bool,
     amax: Optional[AmaxTable] = None,
+    payloads: Optional[Payloads] = None,
 ) -> Sent:
     """Carries out `copies`, all of one source rank, and fences.
 
     `sources` are its parameters by the names of the trainer layout, `shapes` the destination tensors' by rank and name, `amax`
-    that of tiles which the copies cut. The shares are hashes of the values as they should arrive, taken from the source, so they
-    witness the whole way.
+    that of tiles which the copies cut; `payloads` to be kept from one update to the next. The shares are hashes of the values as they
+    should arrive, taken from the source, so they witness the whole way.
     """
     shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    payloads = payloads or Payloads()
+    payloads.begin(sources)
     transport.prepare(sources.values())
     for copy in copies:
-        source = None if copy.source_tensor is None else sources[copy.source_tensor].detach()
-        values = payload(copy, source, amax)
+        values = payloads.of(copy, amax)
         transport.write(copy, values)
         if audit:
             of_rank, name = shares[copy.destination_rank], copy.destination_tensor

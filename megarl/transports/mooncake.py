@@ -11,11 +11,11 @@ the worker's *landing* memory instead, and the worker spreads it when all is wri
 
 from __future__ import annotations
 
-import math
 import os
 import queue
 import threading
 import time
+from collections import deque
 from typing import Any, Iterable, Iterator, Optional, Sequence
 
 import torch
@@ -25,12 +25,14 @@ from megarl.messaging.host import address_towards
 from megarl.reshard.map import Copy
 from megarl.transports.base import MOONCAKE, Endpoint, RemoteTensor
 
-LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends those of a call in parallel, and RDMA cuts them up anyway
+LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several at a time, and RDMA cuts them up anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
-MOST_NOTED_BYTES = 256 << 20  # before what is noted is handed over: long calls for the wire, and yet it runs while we go on
-_MOST_RUNS = 512  # in one call: the TCP transport refuses a few thousand, and then works no more
+MOST_NOTED_BYTES = 64 << 20  # before what is noted is handed over: the wire is busy while we go on
+MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and then works no more
+POLL_S = 0.0002
+_REFUSED = (0, -1, (1 << 64) - 1)  # instead of a write: versions differ
 
-Run = tuple[int, int, int]  # staging address, destination address, bytes
+Run = tuple[int, int, int]  # source address, destination address, bytes
 
 
 class MooncakeTransport:
@@ -51,7 +53,7 @@ class MooncakeTransport:
         self._tensors = {endpoint.rank: {tensor.name: tensor for tensor in endpoint.tensors} for endpoint in endpoints}
         self._landings = {e.rank: {(landing.tensor, landing.start): landing.offset_bytes for landing in e.landings} for e in endpoints}
         protocol, peer, _ = self._peers[endpoints[0].rank]
-        self._engine = open_engine(address_towards(peer), protocol, self._timeout_s)
+        self._engine = open_engine(address_towards(peer), protocol)
         self._free[self._half].acquire()
         threading.Thread(target=self._send_jobs, name=f"mooncake trainer {self._rank}", daemon=True).start()
 
@@ -131,11 +133,9 @@ class MooncakeTransport:
         while (job := self._jobs.get()) is not None:
             half, runs_of = job
             for rank, runs in runs_of.items():
-                for first in range(0, len(runs), _MOST_RUNS):
-                    if not self._failure and self._engine.batch_transfer_sync_write(
-                        self._peers[rank][1], *map(list, zip(*runs[first : first + _MOST_RUNS]))
-                    ):
-                        self._failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {self._peers[rank][1]}"
+                peer = self._peers[rank][1]
+                if not self._failure and not write_runs(self._engine, peer, runs, self._timeout_s):
+                    self._failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {peer}"
             self._free[half].release()
 
     def _raise_failure(self) -> None:
@@ -179,12 +179,37 @@ def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return (tuple(i) for i in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()) if shape else iter([()])
 
 
-def open_engine(host: str, protocol: str, timeout_s: float) -> Any:
+def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) -> bool:
+    """Writes into the memory of the engine at `peer`, and waits; whether all of it is there.
+
+    Looks every now and then how far it is. The engine's own waiting calls look without a pause, and on a host with few cores take
+    one of them from those that copy.
+    """
+    deadline = time.monotonic() + timeout_s
+    under_way: deque[int] = deque()
+    for run in runs:
+        if len(under_way) == MOST_UNDER_WAY and not _finished(engine, under_way.popleft(), deadline):
+            return False
+        under_way.append(engine.transfer_submit_write(peer, *run))
+        if under_way[-1] in _REFUSED:  # (to ask how far such a write is would end this process)
+            return False
+    return all(_finished(engine, write, deadline) for write in under_way)
+
+
+def _finished(engine: Any, write: int, deadline: float) -> bool:
+    """Waits; whether a write is through."""
+    while (status := engine.transfer_check_status(write)) == 0:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return status == 1
+
+
+def open_engine(host: str, protocol: str) -> Any:
     """A transfer engine of this process that listens on `host`. protocol: "tcp" | "rdma".
 
     Raises ConfigError when Mooncake or its system libraries are missing, RuntimeError when it cannot start.
     """
-    os.environ["MC_TRANSFER_TIMEOUT"] = str(max(1, math.ceil(timeout_s)))  # of one call, in seconds; read when an engine is made
     try:
         engine = _engine_class()()
     except ImportError as error:

@@ -22,10 +22,9 @@ class MooncakeMemory:
         landing: Sequence[tuple[str, Box]],
         listen_on: str,
         protocol: str,
-        timeout_s: float,
     ):
         self._tensors, self._landing = tensors, landing
-        self._engine = mooncake.open_engine(listen_on, protocol, timeout_s)
+        self._engine = mooncake.open_engine(listen_on, protocol)
         self._listen_on, self._protocol = listen_on, protocol
         self._offsets, total = aligned_offsets(box.numel * tensors[name].itemsize for name, box in landing)
         device = next(iter(tensors.values())).device

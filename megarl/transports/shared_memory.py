@@ -12,6 +12,7 @@ from megarl.reshard.map import Copy
 from megarl.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor, describe
 
 _ALIGNMENT = 64  # bytes
+_MOST_NOTED_BYTES = 16 << 20  # what is copied by one call, so that quantised values do not pile up
 
 
 class SharedMemoryTransport:
@@ -22,6 +23,8 @@ class SharedMemoryTransport:
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
         self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # a box where it lies: cut once, used every update
         self._files: list[tuple[Endpoint, Optional[tuple[int, int]]]] = []  # what was mapped
+        self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # to be copied: places, and their values
+        self._noted_bytes = 0
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._tensors, self._places = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}, {}
@@ -34,11 +37,23 @@ class SharedMemoryTransport:
         key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
         if (place := self._places.get(key)) is None:
             place = self._places[key] = self._tensors[key[0]][key[1]][copy.destination_box.slices()]
-        place.copy_(values)
+        self._noted[0].append(place)
+        self._noted[1].append(values)
+        self._noted_bytes += values.nbytes
+        if self._noted_bytes >= _MOST_NOTED_BYTES:
+            self._copy()
 
     def fence(self) -> None:
-        """Nothing to wait for: a store to shared memory is in place, and the message that follows orders it."""
+        """A store to shared memory is in place, and the message that follows orders it: nothing to wait for."""
+        self._copy()
         self._check_owners()
+
+    def _copy(self) -> None:
+        """All in one call: between long copies, Python's own work would find none of its memory in the cache."""
+        places, values = self._noted
+        self._noted, self._noted_bytes = ([], []), 0
+        if places:
+            torch._foreach_copy_(places, values)
 
     def close(self) -> None:
         self._tensors, self._places = {}, {}

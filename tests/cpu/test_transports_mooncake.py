@@ -15,7 +15,7 @@ from megarl.transports import mooncake
 from megarl.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor, send, shapes_of
 
 try:
-    mooncake.open_engine("127.0.0.1", "tcp", 20)
+    mooncake.open_engine("127.0.0.1", "tcp")
 except ConfigError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
@@ -30,7 +30,7 @@ class Receiver:
         self.wide = torch.full((ROWS, 2 * LONG), -1.0)
         self.thin = torch.full((40, 30), -1.0, dtype=torch.bfloat16)
         self.landing = torch.zeros(40 * 10, dtype=torch.bfloat16)
-        self.engine = mooncake.open_engine("127.0.0.1", "tcp", 20)
+        self.engine = mooncake.open_engine("127.0.0.1", "tcp")
         blocks = [(tensor.data_ptr(), tensor.nbytes) for tensor in (self.wide, self.thin, self.landing)]
         mooncake.register(self.engine, blocks)
         base = min(address for address, _ in blocks)

@@ -43,7 +43,7 @@ from megarl.transports.mooncake import open_engine
 from megarl.types import Version
 
 try:
-    open_engine("127.0.0.1", "tcp", 60)
+    open_engine("127.0.0.1", "tcp")
     NO_MOONCAKE = ""
 except ConfigError as missing:
     NO_MOONCAKE = str(missing)

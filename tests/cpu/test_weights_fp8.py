@@ -22,6 +22,7 @@ from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
 
+from megarl.config.errors import ConfigError
 from megarl.generator.quantization import server_arguments
 from megarl.generator.update import LayoutError, Workers, connect, settle_layout
 from megarl.messaging.link import Hub, RunKey
@@ -29,7 +30,14 @@ from megarl.models import llama
 from megarl.models.registry import load_spec
 from megarl.plan.topology import GeneratorTopology
 from megarl.reshard.layout import Layout, generator_layout
-from megarl.transports.base import GLOO, SHARED_MEMORY
+from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.transports.mooncake import open_engine
+
+try:
+    open_engine("127.0.0.1", "tcp")
+    TRANSPORTS = (SHARED_MEMORY, GLOO, MOONCAKE)
+except ConfigError:  # test_transports_mooncake.py is skipped with the reason
+    TRANSPORTS = (SHARED_MEMORY, GLOO)
 
 SHAPE = dict(hidden_size=192, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 EXPERTS = dict(moe_intermediate_size=256)
@@ -168,8 +176,8 @@ async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
 def test_engine_holds_the_export_as_the_reference_quantises_it(
     setting: Setting, layout: str, engines, trainers, key_file, tmp_path, record_property
 ):
-    kinds = [(0, SHARED_MEMORY), (1, GLOO), (1, SHARED_MEMORY)]
-    record_property("matrix", (str(setting), layout, (GLOO, SHARED_MEMORY)))
+    kinds = [(0, SHARED_MEMORY), *((1, kind) for kind in TRANSPORTS)]
+    record_property("matrix", (str(setting), layout, TRANSPORTS))
     synced = engines.of(setting)
     with contextlib.ExitStack() as stack:
         hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
@@ -189,10 +197,12 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
         trainers.begin(job)
         results = [receive(synced.generator, job, sync, hub) for sync, hub in zip(job.syncs, hubs)]
 
-    for (parameters, logprobs), folder in zip(results, (synced.checkpoint, job.export, job.export)):
+    for folder, updated in ((synced.checkpoint, results[:1]), (job.export, results[1:])):
         reference = Quantised.load(folder, setting.quantization)
-        assert unequal(parameters, reference.in_engine(load_spec(folder), setting.tp, setting.ep)) == []
-    assert results[1][1] == logprobs
+        expected = reference.in_engine(load_spec(folder), setting.tp, setting.ep)
+        for parameters, logprobs in updated:
+            assert unequal(parameters, expected) == []
+            assert logprobs == updated[0][1]
     dequantised = reference.save_dequantised(job.export, tmp_path / "dequantised")
     assert hf_difference(SEQUENCES, logprobs, dequantised) < hf_rounding(SEQUENCES, dequantised, "bfloat16")
     if layout == setting.layouts[-1] and (setting.family, setting.quantization) not in NOT_LOADED:

@@ -29,7 +29,7 @@ from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.transports.mooncake import open_engine
 
 try:
-    open_engine("127.0.0.1", "tcp", 60)
+    open_engine("127.0.0.1", "tcp")
     TRANSPORTS = (SHARED_MEMORY, GLOO, MOONCAKE)
 except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)

@@ -126,7 +126,7 @@ def test_reshard_lists_dumps_and_draws(run_yaml: Path, tmp_path: Path, capsys: p
         own = [copy for copy in copies if copy[key] == number]
         assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == len(own) + 1 and lines[-1].startswith(f"{rank}: {len(own):,} copies")
+        assert len(lines) == len(own) + 1 and lines[-1].startswith(f"{rank}: {len(own):,} copies") and lines[-1].endswith(" ms")
         assert any(" quantise, " in line for line in lines) and any(" scale, " in line for line in lines)
     for rank, message in (("trainer:4", "the trainer has ranks 0 to 3"), ("engine:0", "must be trainer:N or generator:N")):
         assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 2

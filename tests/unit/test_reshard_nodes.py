@@ -75,7 +75,7 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
         (Box((0, 0), (4, 8)), (16, 8), 2, False, 1),  # whole rows: contiguous
         (Box((3, 0), (1, 4)), (16, 8), 2, False, 1),  # part of one row: contiguous too
         (Box((0, 0), (4, 4)), (16, 8), 2, True, 1),  # runs of 8 bytes
-        (Box((0, 0), (4, 32768)), (16, 65536), 2, False, 4),  # runs of 64 KiB
+        (Box((0, 0), (4, 65536)), (16, 131072), 2, False, 4),  # runs of 128 KiB
         (Box((0, 0), (4, 32768)), (16, 65536), 1, True, 1),
         (Box((1, 0, 0), (1, 4, 8)), (4, 16, 8), 2, False, 1),  # of one expert
     ],

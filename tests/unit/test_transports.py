@@ -10,6 +10,7 @@ import torch
 from megarl.messaging.host import Host
 from megarl.reshard.audit import MASK, hash_tensor
 from megarl.reshard.box import Box
+from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy
 from megarl.transports.base import Endpoint, RemoteTensor, send, shapes_of
 from megarl.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
@@ -55,6 +56,35 @@ def test_shared_memory_writes_boxes_in_place():
     assert sent.bytes == 4 * (8 + 3 + 5) + 2 * 7
     assert sent.shares == {0: {"a": hash_tensor(covered(want_a)) & MASK, "b": hash_tensor(want_b)}}
     os.close(descriptor)
+
+
+@pytest.mark.parametrize("change", ["in place", "moved", "another stride"])
+def test_values_kept_between_updates_are_those_of_now(change):
+    sources = {name: values.clone() for name, values in SOURCES.items()}
+    payloads, copies = Payloads(), [copy for copy in COPIES if copy.source_tensor == "x"]
+    payloads.begin(sources)
+    before = [payloads.of(copy) for copy in copies]
+    if change == "in place":
+        sources["x"] += 100
+    elif change == "moved":
+        sources["x"] = sources["x"] + 100
+    else:
+        sources["x"].set_(torch.stack([sources["x"] + 100, sources["x"]], dim=2)[:, :, 0])
+    payloads.begin(sources)
+    for copy, old in zip(copies, before):
+        assert torch.equal(payloads.of(copy), SOURCES["x"][copy.source_box.slices()] + 100)
+        assert (payloads.of(copy) is old) == (change == "in place")
+
+
+def test_what_a_view_cannot_show_is_made_anew():
+    """The values of a column, as a row of experts' shape: reshaping copies."""
+    source = {"x": torch.arange(40.0).view(5, 8)}
+    copy = Copy(0, "x", Box((0, 3), (5, 2)), 0, "c", Box((0,), (10,)), "identity", "float32", 0)
+    payloads = Payloads()
+    for _ in range(2):
+        payloads.begin(source)
+        assert torch.equal(payloads.of(copy), source["x"][:, 3:5].reshape(10))
+        source["x"] += 1
 
 
 def test_shared_memory_of_another_host_is_an_error_with_both_ranks():
