@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.launch.commands import sizes
 from megarl.launch.launcher import Job, placement
+from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import NodePlan
 from megarl.launch.preflight import gpus
 from megarl.launch.processes import ProcessSpec
@@ -85,4 +86,6 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
     for node in placed:
         if 0 in node.serves:
             yield node.node, worker_spec(job.driver_role, 0, folder)
-            yield node.node, engine_specs(plan, node, unknown, "ADDRESS", interface)[0]
+            ports = {part.name: 0 for part in node.engines}
+            report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
+            yield node.node, engine_specs(plan, node, unknown, report, interface)[0]

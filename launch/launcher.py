@@ -71,7 +71,7 @@ def launch(
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
-            workers, trainers = _start(processes, plan, job, placed[node.rank], rendezvous, folder, report.address)
+            workers, trainers = _start(processes, plan, job, placed[node.rank], rendezvous, folder, report)
             if job.stops:
                 order.arm(trainers)
             _follow(processes, workers, meeting, working, poll, order)
@@ -141,7 +141,7 @@ def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, 
 
 def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
     address = address_of(plan.config.launch.interface, node.count)
-    wanted = [f"engine.{engine}" for engine in mine.serves] + [f"engine.{engine}.group" for engine in mine.serves]
+    wanted = [part.name for part in mine.engines] + [f"engine.{engine}.group" for engine in mine.serves]
     wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
     problems = problems_here(plan, mine, parameter_count(plan.spec)) if node.count > 1 else []
@@ -173,14 +173,14 @@ def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[No
 
 
 def _start(
-    processes: ProcessGroup, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, address: str
+    processes: ProcessGroup, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, report: NodeReport
 ) -> tuple[set[str], set[str]]:
     """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
     interface = interface_name(plan.config.launch.interface)
     trainers = trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface) if job.trainer_role else []
     drivers = [worker_spec(job.driver_role, 0, folder)] if _drives(mine, job) else []
     workers = [dataclasses.replace(spec, defers_termination=job.stops) for spec in [*trainers, *drivers]]
-    for spec in [*engine_specs(plan, mine, rendezvous, address, interface), *workers]:
+    for spec in [*engine_specs(plan, mine, rendezvous, report, interface), *workers]:
         processes.start(spec)
     return {spec.name for spec in workers}, {spec.name for spec in trainers}
 

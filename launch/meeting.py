@@ -33,7 +33,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     host: str
     address: str
     gpus: int
-    ports: dict[str, int]  # by what they are for: hub, master, engine.3, engine.3.group
+    ports: dict[str, int]  # by what they are for: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
     versions: dict[str, str]
     problems: list[str]  # that keep this node from taking part
 

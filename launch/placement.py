@@ -17,6 +17,11 @@ class EnginePart:
     ranks: int  # TP ranks in this part
     first_slot: int  # of the node's slots
 
+    @property
+    def name(self) -> str:
+        """Of its process, and of the port it listens on."""
+        return f"engine.{self.engine}.{self.part}" if self.part else f"engine.{self.engine}"
+
 
 @dataclass(frozen=True)
 class NodePlan:

@@ -7,34 +7,34 @@ from pathlib import Path
 
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.environment import engine_devices, network, one_thread, trainer_environment
+from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 
 
-def engine_specs(plan: RunPlan, mine: NodePlan, rendezvous: Rendezvous, address: str, interface: str | None) -> list[ProcessSpec]:
-    """One process per engine, or part of one, on this node."""
+def engine_specs(plan: RunPlan, mine: NodePlan, rendezvous: Rendezvous, report: NodeReport, interface: str | None) -> list[ProcessSpec]:
+    """One process per engine, or part of one, on this node. `report` is this node's own."""
     keys = EngineKeys(api=rendezvous.engine_key, admin=rendezvous.engine_admin_key)
     specs = []
     for part in mine.engines:
-        argv, environment = server_command(engine_settings(plan, part, rendezvous, address), keys, plan.config.generator.server_args)
-        name = f"engine.{part.engine}" if part.parts == 1 else f"engine.{part.engine}.{part.part}"
-        specs.append(ProcessSpec(name, argv, {**environment, **engine_devices(part), **network(interface)}))
+        argv, environment = server_command(engine_settings(plan, part, rendezvous, report), keys, plan.config.generator.server_args)
+        specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **network(interface)}))
     return specs
 
 
-def engine_settings(plan: RunPlan, part: EnginePart, rendezvous: Rendezvous, address: str) -> EngineSettings:
+def engine_settings(plan: RunPlan, part: EnginePart, rendezvous: Rendezvous, report: NodeReport) -> EngineSettings:
     config, engine = plan.config, part.engine
     return EngineSettings(
         model_path=plan.weights_path,
         dtype=plan.engine_dtype,
-        port=rendezvous.engine_ports[engine],
+        port=report.ports[part.name],
         context_length=plan.spec.max_position_embeddings,
         max_running_requests=config.generator.max_concurrency,
         tp=config.generator.tp,
         ep=config.generator.ep,
-        host=address,
+        host=report.address,
         quantization=config.generator.quantization,
         kv_cache_tokens=config.generator.kv_cache_tokens,
         mem_fraction=config.generator.mem_fraction,

@@ -121,7 +121,8 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
     allowed = sorted(os.sched_getaffinity(0))
-    cores = settings.cores or [allowed[-1 - rank % len(allowed)] for rank in range(settings.tp // settings.parts)]
+    ranks = settings.tp // settings.parts
+    cores = settings.cores or [allowed[-1 - (settings.part * ranks + rank) % len(allowed)] for rank in range(ranks)]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
