@@ -88,4 +88,5 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
             yield node.node, worker_spec(job.driver_role, 0, folder)
             ports = {part.name: 0 for part in node.engines}
             report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
-            yield node.node, engine_specs(plan, node, unknown, report, interface)[0]
+            device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # of the nodes, whatever this machine has
+            yield node.node, engine_specs(plan, node, unknown, report, interface, device)[0]

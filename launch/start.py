@@ -14,17 +14,19 @@ from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 
 
-def engine_specs(plan: RunPlan, mine: NodePlan, rendezvous: Rendezvous, report: NodeReport, interface: str | None) -> list[ProcessSpec]:
-    """One process per engine, or part of one, on this node. `report` is this node's own."""
+def engine_specs(
+    plan: RunPlan, mine: NodePlan, rendezvous: Rendezvous, report: NodeReport, interface: str | None, device: str | None = None
+) -> list[ProcessSpec]:
+    """One process per engine, or part of one, on this node. `report` is this node's own. `device`: cuda | cpu; None: what it has."""
     keys = EngineKeys(api=rendezvous.engine_key, admin=rendezvous.engine_admin_key)
     specs = []
     for part in mine.engines:
-        argv, environment = server_command(engine_settings(plan, part, rendezvous, report), keys, plan.config.generator.server_args)
+        argv, environment = server_command(engine_settings(plan, part, rendezvous, report, device), keys, plan.config.generator.server_args)
         specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **network(interface)}))
     return specs
 
 
-def engine_settings(plan: RunPlan, part: EnginePart, rendezvous: Rendezvous, report: NodeReport) -> EngineSettings:
+def engine_settings(plan: RunPlan, part: EnginePart, rendezvous: Rendezvous, report: NodeReport, device: str | None) -> EngineSettings:
     config, engine = plan.config, part.engine
     return EngineSettings(
         model_path=plan.weights_path,
@@ -38,6 +40,7 @@ def engine_settings(plan: RunPlan, part: EnginePart, rendezvous: Rendezvous, rep
         quantization=config.generator.quantization,
         kv_cache_tokens=config.generator.kv_cache_tokens,
         mem_fraction=config.generator.mem_fraction,
+        device=device,
         seed=config.seed + engine,
         parts=part.parts,
         part=part.part,

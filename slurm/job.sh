@@ -16,14 +16,16 @@ megarl_job() {
     done
 }
 
-# SIGTERM (scancel, preemption) goes on to the launchers, which save a checkpoint and end. SIGUSR1 (#SBATCH --signal: the time limit is
-# near) does the same, and puts the job back into the queue: it goes on from that checkpoint.
+# SIGTERM (scancel, preemption) comes to the launchers from Slurm itself: they save a checkpoint and end. SIGUSR1 (#SBATCH --signal:
+# the time limit is near) comes to this script alone. It asks the launchers for the same, and puts the job back into the queue, from
+# where it goes on from that checkpoint. By scancel: an srun that gets SIGTERM kills its tasks outright.
+# --wait: when a node is lost the others end, and the job must still be there when Slurm notices (SlurmdTimeout, 300 s) and requeues it.
 megarl_step() {
     local status=0 again=
-    srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=300 .venv/bin/megarl "$@" &
+    srun ${SLURM_HET_SIZE:+--het-group=0-$((SLURM_HET_SIZE - 1))} --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=600 .venv/bin/megarl "$@" &
     local step=$!
-    trap 'kill -TERM $step 2>/dev/null || true' TERM
-    trap 'again=yes; kill -TERM $step 2>/dev/null || true' USR1
+    trap : TERM
+    trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
     while kill -0 $step 2>/dev/null; do
         status=0
         wait $step || status=$?

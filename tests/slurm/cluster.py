@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,8 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 AuthType=auth/none
+# A requeued job waits until its old credentials have expired: two minutes if this is not said.
+AuthInfo=cred_expire=5
 CredType=cred/none
 SlurmUser={user}
 SlurmdUser={user}
@@ -99,6 +102,8 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        for name in self._daemons:
+            self._kill(self._steps(name))
         self._kill(self.tasks())
 
     @property
@@ -114,9 +119,9 @@ class Cluster:
         self._start(name, ["slurmd", "-D", "-N", name])
 
     def kill_node(self, name: str) -> None:
-        """As if the node lost power: its daemon, the steps it runs and all they started end at once."""
+        """As if the node lost power: its daemon, the steps it runs and all they started end at once, and report nothing."""
         self._daemons.pop(name).kill()
-        self._kill(self.tasks(name))
+        self._kill([*self._steps(name), *self.tasks(name)])
 
     def tasks(self, node: str | None = None) -> list[psutil.Process]:
         """Processes that jobs run now, on `node` or on all."""
@@ -131,7 +136,13 @@ class Cluster:
         mine = found.get("SLURM_CONF") == str(self.folder / "slurm.conf") and "SLURMD_NODENAME" in found
         return mine and node in (None, found["SLURMD_NODENAME"])
 
-    def _kill(self, processes: list[psutil.Process]) -> None:
+    def _steps(self, node: str) -> list[psutil.Process]:
+        """The daemons of the node's steps, known by the log that they hold open."""
+        log = str(self.folder / f"slurmd.{node}.log")
+        steps = [process for process in psutil.process_iter(["name", "open_files"]) if process.info["name"] == "slurmstepd"]
+        return [step for step in steps if any(file.path == log for file in step.info["open_files"] or ())]
+
+    def _kill(self, processes: Iterable[psutil.Process]) -> None:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

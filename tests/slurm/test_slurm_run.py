@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,20 @@ from run_tools import OVERRIDES, ROOT, make_model, rows
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(clusters.missing()), reason=f"no Slurm cluster can be started here: {clusters.missing()}"),
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+START_S = 240  # until a run trains; engines start first
+TWO_COMPONENTS = "--nodes=2 : --nodes=2 --ntasks-per-node=1"  # of a heterogeneous job: trainer ranks on one, engines on the other
+LAUNCHER = """\
+#!/bin/bash
+case "$*" in *--dry-run*) exit ;; esac
+trap 'echo stopped $1 on $SLURMD_NODENAME; exit 143' TERM
+echo started
+while [ -z "$SLURM_RESTART_COUNT" ]; do sleep 0.1; done
+echo finished $1 on $SLURMD_NODENAME
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +51,8 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("run") / "model")
 
 
-def submit(cluster: Cluster, script: Path, log: Path, *overrides: str) -> int:
-    return cluster.submit(script, *overrides, options=("--output", str(log)), cwd=ROOT)
-
-
-def wait_for_steps(run_dir: Path, count: int, timeout_s: float = 200) -> None:
-    deadline = time.monotonic() + timeout_s
-    while len(rows(run_dir)) < count:
-        assert time.monotonic() < deadline, f"fewer than {count} steps in {run_dir} after {timeout_s:.0f} s"
-        time.sleep(0.1)
+def submit(cluster: Cluster, script: Path, log: Path, *overrides: str, nodes: str = "--nodes=4") -> int:
+    return cluster.submit(script, *overrides, options=("--output", str(log), *nodes.split()), cwd=ROOT)
 
 
 def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_path):
@@ -60,39 +63,51 @@ def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_over_four_nodes_outlives_a_requeue_and_the_loss_of_a_node(cluster, job_script, model, tmp_path):
+@pytest.mark.parametrize("nodes", ["--nodes=4", TWO_COMPONENTS], ids=["plain", "heterogeneous"])
+def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, cluster, tmp_path):
+    """The job script alone; that a launcher saves on SIGTERM is tested in tests/cpu/test_run_stopping.py."""
+    checkout, log = tmp_path / "checkout", tmp_path / "log"
+    (checkout / ".venv/bin").mkdir(parents=True)
+    (checkout / "slurm").symlink_to(ROOT / "slurm")
+    (checkout / ".venv/bin/megarl").write_text(LAUNCHER)
+    (checkout / ".venv/bin/megarl").chmod(0o755)
+    job = cluster.submit(ROOT / "slurm/quickstart.sbatch", options=("--output", str(log), *nodes.split()), cwd=checkout)
+    wait_until(lambda: log.exists() and log.read_text().count("started") == 4, "four launchers", 60)
+    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])  # what Slurm sends ahead of the time limit
+    assert cluster.wait(job, ENDED, 60) == "COMPLETED", log.read_text()
+    lines = log.read_text().splitlines()
+    for node in ("n1", "n2", "n3", "n4"):
+        assert lines.count(f"stopped sft on {node}") == 1
+        assert lines.count(f"finished sft on {node}") == lines.count(f"finished train on {node}") == 1
+
+
+def test_a_run_over_four_nodes_outlives_the_loss_of_one(cluster, job_script, model, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    overrides = [f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "checkpoint.every=1", "max_steps=12", "timeouts.silence_s=10"]
+    overrides = [f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "checkpoint.every=1", "max_steps=8", "timeouts.silence_s=10"]
     job = submit(cluster, job_script, log, *overrides)
-    wait_for_steps(run_dir, 2)
-    assert {part["address"] for part in node_reports(run_dir)} and len(node_reports(run_dir)) == 4
-    cluster.run(["scontrol", "requeue", str(job)])
-    wait_for_steps(run_dir, 5)
+    wait_until(lambda: len(rows(run_dir)) >= 2, "the second step", START_S)
+    assert len(list((run_dir / ".launch/train").glob("slurm.*/node.*.json"))) == 4
     cluster.kill_node("n4")
-    cluster.wait(job, ("PENDING", *ENDED), 90)
+    cluster.wait(job, ("PENDING",), 90)  # Slurm has requeued it
     cluster.start_node("n4")
-    cluster.wait_idle()
-    if cluster.state(job) in ENDED:
-        job = submit(cluster, job_script, log, *overrides)
-    assert cluster.wait(job, ENDED, 200) == "COMPLETED", log.read_text()
+    assert cluster.wait(job, ENDED, START_S) == "COMPLETED", log.read_text()
     after = rows(run_dir)
-    assert [row["step"] for row in after] == list(range(12))
+    assert [row["step"] for row in after] == list(range(8))
     assert all(row["sync/audit_ok"] for row in after)
-    assert "on 4 nodes" in log.read_text()
+    assert "8 steps from the start" in log.read_text() and "8 steps from the checkpoint of step" in log.read_text()
 
 
-def test_scancel_leaves_nothing_behind(cluster, job_script, model, tmp_path):
-    run_dir = tmp_path / "run"
-    job = submit(cluster, job_script, tmp_path / "log", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "max_steps=1000")
-    wait_for_steps(run_dir, 1)
+def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, job_script, model, tmp_path):
+    overrides = [f"model.path={model}", f"run_dir={tmp_path / 'run'}", *OVERRIDES]
+    job = submit(cluster, job_script, tmp_path / "log", *overrides, nodes=TWO_COMPONENTS)
+    wait_until(lambda: sum("megarl.generator.server" in task.cmdline() for task in cluster.tasks()) >= 2, "two engines", 90)
     cluster.run(["scancel", str(job)])
     assert cluster.wait(job, ENDED, 60) == "CANCELLED"
-    deadline = time.monotonic() + 40
-    while cluster.tasks():
-        assert time.monotonic() < deadline, [task.cmdline() for task in cluster.tasks()]
-        time.sleep(0.2)
+    wait_until(lambda: not cluster.tasks(), "the end of all processes", 40)
 
 
-def node_reports(run_dir: Path) -> list[dict]:
-    (launch,) = (run_dir / ".launch" / "train").glob("slurm.*.0")
-    return [json.loads(path.read_text()) for path in sorted(launch.glob("node.*.json"))]
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
+        time.sleep(0.1)

@@ -1,0 +1,49 @@
+"""An engine larger than a node: what each of its nodes starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from megarl.config.load import load_config
+from megarl.launch.dry_run import render_launch
+from megarl.launch.launcher import Job, placement
+from megarl.launch.meeting import NodeReport
+from megarl.launch.rendezvous import Rendezvous
+from megarl.launch.start import engine_specs
+from megarl.plan.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+OVERRIDES = ["generator.engines=2", "generator.tp=16", "launch.ranks_per_node=8"]  # 512 trainer ranks, 2 engines of 2 nodes
+
+
+def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_on_a_port_of_their_own(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan = resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan")
+    placed = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 68, 8)
+    rendezvous = Rendezvous(
+        hub_host="h64", hub_port=1, key_file="KEY", trainer_host="h0", trainer_port=2, engine_hosts=["h64", "h66"],
+        engine_ports=[3, 4], engine_group_ports=[5, 6], engine_key="", engine_admin_key="", start_step=0, checkpoint="",
+    )  # fmt: skip
+    started = {}
+    for node in placed[64:]:
+        ports = {part.name: 100 + node.node for part in node.engines}
+        report = NodeReport(node.node, "", f"h{node.node}", gpus=8, ports=ports, versions={}, problems=[])
+        for spec in engine_specs(plan, node, rendezvous, report, interface=None, device="cuda"):
+            started[spec.name] = json.loads(spec.argv[-1])
+            assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert list(started) == ["engine.0", "engine.0.1", "engine.1", "engine.1.1"]
+    assert {(spec["tp_size"], spec["nnodes"]) for spec in started.values()} == {(16, 2)}
+    assert [spec["node_rank"] for spec in started.values()] == [0, 1, 0, 1]
+    assert [spec["dist_init_addr"] for spec in started.values()] == ["h64:5", "h64:5", "h66:6", "h66:6"]
+    assert [(spec["host"], spec["port"]) for spec in started.values()] == [(f"h{n}", 100 + n) for n in range(64, 68)]
+    assert [spec["random_seed"] for spec in started.values()] == [0, 0, 1, 1]
+
+
+def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shown = render_launch(resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan"))
+    assert shown.startswith("launch     68 nodes")
+    engine = json.loads(shlex.split(shown.splitlines()[-1])[-1])
+    assert (engine["device"], engine["nnodes"], engine["node_rank"], engine["dist_init_addr"]) == ("cuda", 2, 0, "ADDRESS:0")
