@@ -30,7 +30,10 @@ _Served = Callable[[Row], Optional[list[_Entry]]]  # a rank's share of a row; No
 
 def sent(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
     """What `rank` of the source sends, in forward order."""
-    seats = {(k, s) for k, kind in enumerate(map.source.kinds) for _, s, _ in kind.seats(rank)}
+    seats: dict[tuple[int, int], list[int]] = {}
+    for k, kind in enumerate(map.source.kinds):
+        for stage, s, _ in kind.seats(rank):
+            seats.setdefault((k, s), []).append(stage)
     return _List(map).of(rows, partial(_given, map, rank, seats))
 
 
@@ -43,10 +46,12 @@ def received(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
     return _List(map).of(rows, partial(_taken, map, rank, seats))
 
 
-def _given(map: ReshardMap, rank: int, seats: set[tuple[int, int]], row: Row) -> Optional[list[_Entry]]:
-    if not any([(holder.kind, holder.shard) in seats for holder in row.holders]):
+def _given(map: ReshardMap, rank: int, seats: dict[tuple[int, int], list[int]], row: Row) -> Optional[list[_Entry]]:
+    """`seats`: stages at which the rank holds a shard, by kind and shard."""
+    found = [seats.get((holder.kind, holder.shard)) for holder in row.holders]
+    if not any(found):
         return None
-    service = map.service(row)
+    service = map.service(row, stages=found[0] if len(found) == 1 else None)
     of_class: dict[int, list[tuple[int, _Pairs]]] = {}
     own = np.nonzero(service.senders == rank)  # class, replica
     for c, holder, receiver in zip(own[0].tolist(), service.holders[own].tolist(), service.receivers[own].tolist()):
@@ -75,7 +80,7 @@ class _List:
     """One rank's list in the making."""
 
     map: ReshardMap
-    names: dict[str, list[str]] = field(default_factory=dict)  # template → name at each layer
+    parts: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # of a template: what stands before and after the layer's number
     by_depth: list[list[Copy]] = field(default_factory=list)
 
     def of(self, rows: tuple[Row, ...], served: _Served) -> list[Copy]:
@@ -94,19 +99,20 @@ class _List:
     def _add(self, row: Row, entries: list[_Entry]) -> None:
         target, transform, box = self.map.destination.kinds[row.kind], row.transform, row.box
         dtype, layer, depth = target.shards[row.shard].dtype, target.first_layer, self.map.destination.depth(target, 0)
-        by_depth, names = self.by_depth, self._names(target.name)
+        by_depth, instances = self.by_depth, [i for i, _, _ in entries]
+        names = self._names(target.name, layer, instances)
         if transform == ZEROS:
-            for i, _, pairs in entries:
-                name, at = names[layer + i], depth + i
+            for (i, _, pairs), name in zip(entries, names):
+                at = depth + i
                 by_depth[at] += [Copy(s, None, None, r, name, box, transform, dtype, at) for s, r in pairs]
             return
-        origins = [(self._names(self.map.source.kinds[holder.kind].name), holder) for holder in row.holders]
+        origins = [(self._names(self.map.source.kinds[holder.kind].name, layer, instances), holder) for holder in row.holders]
         apart = self.map.of_experts(row)
-        hows = self._hows(row, target, [i for i, _, _ in entries])
-        for (i, h, pairs), how in zip(entries, hows):
-            at, name = depth + i, names[layer + i]
+        hows = self._hows(row, target, instances)
+        for n, ((i, h, pairs), name, how) in enumerate(zip(entries, names, hows)):
+            at = depth + i
             source_names, held = origins[h]
-            source_name, here = source_names[layer + i], held.box
+            source_name, here = source_names[n], held.box
             if apart:
                 items = list(_of_each_expert(self.map, row, held, source_name, name, how))
                 by_depth[at] += [Copy(s, x, a, r, y, b, transform, dtype, at, q) for s, r in pairs for x, a, y, b, q in items]
@@ -117,18 +123,17 @@ class _List:
         if row.logical is None:
             return [None] * len(instances)
         weights = target if row.travels_with is None else self.map.destination.kinds[row.travels_with]
-        tiles, first = self._names(tile_space(weights, row.logical_name)), target.first_layer
+        tiles = self._names(tile_space(weights, row.logical_name), target.first_layer, instances)
         rule, corner, cut = weights.rule, row.logical.start[-2:], row.cut
         assert rule is not None
-        return [Quantisation(rule, tiles[first + i], corner, cut) for i in instances]
+        return [Quantisation(rule, name, corner, cut) for name in tiles]
 
-    def _names(self, template: str) -> list[str]:
-        """By global layer. A template that is not of layers stands in all places."""
-        if template not in self.names:
-            before, layered, after = template.partition(LAYER_FIELD)
-            layers = range(max(1, self.map.destination.num_layers))
-            self.names[template] = [f"{before}{n}{after}" for n in layers] if layered else [before] * len(layers)
-        return self.names[template]
+    def _names(self, template: str, first: int, instances: list[int]) -> list[str]:
+        """Of each instance, the 0th of which is of layer `first`. A template that is not of layers has one name."""
+        if template not in self.parts:
+            self.parts[template] = template.partition(LAYER_FIELD)
+        before, layered, after = self.parts[template]
+        return [f"{before}{first + i}{after}" for i in instances] if layered else [before] * len(instances)
 
 
 def _of_each_expert(

@@ -95,9 +95,9 @@ class ReshardMap:
                 digest.update(kind.ranks.astype(np.int64).tobytes())
         return digest.hexdigest()
 
-    def service(self, row: Row, replica: Optional[int] = None) -> Service:
-        """Who sends a row to whom, at every instance, to all destination replicas or to one."""
-        return self._turns.service(row, replica)
+    def service(self, row: Row, replica: Optional[int] = None, stages: Optional[list[int]] = None) -> Service:
+        """Who sends a row to whom: see `Turns.service`."""
+        return self._turns.service(row, replica, stages)
 
     def routes(self) -> list[tuple[Row, int]]:
         """Rows of equal route as one, and their bytes at one instance and replica."""

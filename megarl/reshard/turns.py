@@ -22,7 +22,7 @@ from megarl.reshard.template import Row
 class Service:
     """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first instance is `first[class_of[i]]`."""
 
-    class_of: np.ndarray  # [instances]
+    class_of: np.ndarray  # [instances]; -1: not asked for
     first: np.ndarray  # [classes]
     holders: np.ndarray  # [classes, replicas]: index into row.holders
     senders: np.ndarray  # [classes, replicas]: source rank
@@ -44,11 +44,14 @@ class Turns:
     nodes: Optional[Nodes]
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
-    def service(self, row: Row, replica: Optional[int] = None) -> Service:
-        """Of all destination replicas, or of one."""
+    def service(self, row: Row, replica: Optional[int] = None, stages: Optional[list[int]] = None) -> Service:
+        """Of all destination replicas, or of one; of all instances, or of those that these stages of the first holder's kind hold."""
         target, held = self.destination.kinds[row.kind], row.holders[0].kind
         orders = self._ordering.of(row)
         class_of, first = self._classes_of(row, orders)
+        if stages is not None:
+            asked = np.array([stage in stages for stage in self.source.kinds[held].stages[first].tolist()])
+            class_of, first = np.where(asked, asked.cumsum() - 1, -1)[class_of], first[asked]
         chosen = np.arange(target.replicas) if replica is None else np.array([replica])
         receivers = target.ranks[target.stages[first], row.shard][:, chosen]
         turn = (self._ordinals[held][first] * target.replicas)[:, None] + chosen
@@ -57,7 +60,7 @@ class Turns:
         holder_of, ranks_of = candidates(self.source, row, first)
         if self.nodes is not None:
             picked = _on_same_node(self.nodes, ranks_of, receivers, turn, picked)
-        return Service(class_of, first, holder_of[picked], np.take_along_axis(ranks_of, picked, axis=1), receivers)
+        return Service(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
 
     def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
         """(class of each instance, first instance of each class): alike are equal stages on both sides and turns of equal place."""

@@ -138,8 +138,8 @@ def nobody(service: Service) -> Service:
 )
 def test_proof_refuses_senders_that_do_not_hold_the_layer_and_other_receivers(damage, message):
     class Wrong(ReshardMap):
-        def service(self, row, replica=None):
-            return damage(super().service(row, replica))
+        def service(self, row, replica=None, stages=None):
+            return damage(super().service(row, replica, stages))
 
     map = tiny_map()
     with pytest.raises(ProofError, match=message):
