@@ -172,7 +172,14 @@ def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job) -> EngineKee
 
 
 def _start(
-    processes: ProcessGroup, keeper: EngineKeeper, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, address: str
+    processes: ProcessGroup,
+    keeper: EngineKeeper,
+    plan: RunPlan,
+    job: Job,
+    mine: NodePlan,
+    rendezvous: Rendezvous,
+    folder: Path,
+    address: str,
 ) -> tuple[set[str], set[str]]:
     """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
     interface = interface_name(plan.config.launch.interface)

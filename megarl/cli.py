@@ -36,6 +36,7 @@ BENCH = "measure one thing on this machine, beside its physical limit and beside
 BENCHES = {
     "sync": "new weights into a live engine, ours and others' ways",
     "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
+    "faults": "a run that engines, ranks, disks and strangers do harm to: what is survived, what ends it, what is lost",
     "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
 }
 EXAMPLES = {
@@ -55,7 +56,8 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
     ],
     "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
-              "megarl bench overlap --picture overlap.png", "megarl bench channels --json"],
+              "megarl bench overlap --picture overlap.png", "megarl bench channels --json",
+              "megarl bench faults --faults 50 --seed 1", "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'"],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -144,6 +146,11 @@ def _add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     overlap.add_argument("--picture", metavar="FILE", help="draw the efficiencies as bars: .svg or .png")
     overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
+    faults = by_name["faults"]
+    faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
+    faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
+    faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
+    faults.add_argument("--keep", metavar="DIR", help="a new folder for the run and its logs, to stay; default: kept only when something is wrong")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
     return parser
 
@@ -234,6 +241,13 @@ def _bench_overlap(arguments: argparse.Namespace) -> None:
     run(arguments.step_s, arguments.steps, arguments.lanes, arguments.json, arguments.picture)
 
 
+def _bench_faults(arguments: argparse.Namespace) -> None:
+    from megarl.bench.faults import run
+
+    kinds = [kind.strip() for kind in arguments.kinds.split(",") if kind.strip()]
+    run(arguments.faults, arguments.seed, kinds, arguments.json, arguments.keep)
+
+
 def _bench_channels(arguments: argparse.Namespace) -> None:
     from megarl.bench.channels import run
 
@@ -244,6 +258,7 @@ BENCH_RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "sync": _bench_sync,
     "overlap": _bench_overlap,
     "channels": _bench_channels,
+    "faults": _bench_faults,
 }
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,

@@ -137,7 +137,8 @@ class WeightsSender:
         self._use(weights_map(self._plan, executor.layout), executor.rank)
         check_held(executor.get_model(), self._map.source, executor.rank)
         host = this_host()
-        self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s)
+        may_lose = self._plan.config.generator.on_failure != "fail"
+        self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
         self._link.send(Hello(self._map.plan_hash, host))
 
     def _use(self, map: ReshardMap, rank: int) -> None:

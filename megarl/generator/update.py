@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import time
 from collections import defaultdict
@@ -73,6 +74,7 @@ class Workers:
     stores: dict[str, dist.TCPStore] = field(default_factory=dict)  # where the groups of two-sided transports meet, by kind
     may_lose: bool = False  # what is done goes on without an engine that becomes unreachable
     lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by place in `engines`
+    connection: str = field(default_factory=lambda: secrets.token_hex(4))  # what the workers' own names end with
 
     @property
     def count(self) -> int:
@@ -90,8 +92,8 @@ class Workers:
         payloads: dict[int, bytes] = {}
         while missing := awaited - payloads.keys():
             ranks = ", ".join(map(str, sorted(missing)))
-            _, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {ranks} to {name}")
-            if reply.command != name or reply.generator_rank not in awaited:
+            sender, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {ranks} to {name}")
+            if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in awaited:
                 continue  # an engine's that was lost after it had answered
             if reply.error:
                 raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
@@ -134,7 +136,7 @@ async def check_parallelism(workers: Workers, ep: int) -> None:
 async def connect(workers: Workers, key_file: str) -> list[Host]:
     """Once, before anything else. Needs an open update session. Where each generator rank runs."""
     first_ranks = range(0, workers.count, workers.tp)
-    payloads = await workers.run([Connect(rank, workers.hub.address, key_file) for rank in first_ranks])
+    payloads = await workers.run([Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks])
     return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
 
 
