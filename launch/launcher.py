@@ -15,12 +15,13 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.generator.server import EngineKeys
+from megarl.launch.engines import EngineKeeper
 from megarl.launch.lock import held
 from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_name
 from megarl.launch.placement import NodePlan, place, slots_per_node
 from megarl.launch.preflight import disagreements, gpus, host_name, problems_here, versions
-from megarl.launch.processes import ProcessGroup, ProcessSpec
+from megarl.launch.processes import ProcessGroup
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import engine_specs, trainer_specs, worker_spec
 from megarl.launch.stopping import Stopped, StopOrder
@@ -71,10 +72,11 @@ def launch(
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
-            workers, trainers = _start(processes, plan, job, placed[node.rank], rendezvous, folder, report)
+            keeper = engine_keeper(processes, plan, job)
+            workers, trainers = _start(processes, keeper, plan, job, placed[node.rank], rendezvous, folder, report)
             if job.stops:
                 order.arm(trainers)
-            _follow(processes, workers, meeting, working, poll, order)
+            _follow(processes, keeper, workers, meeting, working, poll, order)
             if order.given:
                 raise Stopped
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
@@ -172,21 +174,44 @@ def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[No
     )
 
 
+def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job) -> EngineKeeper:
+    generator = plan.config.generator
+    policy = generator.on_failure if job.stops else "fail"  # only training can go on with other engines than it began with
+    return EngineKeeper(processes, policy, generator.max_restarts, generator.health_s, generator.startup_timeout_s)
+
+
 def _start(
-    processes: ProcessGroup, plan: RunPlan, job: Job, mine: NodePlan, rendezvous: Rendezvous, folder: Path, report: NodeReport
+    processes: ProcessGroup,
+    keeper: EngineKeeper,
+    plan: RunPlan,
+    job: Job,
+    mine: NodePlan,
+    rendezvous: Rendezvous,
+    folder: Path,
+    report: NodeReport,
 ) -> tuple[set[str], set[str]]:
     """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
     interface = interface_name(plan.config.launch.interface)
     trainers = trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface) if job.trainer_role else []
     drivers = [worker_spec(job.driver_role, 0, folder)] if _drives(mine, job) else []
     workers = [dataclasses.replace(spec, defers_termination=job.stops) for spec in [*trainers, *drivers]]
-    for spec in [*engine_specs(plan, mine, rendezvous, report, interface), *workers]:
+    engines = engine_specs(plan, mine, rendezvous, report, interface)
+    for spec in [*engines, *workers]:
         processes.start(spec)
+    for part, spec in zip(mine.engines, engines):
+        if part.parts == 1:  # the parts of one that spans nodes could only be started again together
+            keeper.keep(spec, report.address, rendezvous.engine_ports[part.engine], rendezvous.engine_key)
     return {spec.name for spec in workers}, {spec.name for spec in trainers}
 
 
 def _follow(
-    processes: ProcessGroup, workers: set[str], meeting: Meeting, working: list[int], poll: Callable[[], None], order: StopOrder
+    processes: ProcessGroup,
+    keeper: EngineKeeper,
+    workers: set[str],
+    meeting: Meeting,
+    working: list[int],
+    poll: Callable[[], None],
+    order: StopOrder,
 ) -> None:
     """Until the workers of all nodes are done: engines serve the last of them. Where the run is stopped, only trainer ranks matter."""
 
@@ -194,7 +219,13 @@ def _follow(
         poll()
         meeting.poll()
         order.poll()
+        if not order.given:
+            keeper.poll()
 
-    watch(processes, workers, poll_all, among=order.among)
+    def among() -> set[str]:
+        trainers = order.among()
+        return processes.names - keeper.names if trainers is None else trainers
+
+    watch(processes, workers, poll_all, among=among)
     meeting.finish()
-    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working), among=order.among)
+    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working), among=among)

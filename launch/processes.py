@@ -28,7 +28,7 @@ class ProcessFailed(RuntimeError):
     def __init__(self, name: str, returncode: int, log: Path):
         how = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
         super().__init__(f"{name} {how}; the end of {log}:\n{log_tail(log)}")
-        self.name = name
+        self.name, self.how = name, f"{name} {how}"
 
 
 class ProcessGroup:
@@ -52,7 +52,10 @@ class ProcessGroup:
             self._dumps_stacks.add(spec.name)
         if spec.defers_termination:
             self._defers_termination.add(spec.name)
-        with open(self.log_path(spec.name), "wb") as log:
+        again = spec.name in self._children  # then what its predecessor said stays, and that one's descendants go
+        if again:
+            self._signal(self._children[spec.name], signal.SIGKILL)
+        with open(self.log_path(spec.name), "ab" if again else "wb") as log:
             self._children[spec.name] = subprocess.Popen(
                 spec.argv,
                 env={**os.environ, **spec.env},
@@ -67,6 +70,24 @@ class ProcessGroup:
 
     def running(self) -> list[str]:
         return [name for name, child in self._children.items() if child.poll() is None]
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._children)
+
+    def kill(self, name: str) -> None:
+        """Ends one child and its descendants at once."""
+        self._signal(self._children[name], signal.SIGKILL)
+
+    def failure(self, name: str) -> ProcessFailed | None:
+        """Of a child that has ended; None while it runs."""
+        code = self._children[name].poll()
+        return None if code is None else ProcessFailed(name, code, self.log_path(name))
+
+    def forget(self, name: str) -> None:
+        """Ends what is left of a child, and counts it no more."""
+        self.kill(name)
+        del self._children[name]
 
     def ask_to_stop(self, names: set[str]) -> None:
         """Sends SIGTERM to those of `names` that run."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megarl.config.load import load_config
@@ -35,7 +36,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
     buffer = RolloutBuffer(config.rollout.prompts_per_step, config.async_.max_staleness, ledger) if rank == 0 else None
     weights = WeightsSender(plan, link, stop)
-    rollouts = RolloutsReceiver(link, config.async_.capacity, config.timeouts.rollouts_s, buffer, stop)
+    rollouts = RolloutsReceiver(link, config.async_.capacity, config.timeouts.rollouts_s, buffer, stop, partial(weights.send, again=True))
     run_controller(plan, TrainerExecutor(plan, rank, rendezvous, rollouts.ledger), [weights, rollouts], weights)
 
 

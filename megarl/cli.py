@@ -37,6 +37,7 @@ BENCH = "measure one thing on this machine, beside its physical limit and beside
 BENCHES = {
     "sync": "new weights into a live engine, ours and others' ways",
     "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
+    "faults": "a run that engines, ranks, disks and strangers do harm to: what is survived, what ends it, what is lost",
     "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
     "staleness": "reward over capacities, staleness bounds and seeds: 24 runs of CONFIG",
 }
@@ -58,7 +59,8 @@ EXAMPLES = {
     ],
     "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
               "megarl bench overlap --picture overlap.png", "megarl bench channels --json",
-              "megarl bench staleness configs/quickstart.yaml --seeds 3"],
+              "megarl bench staleness configs/quickstart.yaml --seeds 3",
+              "megarl bench faults --faults 50 --seed 1", "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'"],
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -152,6 +154,11 @@ def _add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in max_steps=40")
     staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
     staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete ones are not repeated")
+    faults = by_name["faults"]
+    faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
+    faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
+    faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
+    faults.add_argument("--keep", metavar="DIR", help="a new folder for the run and its logs, to stay; default: kept only when something is wrong")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
     return parser
 
@@ -242,6 +249,13 @@ def _bench_overlap(arguments: argparse.Namespace) -> None:
     run(arguments.step_s, arguments.steps, arguments.lanes, arguments.json, arguments.picture)
 
 
+def _bench_faults(arguments: argparse.Namespace) -> None:
+    from megarl.bench.faults import run
+
+    kinds = [kind.strip() for kind in arguments.kinds.split(",") if kind.strip()]
+    run(arguments.faults, arguments.seed, kinds, arguments.json, arguments.keep)
+
+
 def _bench_channels(arguments: argparse.Namespace) -> None:
     from megarl.bench.channels import run
 
@@ -261,6 +275,7 @@ BENCH_RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "overlap": _bench_overlap,
     "channels": _bench_channels,
     "staleness": _bench_staleness,
+    "faults": _bench_faults,
 }
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,

@@ -74,7 +74,7 @@ class Group(msgspec.Struct, frozen=True):
     samples: list[Sample]  # [n]
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, tag=True):
     """What one optimizer step consumes: `prompts_per_step` groups, in the order of their ordinals."""
 
     step: int

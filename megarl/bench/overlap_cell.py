@@ -212,25 +212,19 @@ class EmulatedSender(WeightsSender):
         self._link.send(WeightsWritten(grant.version, 0, self.write_s, {}))
 
 
-@dataclass
-class _Paused:
-    pause_s: float
-
-
 class EmulatedReceiver(WeightsReceiver):
     """The receiving end, with emulated engines that stand still while the trainer writes."""
 
-    async def _update(self, executor: EmulatedGenerator, version: Version) -> tuple[_Paused, int]:
+    async def _update(self, executor: EmulatedGenerator, version: Version) -> tuple[float, int]:
         started = time.monotonic()
-        with executor.trace.span(f"pause for weights {version}", track="weights"):
-            for engine in executor.engines:
-                engine.pause()
-            for name in self._trainers:
-                self._link.send(name, WeightsGrant(version, []))
-            await self._await_written(version)
-            for engine in executor.engines:
-                await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
-        return _Paused(time.monotonic() - started), 0
+        for engine in executor.engines:
+            engine.pause()
+        for name in self._trainers:
+            self._link.send(name, WeightsGrant(version, []))
+        await self._await_written(version)
+        for engine in executor.engines:
+            await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
+        return time.monotonic() - started, 0
 
 
 def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:

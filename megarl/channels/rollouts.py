@@ -13,7 +13,8 @@ when, where it is received (`buffer`).
 from __future__ import annotations
 
 import time
-from typing import Optional
+from collections.abc import Callable
+from typing import Optional, Union
 
 import msgspec
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from megarl.channels.buffer import RolloutBuffer
 from megarl.channels.stopping import StopRequest
 from megarl.messaging.link import LOOK_UP_S, Hub, Peer
-from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate
+from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
 from megarl.protocols import ChannelType, Executor
 from megarl.types import Batch, Ordinal, Version
 
@@ -65,7 +66,11 @@ class RolloutsSender(_Rollouts):
         raise AssertionError("the generator does not receive rollouts")
 
 
-class _EncodedBatch(msgspec.Struct, frozen=True):
+class _Resend(msgspec.Struct, frozen=True, tag=True):
+    """In the place of a batch: first, all ranks offer their weights once more."""
+
+
+class _EncodedBatch(msgspec.Struct, frozen=True, tag="Batch"):
     """A Batch whose groups are still encoded: on the wire, the same."""
 
     step: int
@@ -77,7 +82,7 @@ class _EncodedBatch(msgspec.Struct, frozen=True):
     buffered: int
 
 
-_decode_batch = msgspec.msgpack.Decoder(Optional[Batch]).decode  # nil: the run is to stop
+_decode_agreed = msgspec.msgpack.Decoder(Union[Batch, _Resend, None]).decode
 
 
 class RolloutsReceiver(_Rollouts):
@@ -97,9 +102,11 @@ class RolloutsReceiver(_Rollouts):
         timeout_s: float,
         buffer: Optional[RolloutBuffer] = None,
         stop: Optional[StopRequest] = None,
+        resend: Callable[[Executor], None] = lambda executor: None,
     ):
         super().__init__(link, capacity)
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
+        self._resend = resend  # of the weights, for an engine that has come back
         self._idle_s = 0.0  # of the generator, up to the batch before
         if buffer is not None:
             ledger = buffer.ledger()
@@ -109,13 +116,17 @@ class RolloutsReceiver(_Rollouts):
     def recv(self, executor: Executor) -> None:
         """Hands the batch of `executor.curr_step` to the executor, with the seconds it waited for it."""
         started = time.monotonic()
-        body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
-        body = broadcast_bytes(body, executor.device)
-        batch = _decode_batch(body)
+        while isinstance(batch := self._agreed(executor), _Resend):
+            self._resend(executor)
         if batch is None:
             executor.stop()
         else:
             executor.put_batch(batch, waited_s=time.monotonic() - started)
+
+    def _agreed(self, executor: Executor) -> Union[Batch, _Resend, None]:
+        """What rank 0 says, on every rank. Collective."""
+        body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
+        return _decode_agreed(broadcast_bytes(body, executor.device))
 
     def ledger(self) -> bytes:
         """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
@@ -125,7 +136,7 @@ class RolloutsReceiver(_Rollouts):
     def send(self, executor: Executor) -> None:
         raise AssertionError("the trainer does not send rollouts")
 
-    def _next_batch(self, executor: Executor) -> Optional[_EncodedBatch]:
+    def _next_batch(self, executor: Executor) -> Union[_EncodedBatch, _Resend, None]:
         """Waits until the buffer gives the batch of this step, and has what it finds too old generated again. None: the run is to stop."""
         step, buffer = executor.curr_step, self._buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
@@ -134,6 +145,9 @@ class RolloutsReceiver(_Rollouts):
             while True:
                 if self._stop.asked:
                     return None
+                wanted = self.link.poll(WeightsWanted)
+                if wanted is not None and wanted[1].version == step:  # else a newer version has been sent meanwhile
+                    return _Resend()
                 self._take_in()
                 if stale := buffer.reject(step):
                     self.link.send(Regenerate(stale))

@@ -5,13 +5,16 @@ See weights_sender for one update seen from both ends.
 
 from __future__ import annotations
 
+import asyncio
+from typing import Optional
+
 from megarl.channels.admission import run_ahead
+from megarl.channels.engine_sessions import EngineSessions, Session
+from megarl.channels.weights_sender import is_probe_version
+from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
-from megarl.channels.weights_sender import is_probe_version, weights_map
-from megarl.generator import update
-from megarl.generator.opening import Opened, open_engines
+from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWanted, WeightsWritten
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
@@ -34,14 +37,15 @@ class WeightsReceiver:
     type = ChannelType.DDMA_WEIGHTS_UPDATE
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
-        self._plan, self._link, self._key_file = plan, link, key_file
+        self._plan, self._link = plan, link
         self.capacity = run_ahead(plan.config.async_)
         self.settled: Version = -1  # taken, and done with all that follows an update
-        self._map = weights_map(plan, source)
+        self._sessions = EngineSessions(plan, source, link, key_file)
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]
         self._offers: dict[int, set[str]] = {}  # version → trainer ranks that have offered it
-        self._workers: update.Workers | None = None
-        self._opened: Opened | None = None
+        self._hosts: list[Host] = []  # of the trainer ranks
+        self._busy = False  # an update is on its way
+        self._updates = 0
 
     def recv(self, executor: Executor) -> None:
         """Waits for the weights that the coming batch needs."""
@@ -55,76 +59,132 @@ class WeightsReceiver:
             executor.wait_until(lambda: self.settled >= oldest, awaited)
 
     async def serve(self, executor: Executor) -> None:
-        """Takes every version up to the run's last."""
-        every = self._plan.config.observe.probe_every
+        """Takes every version up to the run's last, and gives the one that is served to engines that come back."""
+        executor.background.start(self._invite(executor), "invitation of engines that came back")
         while executor.version < self._plan.config.max_steps:
             await self.take(executor)
-            if is_probe_version(executor.version, every):
-                probe = await executor.probe()
-                for name in self._trainers:
-                    self._link.send(name, probe)
-            await executor.evaluate()
+            after = asyncio.ensure_future(self._after(executor))
+            try:
+                while not after.done():  # it needs engines, and there may be none but those that come back meanwhile
+                    await self._join_beside(after, executor)
+                after.result()
+            finally:
+                after.cancel()
             self.settled = executor.version
             executor.pulse.beat()
 
+    async def _join_beside(self, after: asyncio.Future[None], executor: Executor) -> None:
+        """Until `after` is done, or an engine was taken back."""
+        offer = asyncio.ensure_future(self._offer(executor, again=True))
+        try:
+            await asyncio.wait({after, offer}, return_when=asyncio.FIRST_COMPLETED)
+            if offer.done():
+                await self._join(executor, offer.result())
+        finally:
+            offer.cancel()
+
+    async def _after(self, executor: Executor) -> None:
+        """What follows an update."""
+        if is_probe_version(executor.version, self._plan.config.observe.probe_every):
+            self._tell(await executor.probe())
+        await executor.evaluate()
+
     async def take(self, executor: Executor) -> None:
-        """Waits for the next version on offer, and brings it into the engines."""
-        version = await self._offer(executor)
+        """Waits for the next version on offer, and brings it into the engines; into those that have come back, what the others serve."""
+        while (version := await self._offer(executor)) == executor.version:
+            await self._join(executor, version)
+        self._busy = True
         with executor.trace.span(f"take weights {version}", track="weights"):
             await executor.hold()
-            session, bytes_written = await self._update(executor, version)
+            with executor.trace.span(f"pause for weights {version}", track="weights"):
+                pause_s, bytes_written = await self._update(executor, version)
         executor.release(version)
-        applied = WeightsApplied(version, self._plan.config.weights.audit, session.pause_s, bytes_written)
-        for name in self._trainers:
-            self._link.send(name, applied)
+        self._applied(executor, version, pause_s, bytes_written)
 
-    async def _offer(self, executor: Executor) -> Version:
-        """The next version that every trainer rank stands still for. The first rank may take its time: who needs the weights
-        has a deadline. Then the others must follow."""
+    async def _join(self, executor: Executor, version: Version) -> None:
+        """Brings `version`, which the others serve meanwhile, into engines that have come back."""
+        fleet, self._busy = executor.get_model(), True
+        with executor.trace.span(f"weights {version} for engines {sorted(fleet.returned)}", track="weights"):
+            session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
+            if session is None:  # lost once more
+                self._tell(WeightsGrant(version, [], engines=0))
+                self._over(fleet)
+            else:
+                self._applied(executor, version, *await self._write(fleet, session))
+
+    def _applied(self, executor: Executor, version: Version, pause_s: float, bytes_written: int) -> None:
+        self._tell(WeightsApplied(version, self._plan.config.weights.audit, pause_s, bytes_written))
+        self._over(executor.get_model())
+
+    def _over(self, fleet: Fleet) -> None:
+        self._busy, self._updates = False, self._updates + 1
+        fleet.pulse.beat()
+
+    async def _invite(self, executor: Executor) -> None:
+        """Asks for the weights that are served now when an engine has come back. Whoever is not waiting for a batch then, soon
+        sends newer ones; engines that have come back by then take part in that."""
+        fleet = executor.get_model()
+        while True:
+            await fleet.pulse.until(lambda: bool(fleet.returned) and not self._busy and executor.version >= 0)
+            before = self._updates
+            self._link.send("trainer.0", WeightsWanted(executor.version))
+            await fleet.pulse.until(lambda: self._updates != before or not fleet.returned)
+
+    def _tell(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
+        for name in self._trainers:
+            self._link.send(name, message)
+
+    async def _offer(self, executor: Executor, again: bool = False) -> Version:
+        """The next version that every trainer rank stands still for; `again`: only the one that is served.
+
+        The first rank may take its time: who needs the weights has a deadline. Then the others must follow.
+        """
         while True:
             for version, ranks in self._offers.items():
-                if len(ranks) == len(self._trainers):
+                if len(ranks) == len(self._trainers) and (not again or version == executor.version):
                     del self._offers[version]
                     return version
             missing = ", ".join(name for name in self._trainers if name not in set().union(*self._offers.values()))
-            timeout_s = self._plan.config.timeouts.weights_s if self._offers else None
+            timeout_s = self._plan.config.timeouts.weights_s if self._offers and missing else None
             awaited = f"weights newer than version {executor.version} from {missing}"
             sender, offer = await self._link.arrival(WeightsOffer, timeout_s, awaited)
             self._offers.setdefault(offer.version, set()).add(sender)
 
-    async def _update(self, executor: Executor, version: Version) -> tuple[update.WeightUpdate, int]:
-        """Engines stand still, ranks write, the memory is audited, engines go on as `version`. Also returns the bytes written."""
-        config = self._plan.config
-        first, hosts = self._workers is None, []
-        if first:
-            hosts = await self._meet_trainers()
-            self._workers = update.Workers(executor.get_model().engines, config.generator.tp, self._link, config.timeouts.weights_s)
-        session = update.WeightUpdate(self._workers, in_place=config.async_.partial_rollout == "in_flight")
-        with executor.trace.span(f"pause for weights {version}", track="weights"):
-            try:
-                await session.open(serving=executor.version)
-                grant = await self._open(version, hosts) if first else WeightsGrant(version, [])
-                written = await self._take_writes(session, grant)
-                await session.close(version)
-            except Exception as error:
-                await session.abandon(str(error))
-                raise
-        return session, sum(message.bytes_written for message in written.values())
+    async def _update(self, executor: Executor, version: Version) -> tuple[float, int]:
+        """Brings `version` into all engines that there are. Returns the seconds they stood still, and the bytes written."""
+        fleet = executor.get_model()
+        if not self._hosts:
+            self._hosts = await self._meet_trainers()
+        while (session := await self._sessions.open(fleet, self._hosts, executor.version, version)) is None:
+            await fleet.pulse.until(lambda: bool(fleet.members))  # whoever watches the lost ones has a deadline
+        return await self._write(fleet, session)
 
-    async def _take_writes(self, session: update.WeightUpdate, grant: WeightsGrant) -> dict[str, WeightsWritten]:
+    async def _write(self, fleet: Fleet, session: Session) -> tuple[float, int]:
+        """From the grant to the engines' going on; those that took part serve then, but for those that were lost on the way."""
+        try:
+            written = await self._take_writes(session)
+            await session.update.close(session.grant.version)
+        except Exception as error:
+            await session.update.abandon(str(error))
+            raise
+        for error in session.update.workers.lost.values():
+            fleet.lose(error)
+        fleet.take_back(session.members, session.grant.version)
+        return session.update.pause_s, sum(message.bytes_written for message in written.values())
+
+    async def _take_writes(self, session: Session) -> dict[str, WeightsWritten]:
         """Lets all trainer ranks write, and proves what they wrote; what each said of it, by its name."""
-        opened = self._opened
-        for name in self._trainers:
-            self._link.send(name, grant)
+        opened, update = session.opened, session.update
+        self._tell(session.grant)
         if opened.kinds.intersection(TWO_SIDED):
-            await session.receive()
-        written = await self._await_written(grant.version)
+            await update.receive()
+        written = await self._await_written(session.grant.version)
         if MOONCAKE in opened.kinds:
-            await session.spread()
+            await update.spread()
         if opened.relays:
-            await session.pass_on()
+            await update.pass_on()
         if self._plan.config.weights.audit:
-            await session.audit([message.shares for message in written.values()], opened.map, opened.relays)
+            await update.audit([message.shares for message in written.values()], opened.map, opened.relays)
         return written
 
     async def _await_written(self, version: Version) -> dict[str, WeightsWritten]:
@@ -146,24 +206,12 @@ class WeightsReceiver:
         for _ in self._trainers:
             sender, hello = await self._link.arrival(Hello, self._plan.config.timeouts.rendezvous_s, "the trainer ranks' reshard maps")
             hosts[sender] = hello.host
-            if hello.plan_hash != self._map.plan_hash:
+            if hello.plan_hash != self._sessions.map.plan_hash:
                 differing.append(f"{sender} computed {hello.plan_hash}")
         if differing:
-            ours = f"generator.0 computed {self._map.plan_hash}"
+            ours = f"generator.0 computed {self._sessions.map.plan_hash}"
             raise RuntimeError(f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their layouts agree?")
         return [hosts[name] for name in self._trainers]
-
-    async def _open(self, version: Version, trainers: list[Host]) -> WeightsGrant:
-        """Compares the live engines with the map's destination layout, then makes their parameters writable; the first grant.
-
-        `trainers`: where each trainer rank runs.
-        """
-        await update.check_parallelism(self._workers, self._plan.config.generator.ep)
-        engines = await update.connect(self._workers, self._key_file)
-        await update.settle_layout(self._workers, self._map.destination)
-        opened = self._opened = await open_engines(self._workers, self._plan.config.weights, self._map, trainers, engines)
-        endpoints = [endpoint.encode() for endpoint in opened.endpoints]
-        return WeightsGrant(version, endpoints, opened.ranks_per_host, opened.map.plan_hash)
 
     def send(self, executor: Executor) -> None:
         raise AssertionError("the generator does not send weights")

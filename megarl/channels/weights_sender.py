@@ -15,7 +15,7 @@ across trainer ranks, these exchange the tile's amax before they offer.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Mapping, Optional, TypeVar
 
@@ -67,10 +67,13 @@ class WeightsSender:
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
         self._transport, self._payloads = None, Payloads()
+        self._engines = plan.generator_topology.engines  # that the map is for
         self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
-    def send(self, executor: Executor) -> None:
+    def send(self, executor: Executor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
+
+        `again`: a version that was sent before, for an engine that has come back.
 
         With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
         """
@@ -87,6 +90,8 @@ class WeightsSender:
             return
         if grant.version != version:
             raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
+        if grant.engines == 0:
+            return
         granted = time.monotonic()
         with executor.trace.span(f"write weights {version}"):
             try:
@@ -97,7 +102,7 @@ class WeightsSender:
         self._unconfirmed = version
         report = SyncReport(wait_s=granted - offered, sync_s=time.monotonic() - granted)
         executor.put_sync(report, applied=partial(self._await_applied, version))
-        if is_probe_version(version, self._probe_every):
+        if is_probe_version(version, self._probe_every) and not again:
             probe = self._unless_stopped(
                 executor, ProbeReady, self._timeout_s, f"log-probs of the probe of version {version} from generator.0"
             )
@@ -131,30 +136,42 @@ class WeightsSender:
         """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
         self._use(weights_map(self._plan, executor.layout), executor.rank)
         check_held(executor.get_model(), self._map.source, executor.rank)
-        self._amax = AmaxExchange(self._map, executor.rank, self._timeout_s)
         host = this_host()
-        self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s)
+        may_lose = self._plan.config.generator.on_failure != "fail"
+        self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
         self._link.send(Hello(self._map.plan_hash, host))
 
     def _use(self, map: ReshardMap, rank: int) -> None:
         self._map = map
         prove_exactly_once(map)
+        self._amax = AmaxExchange(map, rank, self._timeout_s)
         self._batches = batches_from(map, rank)
 
     def _write(self, executor: Executor, grant: WeightsGrant, amax: AmaxTable) -> None:
         started = time.monotonic()
-        if grant.ranks_per_host:
-            map, _ = relayed(self._map, grant.ranks_per_host)
-            if map.plan_hash != grant.plan_hash:
-                raise RuntimeError(f"trainer.{executor.rank} computed relayed map {map.plan_hash}, the generator {grant.plan_hash}")
-            self._use(map, executor.rank)
-        if grant.endpoints:  # with the first grant only: they stay what they are
-            endpoints = [Endpoint.decode(text) for text in grant.endpoints]
-            self._transport.connect(endpoints)
-            self._shapes = shapes_of(endpoints)
+        if grant.endpoints:
+            if self._connect(executor, grant):
+                amax = self._amax.table(executor.get_model())
         writes = [write for batch in self._batches for write in batch.writes]
         sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit, amax, self._payloads)
         self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares))
+
+    def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
+        """To the engines that take part from now on. Whether the map is another than before."""
+        map = self._map
+        if grant.engines != self._engines:
+            map, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
+        if grant.ranks_per_host:
+            map, _ = relayed(map, grant.ranks_per_host)
+        if map.plan_hash != grant.plan_hash:
+            raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, the generator {grant.plan_hash}")
+        if changed := map is not self._map:
+            self._use(map, executor.rank)
+        endpoints = [Endpoint.decode(text) for text in grant.endpoints]
+        self._transport.close()
+        self._transport.connect(endpoints)
+        self._shapes = shapes_of(endpoints)
+        return changed
 
     def recv(self, executor: Executor) -> None:
         raise AssertionError("the trainer does not receive weights")
@@ -167,11 +184,12 @@ class WeightsSender:
             self._transport.close()
 
 
-def weights_map(plan: RunPlan, source: Layout) -> ReshardMap:
-    """The reshard map of a run from the trainer's layout `source` to its engines."""
+def weights_map(plan: RunPlan, source: Layout, engines: Optional[int] = None) -> ReshardMap:
+    """The reshard map of a run from the trainer's layout `source` to its engines, or to so many of them as there are."""
+    topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quantization = plan.config.generator.quantization
-    return ReshardMap.build(source, generator_layout(plan.spec, plan.generator_topology, plan.engine_dtype, device, quantization))
+    return ReshardMap.build(source, generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization))
 
 
 def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:

@@ -97,6 +97,15 @@ class GeneratorConfig:
     kv_cache_tokens: Optional[int] = setting(None, "size of an engine's KV cache; null: SGLang decides from free memory", at_least(1))
     mem_fraction: float = setting(0.85, "of GPU memory, weights and KV cache together", between(0, 1, open_low=True))
     startup_timeout_s: float = setting(900.0, "until an engine answers", above(0))
+    on_failure: str = setting(
+        "restart",
+        "when an engine dies or hangs; restart: it is started again, given the current weights, and serves again; drop: the others do "
+        "its work; fail: the run ends. Its unfinished requests go to others. Where weights do not go through mapped memory "
+        "(weights.transport), the run ends in any case, at the next update",
+        one_of("restart", "drop", "fail"),
+    )
+    max_restarts: int = setting(3, "of one engine; when it dies once more, the run ends", at_least(0))
+    health_s: float = setting(60.0, "an engine that answers nothing for so long hangs; longer than any weight update", above(0))
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "passed on to sglang.launch_server as they are"}
     )

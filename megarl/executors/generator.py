@@ -20,6 +20,7 @@ from megarl.executors.evaluate import pass_at_1
 from megarl.executors.rollout import eval_sampling, open_fleet, open_rollout, train_sampling
 from megarl.executors.stream import RolloutStream
 from megarl.generator.fleet import Fleet
+from megarl.generator.returns import watch_returns
 from megarl.launch.rendezvous import Rendezvous
 from megarl.messaging.messages import ProbeReady
 from megarl.messaging.pulse import Pulse
@@ -65,7 +66,9 @@ class GeneratorExecutor:
         self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
         with self.status.waiting("the engines", "start-up"):
-            self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources))
+            self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources, config.generator.on_failure != "fail"))
+        logs, restarted = Path(config.run_dir) / "logs", config.generator.on_failure == "restart"
+        self.start(watch_returns(self.fleet, logs, restarted, config.generator.startup_timeout_s), "lost engines")
         self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
@@ -126,9 +129,22 @@ class GeneratorExecutor:
         """Brings what is running into the state that `async.partial_rollout` asks for at a weight update."""
         config = self.plan.config
         if config.async_.partial_rollout == "block":
-            await self.stream.drain()
+            # Without engines nothing would ever finish: what is left goes on after the update, at those that have come back.
+            await self._while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
         self.stream.stand_still()
+
+    async def _while_serving(self, work: asyncio.Future) -> bool:
+        """Whether `work` was done before the last engine was lost; it is given up then."""
+        lost = asyncio.ensure_future(self.fleet.pulse.until(lambda: not self.fleet.serving))
+        try:
+            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done()
+        finally:
+            work.cancel()
+            lost.cancel()
 
     def release(self, version: Version) -> None:
         """The engines serve `version`: goes on."""
@@ -136,11 +152,13 @@ class GeneratorExecutor:
         self.stream.put_version(version)
 
     async def probe(self) -> ProbeReady:
-        """A few fresh samples with their log-probs, for the trainer to score under the same weights."""
+        """A few fresh samples with their log-probs, for the trainer to score under the same weights; none where no engine is left."""
         sampling = msgspec.structs.replace(self.sampling, max_tokens=min(PROBE_TOKENS, self.sampling.max_tokens))
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
-        answers = await asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
-        completions = [completion for (completion,) in answers]
+        answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
+        if not await self._while_serving(answers):
+            return ProbeReady(self.version, [], [], [])
+        completions = [completion for (completion,) in answers.result()]
         return ProbeReady(
             version=self.version,
             token_ids=[prompt.token_ids + completion.token_ids for prompt, completion in zip(prompts, completions)],

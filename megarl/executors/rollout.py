@@ -49,14 +49,14 @@ class CheckedRollout:
         return Group(prompt=prompt, samples=samples)
 
 
-async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack) -> Fleet:
-    """Clients of all engines, once each takes requests; closed with `resources`."""
+async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> Fleet:
+    """Clients of all engines, once each takes requests; closed with `resources`. `elastic`: it can go on without some of them."""
     config = plan.config
     urls = rendezvous.engine_urls
     engines = [EngineClient(url, rendezvous.engine_key, rendezvous.engine_admin_key, config.timeouts.request_s) for url in urls]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
-    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None)
+    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic)
     resources.push_async_callback(fleet.close)
     await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
     return fleet

@@ -144,7 +144,9 @@ class TrainerExecutor:
         return self.trainer.local_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
-        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics."""
+        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics. It may be empty."""
+        if not probe.token_ids:
+            return
         sequences = [
             TrainSequence(
                 token_ids=ids,

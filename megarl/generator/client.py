@@ -46,6 +46,14 @@ class EngineError(RuntimeError):
     """The engine answered, but not with what was asked for."""
 
 
+class EngineUnreachable(EngineError):
+    """The connection to the engine at `url` broke, or there was none to be had: its process is gone, or about to be."""
+
+    def __init__(self, url: str, message: str):
+        super().__init__(message)
+        self.url = url
+
+
 class Parallelism(msgspec.Struct):
     tp_size: int
     ep_size: int
@@ -218,6 +226,13 @@ class EngineClient:
         text = await self._call("GET", "/model_info", b"", self._user, timeout_s)
         return int(msgspec.json.decode(text, type=_Info).weight_version)
 
+    async def fresh(self) -> bool:
+        """It takes requests, and has no weights of ours yet."""
+        try:
+            return await self._ready() and await self.version(timeout_s=5) == -1
+        except (EngineError, TimeoutError):
+            return False
+
     async def parallelism(self, timeout_s: float) -> Parallelism:
         """How many ranks the engine has."""
         text = await self._call("GET", "/server_info", b"", self._user, timeout_s)
@@ -266,7 +281,7 @@ class EngineClient:
             raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             self._check_condemned()
-            raise EngineError(f"engine {self.url}{path} is not reachable: {error}") from error
+            raise EngineUnreachable(self.url, f"engine {self.url}{path} is not reachable: {error}") from error
 
     def _check_condemned(self) -> None:
         if self._condemned:

@@ -22,6 +22,7 @@ class Connect(_Command, frozen=True):
 
     first_rank: int
     reply_address: str  # of the run's hub
+    connection: str  # a name never used before: the hub ignores a second connection under the name of one it still has
     key_file: str  # of its RunKey, readable by this user alone
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Optional, Sequence
+from typing import Iterable, Optional, Sequence
 
 import msgspec
 
-from megarl.generator.client import ABORT, Completion, EngineClient, EngineError, Sampling
+from megarl.generator.client import ABORT, Completion, EngineClient, EngineError, EngineUnreachable, Sampling
 from megarl.messaging.pulse import Pulse
 from megarl.types import Version
 
@@ -44,36 +44,81 @@ class Fleet:
 
     `partial_rollout` says what a weight update means for requests (see `hold`). `chunk_tokens` cuts each request into several
     of at most so many tokens.
+
+    An `elastic` fleet goes on without an engine whose connection breaks (`lost`): what it had not finished goes on at others, from the
+    tokens that earlier requests gave. Such an engine may come back, with other weights; it serves again after `take_back`.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], partial_rollout: str = "block", chunk_tokens: Optional[int] = None):
+    def __init__(
+        self, engines: Sequence[EngineClient], partial_rollout: str = "block", chunk_tokens: Optional[int] = None, elastic: bool = False
+    ):
         self.engines = list(engines)
+        self.serving = set(range(len(self.engines)))
+        self.returned: set[int] = set()  # they run, without the weights
+        self.lost: dict[int, str] = {}  # and why
+        self.elastic = elastic
         self.version: Optional[Version] = None
         self._partial_rollout, self._chunk_tokens = partial_rollout, chunk_tokens
         self._load: Counter[int] = Counter()  # samples by engine
         self._requests: Counter[bool] = Counter()  # at the engines now, by whether they must not be aborted
         self._aborts = 0
         self._held = False
-        self._pulse = Pulse()
+        self.pulse = Pulse()  # beats when any of that has changed
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        """n completions of one prompt, from one engine, so that they share the prompt's KV cache.
+        """n completions of one prompt, from one engine while it lasts, so that they share the prompt's KV cache.
 
         Log-probs are those under the weights that sampled each token. Raises EngineError, TimeoutError.
         """
-        index = min(range(len(self.engines)), key=lambda i: self._load[i])
         drafts = [Draft() for _ in range(n)]
-        self._load[index] += n
-        try:
-            while unfinished := [draft for draft in drafts if not draft.finish_reason]:
-                await self._continue(self.engines[index], prompt_ids, sampling, unfinished)
-        finally:
-            self._load[index] -= n
+        while any(not draft.finish_reason for draft in drafts):
+            await self.pulse.until(lambda: bool(self.serving))
+            index = min(self.serving, key=lambda i: self._load[i])
+            self._load[index] += n
+            try:
+                while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
+                    await self._continue(self.engines[index], prompt_ids, sampling, unfinished)
+            except EngineUnreachable as error:
+                self.lose(error)
+            finally:
+                self._load[index] -= n
         return [draft.completion() for draft in drafts]
+
+    @property
+    def members(self) -> list[int]:
+        """Engines that take part in an update."""
+        return sorted(self.serving | self.returned)
+
+    def lose(self, error: EngineUnreachable) -> None:
+        """Goes on without that engine. Raises `error` where the fleet is not elastic."""
+        if not self.elastic:
+            raise error
+        index = next(i for i, engine in enumerate(self.engines) if engine.url == error.url)
+        if index in self.serving | self.returned:
+            print(f"engine {index} is lost, {len(self.serving - {index})} are left: {error}", flush=True)
+        self.serving.discard(index)
+        self.returned.discard(index)
+        self.lost[index] = str(error)
+        self.pulse.beat()
+
+    def come_back(self, index: int) -> None:
+        """A lost engine runs again, without the weights."""
+        del self.lost[index]
+        self.returned.add(index)
+        self.pulse.beat()
+
+    def take_back(self, indices: Iterable[int], version: Version) -> None:
+        """They hold `version` by now, as the others do."""
+        back = set(indices) - self.lost.keys()
+        if back - self.serving:
+            print(f"engines {sorted(back - self.serving)} serve version {version} from now on", flush=True)
+        self.serving |= back
+        self.returned -= back
+        self.pulse.beat()
 
     async def _continue(self, engine: EngineClient, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
         """One request: each draft goes on from the prompt and what it has, to its end or the next cut."""
-        await self._pulse.until(lambda: not self._held)
+        await self.pulse.until(lambda: not self._held)
         protected, aborts = any(draft.aborted for draft in drafts), self._aborts
         left = [sampling.max_tokens - len(draft.token_ids) for draft in drafts]
         samplings = [msgspec.structs.replace(sampling, max_tokens=min(tokens, self._chunk_tokens or tokens)) for tokens in left]
@@ -82,7 +127,7 @@ class Fleet:
             completions = await engine.complete([prompt_ids + draft.token_ids for draft in drafts], samplings, self.version)
         finally:
             self._requests[protected] -= 1
-            self._pulse.beat()
+            self.pulse.beat()
         for draft, completion in zip(drafts, completions, strict=True):
             if completion.finish_reason == ABORT and aborts == self._aborts:
                 raise EngineError(f"engine {engine.url} aborted a request that nobody told it to")
@@ -100,17 +145,25 @@ class Fleet:
         if self._partial_rollout in ("in_flight", "retract"):
             return
         if self._partial_rollout == "abort":
-            await self._pulse.until(lambda: not self._requests[True])
+            await self.pulse.until(lambda: not self._requests[True])
             while self._requests[False]:  # again: one may still have been on its way
                 self._aborts += 1
-                await asyncio.gather(*(engine.abort_all(timeout_s) for engine in self.engines))
+                await self._abort_all(timeout_s)
                 await asyncio.sleep(0.02)
-        await self._pulse.until(lambda: not self._requests.total())
+        await self.pulse.until(lambda: not self._requests.total())
+
+    async def _abort_all(self, timeout_s: float) -> None:
+        called = [self.engines[index].abort_all(timeout_s) for index in self.serving]
+        for outcome in await asyncio.gather(*called, return_exceptions=True):
+            if isinstance(outcome, EngineUnreachable):
+                self.lose(outcome)
+            elif outcome is not None:
+                raise outcome
 
     def release(self, version: Version) -> None:
-        """The engines serve `version`: requests are submitted again."""
+        """The serving engines serve `version`: requests are submitted again."""
         self.version, self._held = version, False
-        self._pulse.beat()
+        self.pulse.beat()
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self.engines))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ import msgspec
 import torch.distributed as dist
 
 from megarl.generator import commands
-from megarl.generator.client import EngineClient
+from megarl.generator.client import EngineClient, EngineError, EngineUnreachable
 from megarl.generator.commands import (
     Arrange,
     Audit,
@@ -71,27 +72,50 @@ class Workers:
     hub: Hub  # answers come here
     timeout_s: float  # of one command
     stores: dict[str, dist.TCPStore] = field(default_factory=dict)  # where the groups of two-sided transports meet, by kind
+    may_lose: bool = False  # what is done goes on without an engine that becomes unreachable
+    lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by place in `engines`
+    connection: str = field(default_factory=lambda: secrets.token_hex(4))  # what the workers' own names end with
 
     @property
     def count(self) -> int:
         return len(self.engines) * self.tp
 
     async def run(self, per_engine: Sequence[Command]) -> list[bytes]:
-        """One command per engine, inside an open update session; the answer's payload by generator rank.
+        """One command per engine, inside an open update session; the answer's payload by generator rank, empty from a lost one.
 
-        Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer.
+        Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer, EngineUnreachable.
         """
         name = type(per_engine[0]).__name__
-        sends = [engine.command(commands.encode(each), self.tp, self.timeout_s) for engine, each in zip(self.engines, per_engine)]
-        await asyncio.gather(*sends)
+        commanded = dict(zip(self.engines, per_engine))
+        unreachable = await self.each(lambda engine: engine.command(commands.encode(commanded[engine]), self.tp, self.timeout_s))
+        awaited = {rank for rank in range(self.count) if rank // self.tp not in self.lost.keys() | unreachable.keys()}
         payloads: dict[int, bytes] = {}
-        while len(payloads) < self.count:
-            missing = ", ".join(str(rank) for rank in range(self.count) if rank not in payloads)
-            _, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {missing} to {name}")
+        while missing := awaited - payloads.keys():
+            ranks = ", ".join(map(str, sorted(missing)))
+            sender, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {ranks} to {name}")
+            if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in awaited:
+                continue  # an engine's that was lost after it had answered
             if reply.error:
                 raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
             payloads[reply.generator_rank] = reply.payload
-        return [payloads[rank] for rank in range(self.count)]
+        self.go_on_without(unreachable)
+        return [payloads.get(rank, b"") for rank in range(self.count)]
+
+    async def each(self, call: Callable[[EngineClient], Awaitable[None]]) -> dict[int, EngineUnreachable]:
+        """Calls all engines but the lost ones, and waits for all. Returns those that could not be reached; raises what else went wrong."""
+        places = [place for place in range(len(self.engines)) if place not in self.lost]
+        outcomes = await asyncio.gather(*(call(self.engines[place]) for place in places), return_exceptions=True)
+        failed = {place: outcome for place, outcome in zip(places, outcomes) if isinstance(outcome, BaseException)}
+        for outcome in failed.values():
+            if not isinstance(outcome, EngineUnreachable):
+                raise outcome
+        return failed
+
+    def go_on_without(self, unreachable: Mapping[int, EngineUnreachable]) -> None:
+        """Raises one of them where nothing may be lost."""
+        if unreachable and not self.may_lose:
+            raise next(iter(unreachable.values()))
+        self.lost |= unreachable
 
     async def run_all(self, command: Command) -> list[bytes]:
         return await self.run([command] * len(self.engines))
@@ -112,7 +136,7 @@ async def check_parallelism(workers: Workers, ep: int) -> None:
 async def connect(workers: Workers, key_file: str) -> list[Host]:
     """Once, before anything else. Needs an open update session. Where each generator rank runs."""
     first_ranks = range(0, workers.count, workers.tp)
-    payloads = await workers.run([Connect(rank, workers.hub.address, key_file) for rank in first_ranks])
+    payloads = await workers.run([Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks])
     return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
 
 
@@ -223,7 +247,10 @@ class WeightUpdate:
     ) -> None:
         """Compares the senders' hash shares with the live parameters' hashes; raises AuditError naming tensors and ranks."""
         payloads = await self.workers.run_all(Audit())
-        compare([msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in payloads], shares, map, relays)
+        gone = {rank for rank, payload in enumerate(payloads) if not payload}
+        of_the_living = [{rank: hashes for rank, hashes in each.items() if rank not in gone} for each in shares]
+        found = [msgspec.msgpack.decode(payload, type=commands.Hashes) if payload else {} for payload in payloads]
+        compare(found, of_the_living, map, relays)
 
     async def close(self, version: Version) -> None:
         """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`.
@@ -239,18 +266,30 @@ class WeightUpdate:
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
         self.pause_s = time.monotonic() - self._began
 
+    async def cancel(self) -> None:
+        """Before anything was granted: ends the sessions that were begun, with the weights as they were. The engines still stand still."""
+        called = (engine.end_update(self.workers.timeout_s) for engine in self.workers.engines)
+        for outcome in await asyncio.gather(*called, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):  # (none was begun, or it is the lost one)
+                raise outcome
+
     async def abandon(self, reason: str) -> None:
         """The engines stay as they are, most of them paused; their clients refuse every request: those that run, and those to come."""
         await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, for an update failed: {reason}"))
 
     async def _check_versions(self, version: Version, why: str) -> None:
-        found = await asyncio.gather(*(engine.version(self.workers.timeout_s) for engine in self.workers.engines))
-        wrong = [f"engine {engine.url} holds weights version {v}" for engine, v in zip(self.workers.engines, found) if v != version]
+        found: dict[EngineClient, Version] = {}
+
+        async def ask(engine: EngineClient) -> None:
+            found[engine] = await engine.version(self.workers.timeout_s)
+
+        await self._each(ask)
+        wrong = [f"engine {engine.url} holds weights version {v}" for engine, v in found.items() if v != version]
         if wrong:
             raise VersionError(f"{'; '.join(wrong)}, not {version}: {why}")
 
     async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
-        await asyncio.gather(*(call(engine) for engine in self.workers.engines))
+        self.workers.go_on_without(await self.workers.each(call))
 
 
 def compare(

@@ -84,7 +84,7 @@ class Worker:
             self.peer.close()
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
         self.receivers, self.mooncake, self.relays = {}, None, []
-        self.peer = Peer(f"engine.{self.rank}", RunKey.load(Path(command.key_file)), command.reply_address)
+        self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
     def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
         return [describe(name, parameter) for name, parameter in parameters.items()]

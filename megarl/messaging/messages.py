@@ -30,11 +30,13 @@ class WeightsOffer(_Message, frozen=True):
 class WeightsGrant(_Message, frozen=True):
     """Generator: the engines stand still, write `version` now.
 
-    `endpoints` are the writable memories, one per generator rank; empty after the first grant: they stay what they are.
+    `endpoints` are the writable memories, one per generator rank; empty while they stay what they are. `engines` counts the engines
+    that take part, and with them generator ranks: it changes with the endpoints alone, but for 0, when there is nothing to write.
     """
 
     version: int
     endpoints: list[str]
+    engines: int = -1
     ranks_per_host: int = 0  # with the endpoints: of generator ranks that relay to each other; 0: nothing is relayed
     plan_hash: str = ""  # with the endpoints: of the map that leaves out what is relayed
 
@@ -59,6 +61,12 @@ class WeightsApplied(_Message, frozen=True):
     audited: bool  # a failed audit never gets here: it ends the run
     pause_s: float  # the engines stood still
     bytes_written: int  # by all trainer ranks together
+
+
+class WeightsWanted(_Message, frozen=True):
+    """Generator, to trainer rank 0: an engine has come back; offer `version`, if it is still your newest, again."""
+
+    version: int
 
 
 class GenerateFrom(_Message, frozen=True):
@@ -113,7 +121,7 @@ class WorkerReply(_Message, frozen=True):
     payload: bytes
 
 
-Weights = Union[Hello, WeightsOffer, WeightsGrant, WeightsWritten, WeightsApplied, ProbeReady, WorkerReply]
+Weights = Union[Hello, WeightsOffer, WeightsWanted, WeightsGrant, WeightsWritten, WeightsApplied, ProbeReady, WorkerReply]
 Rollouts = Union[GenerateFrom, GroupsStarted, GroupReady, Regenerate]
 Message = Union[Weights, Rollouts]
 

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint import CheckpointException
 
 from megarl.trainer.folders import written_together
 from megarl.trainer.optimizer import load_state
@@ -46,14 +47,18 @@ def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], file
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
-    """Raises RuntimeError if there is no complete checkpoint at `path`."""
+    """Raises RuntimeError if there is no complete checkpoint at `path`, or a damaged one."""
     file = Path(path) / STATE
     if not file.exists():
         raise RuntimeError(f"{path}: no complete checkpoint ({STATE} is missing)")
     saved = json.loads(file.read_text())
     # Random states belong to ranks; under another topology there is nobody to give them to, and the seed of the start holds.
     same_ranks = saved["topology"] == dataclasses.asdict(trainer.topology)
-    loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True, with_random=same_ranks), str(path))
+    try:
+        loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True, with_random=same_ranks), str(path))
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        hint = "is it damaged? An older checkpoint serves when this one is moved away"
+        raise RuntimeError(f"{path} cannot be loaded, {hint}: {error!r}") from error
     for i, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(loaded[f"model{i}"], strict=True)
     load_state(trainer.optimizer, loaded["optimizer"])

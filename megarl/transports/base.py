@@ -108,6 +108,10 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class OwnerGone(RuntimeError):
+    """The engine process whose memory is mapped here has ended: what is written into it is lost."""
+
+
 @dataclass(frozen=True)
 class Sent:
     bytes: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from typing import Iterable, Sequence
 
@@ -9,16 +10,20 @@ import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.transports.base import Endpoint, Transport
+from megarl.transports.base import Endpoint, OwnerGone, Transport
 from megarl.transports.choice import kind_of, transport_between, transport_class
 
 
 class PairwiseTransport:
-    """`setting` is weights.transport, `host` that of this trainer rank, as the generator knows it."""
+    """`setting` is weights.transport, `host` that of this trainer rank, as the generator knows it.
+
+    With `may_lose`, writing goes on where an engine has ended that memory was mapped of: the generator goes on without it too.
+    """
 
     kind = "pairwise"
 
-    def __init__(self, setting: str, host: Host, rank: int, timeout_s: float):
+    def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):
+        self._gone = (OwnerGone,) if may_lose else ()
         self._setting, self._host, self._rank, self._timeout_s = setting, host, rank, timeout_s
         self._kind = kind_of(setting)
         self._transports: list[Transport] = []
@@ -39,14 +44,16 @@ class PairwiseTransport:
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         tensors = list(sources)
         for transport in self._transports:
-            transport.prepare(tensors)
+            with contextlib.suppress(*self._gone):
+                transport.prepare(tensors)
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         self._towards[copy.destination_rank].write(copy, values)
 
     def fence(self) -> None:
         for transport in self._transports:
-            transport.fence()
+            with contextlib.suppress(*self._gone):
+                transport.fence()
 
     def close(self) -> None:
         for transport in self._transports:

@@ -9,7 +9,7 @@ import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor, describe
+from megarl.transports.base import SHARED_MEMORY, Endpoint, OwnerGone, RemoteTensor, describe
 
 _ALIGNMENT = 64  # bytes
 _MOST_NOTED_BYTES = 16 << 20  # what is copied by one call, so that quantised values do not pile up
@@ -63,7 +63,7 @@ class SharedMemoryTransport:
         for endpoint, file in self._files:
             if file_at(endpoint.address) != file:
                 ranks = f"trainer rank {self._rank} to generator rank {endpoint.rank}"
-                raise RuntimeError(f"weights from {ranks}: the engine process that owned {endpoint.address} has ended")
+                raise OwnerGone(f"weights from {ranks}: the engine process that owned {endpoint.address} has ended")
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
         try:

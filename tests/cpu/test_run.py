@@ -169,7 +169,7 @@ def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path)
 
 def test_a_killed_engine_ends_the_run_with_its_last_words(model, tmp_path):
     run_dir = tmp_path / "run"
-    process = start(arguments(model, run_dir, "max_steps=100000"), tmp_path / "log")
+    process = start(arguments(model, run_dir, "max_steps=100000", "generator.on_failure=fail"), tmp_path / "log")
     try:
         wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step")
         engine = next(child for child in descendants(process) if "megarl.generator.server" in " ".join(child.cmdline()))

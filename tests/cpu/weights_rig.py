@@ -120,8 +120,11 @@ class Generator:
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(coroutine)
 
+    def __post_init__(self) -> None:
+        self.fleet = Fleet([self.client])
+
     def get_model(self) -> Fleet:
-        return Fleet([self.client])
+        return self.fleet
 
     async def hold(self) -> None:
         """Nothing is running."""

@@ -64,7 +64,7 @@ def test_commands_survive_the_wire():
     box, members = Box((0, 2), (3, 4)), Members((0,), (1, 2), (0, 0, 1))
     endpoint = Endpoint(1, "cuda_ipc", "", 8, [], allocations=[Allocation(b"\x00\xff", 8, (b"count", 3))])
     for command in (
-        Connect(2, "tcp://h:1", "/k"),
+        Connect(2, "tcp://h:1", "new", "/k"),
         ExpectMessages("gloo", "h:1", members, {1: [Incoming(0, "w", box, 1)]}, 5.0),
         Register("tcp", {1: [("w", box)]}, 5.0),
         MeetNeighbours("cuda_ipc", [endpoint], {1: [Relay(1, 2, "w", 3, 24)]}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from megarl.channels.buffer import RolloutBuffer
 from megarl.channels.ledger import Ledger
 from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
+from megarl.channels.stopping import StopRequest
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate
+from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
 from megarl.types import Batch, Group, Prompt, Sample
 
 
@@ -25,6 +27,10 @@ class FakeTrainer:
     rank: int = 0
     device: torch.device = torch.device("cpu")
     batches: list[Batch] = field(default_factory=list)
+    stopped: bool = False
+
+    def stop(self):
+        self.stopped = True
 
     @property
     def status(self):
@@ -149,3 +155,34 @@ def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
         "trainer.0 waited 0 s for batch 5 from generator.0; 1 of 2 groups finished; "
         "2 in flight, the oldest being prompt 2, begun under version 4; 1 rejected and not begun again"
     )
+
+
+def receiver_and_hub(link, **more):
+    hub, peer = link
+    receiver = RolloutsReceiver(peer, 1, 30.0, RolloutBuffer(2, None), **more)
+    assert hub.receive(GenerateFrom, 10, "the ledger")[1].first == 0
+    return hub, receiver
+
+
+def test_a_run_that_is_to_stop_is_given_no_batch_though_it_waits_for_one(alone, link):
+    stop, trainer = StopRequest(), FakeTrainer()
+    _, receiver = receiver_and_hub(link, stop=stop)
+    asking = threading.Timer(0.5, stop.ask)
+    asking.start()
+    receiver.recv(trainer)
+    asking.join()
+    assert trainer.stopped and not trainer.batches
+
+
+def test_weights_that_are_wanted_again_are_sent_inside_the_wait_and_old_wishes_are_passed_over(alone, link):
+    sent, stop, trainer = [], StopRequest(), FakeTrainer(curr_step=3)
+
+    def resend(executor):
+        sent.append(executor.curr_step)
+        stop.ask()
+
+    hub, receiver = receiver_and_hub(link, stop=stop, resend=resend)
+    hub.send("trainer.0", WeightsWanted(2))
+    hub.send("trainer.0", WeightsWanted(3))
+    receiver.recv(trainer)
+    assert sent == [3] and trainer.stopped

@@ -11,7 +11,7 @@ import pytest
 from megarl.channels.admission import Admission
 from megarl.executors.background import Background
 from megarl.executors.stream import RolloutStream
-from megarl.generator.client import Completion, EngineError, Sampling
+from megarl.generator.client import Completion, EngineError, EngineUnreachable, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.pulse import Pulse
@@ -267,3 +267,67 @@ def test_an_abort_that_nobody_asked_for_is_an_error():
 
     with pytest.raises(EngineError, match="engine engine aborted a request that nobody told it to"):
         asyncio.run(run())
+
+
+def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
+    """The first cut of each response comes from the engine that is then lost; the rest from the other, which is told what there is."""
+
+    async def run():
+        fleet = Fleet([first := FakeEngine(lost_at_the_second), second := FakeEngine(answer)], "resume", chunk_tokens=4, elastic=True)
+        first.url, second.url = "first", "second"
+        fleet.release(3)
+        completions = await fleet.generate([1, 2, 3], Sampling(max_tokens=10), 2)
+        assert fleet.serving == {1} and fleet.lost == {0: "gone"} and fleet.members == [1]
+        fleet.come_back(0)
+        assert fleet.serving == {1} and fleet.members == [0, 1], "it has no weights yet"
+        fleet.take_back([0, 1], 4)
+        assert fleet.serving == {0, 1} and not fleet.lost and not fleet.returned
+        return completions
+
+    async def lost_at_the_second(inputs, samplings):
+        seen.append(("first", [len(tokens) for tokens in inputs]))
+        if len(inputs[0]) > 3:
+            raise EngineUnreachable("first", "gone")
+        return await answer(inputs, samplings)
+
+    async def answer(inputs, samplings):
+        seen.append(("both", [len(tokens) for tokens in inputs]))
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    seen: list = []
+    completions = asyncio.run(run())
+    assert [len(completion.token_ids) for completion in completions] == [10, 10]
+    lengths = [lengths for who, lengths in seen if who == "both"]
+    assert lengths == [[3, 3], [7, 7], [11, 11]], "nothing that was answered is asked for again"
+
+
+def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
+    async def run():
+        fleet = Fleet([engine := FakeEngine(answer)], "in_flight", elastic=True)
+        fleet.release(0)
+        request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
+        await settle()
+        assert not fleet.serving and not request.done()
+        fleet.come_back(0)
+        await settle()
+        assert not request.done(), "it has no weights yet"
+        fleet.take_back([0], 4)
+        assert len((await request)[0].token_ids) == 2
+        assert len(engine.versions) == 2
+
+    async def answer(inputs, samplings):
+        if not answered:
+            answered.append(True)
+            raise EngineUnreachable("engine", "gone")
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    answered: list = []
+    asyncio.run(run())
+
+
+def test_a_fleet_that_is_not_elastic_raises():
+    async def answer(inputs, samplings):
+        raise EngineUnreachable("engine", "gone")
+
+    with pytest.raises(EngineUnreachable, match="gone"):
+        asyncio.run(Fleet([FakeEngine(answer)]).generate([1], Sampling(max_tokens=2), 1))

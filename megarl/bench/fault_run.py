@@ -1,0 +1,211 @@
+"""The run that `megarl bench faults` does harm to: one run directory, and one launcher after the other that works on it."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from megarl.bench.fault_hooks import ORDERS
+from megarl.channels.ledger import Ledger
+from megarl.executors.checkpoints import complete_checkpoints
+
+ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
+ENDLESS = 10**6  # steps
+HEALTH_S, BATCH_S, TOOL_S = 10, 180, 2
+STARTED_S, ENDED_S = 240, 30  # deadlines: until steps are made; until every process of an ended run is gone
+NOISE = r"\.{40,}\n"  # by the tool that prints for ever
+CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+
+
+class Hang(Exception):
+    """What was waited for did not come in time."""
+
+
+class Ended(Exception):
+    """The run ended while something else was waited for."""
+
+
+@dataclass
+class FaultRun:
+    """`folder` takes everything; `model` is an HF checkpoint."""
+
+    folder: Path
+    model: Path
+    launches: int = 0
+    launcher: subprocess.Popen | None = None
+    seen: set[psutil.Process] = field(default_factory=set)  # of the launcher that runs now
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes of each log
+    _heard: str = ""  # since the last mark
+
+    def __post_init__(self) -> None:
+        self.run_dir, self.orders = self.folder / "run", self.folder / "orders"
+        self.orders.mkdir(parents=True)
+
+    def start(self, max_steps: int = ENDLESS) -> None:
+        """Starts or resumes the run; returns at once."""
+        settings = {
+            "model.path": self.model, "run_dir": self.run_dir, "max_steps": max_steps, "checkpoint.every": CHECKPOINT_EVERY,
+            "rollout.prompts_per_step": PROMPTS, "rollout.n": SAMPLES, "rollout.name": "megarl.bench.fault_hooks:rollout",
+            "rollout.args.orders": self.orders, "rollout.tool_timeout_s": TOOL_S, "reward.timeout_s": TOOL_S,
+            "generator.engines": ENGINES, "generator.health_s": HEALTH_S, "generator.max_restarts": ENDLESS,
+            "weights.transport": "megarl.bench.fault_hooks:FaultyTransport", "async.capacity": 2, "async.partial_rollout": "in_flight",
+            "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8, "observe.probe_every": 0, "observe.tensorboard": "false",
+            "observe.rollouts_per_step": 0,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "megarl", "train", str(CONFIG), *(f"{key}={value}" for key, value in settings.items())]
+        for left in self.orders.iterdir():
+            left.unlink()
+        self.launches, self.seen, self._read, self._heard = self.launches + 1, set(), {}, ""
+        with open(self.output, "wb") as file:
+            self.launcher = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, ORDERS: str(self.orders)}, start_new_session=True
+            )
+
+    @property
+    def output(self) -> Path:
+        """What the launcher of now prints."""
+        return self.folder / f"launch.{self.launches}.log"
+
+    @property
+    def driver_log(self) -> Path:
+        return self.run_dir / "logs/generator.0.log"
+
+    def mark(self) -> None:
+        """`said` looks at what launcher and driver print from now on."""
+        self._listen()
+        self._heard = ""
+
+    def said(self, pattern: str) -> bool:
+        self._listen()
+        return re.search(pattern, self._heard) is not None
+
+    def _listen(self) -> None:
+        for path in (self.output, self.driver_log):
+            if path.exists():
+                with open(path, "rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    new = file.read()
+                self._read[path] = self._read.get(path, 0) + len(new)
+                self._heard += re.sub(NOISE, "", new.decode(errors="replace"))
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Of the launcher's descendants those whose command line has all the words."""
+        found = []
+        for process in self.descendants():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if all(word in line for word in words):
+                found.append(process)
+        return found
+
+    def descendants(self) -> list[psutil.Process]:
+        try:
+            found = psutil.Process(self.launcher.pid).children(recursive=True)
+        except psutil.Error:
+            return []
+        self.seen |= set(found)
+        return found
+
+    def trainer(self, rank: int) -> psutil.Process:
+        return self.processes("megarl.launch.worker", f"trainer {rank}")[0]
+
+    def generator(self) -> psutil.Process:
+        return self.processes("megarl.launch.worker", "generator 0")[0]
+
+    def engine(self, index: int) -> psutil.Process:
+        """Its server; the scheduler is a child of it. Known by its random seed."""
+        return self.processes("megarl.generator.server", f'"random_seed": {index}')[0]
+
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25) -> None:
+        """Raises Hang past the deadline, Ended when the run ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            self.descendants()
+            if self.launcher.poll() is not None:
+                if holds():
+                    return
+                raise Ended(f"the run ended with {self.launcher.returncode} before {what}; its last words:\n{tail(self.output)}")
+            if time.monotonic() > deadline:
+                raise Hang(f"no {what} within {timeout_s:.0f} s; its last words:\n{tail(self.output, 6)}\n{tail(self.driver_log, 6)}")
+            time.sleep(every_s)
+
+    def wait_steps(self, more: int, timeout_s: float = STARTED_S) -> None:
+        before = self.steps
+        self.wait_until(lambda: self.steps >= before + more, f"{more} steps more", timeout_s)
+
+    def exit_status(self, timeout_s: float) -> int:
+        """Raises Hang past the deadline."""
+        deadline = time.monotonic() + timeout_s
+        while self.launcher.poll() is None:
+            self.descendants()
+            if time.monotonic() > deadline:
+                raise Hang(f"the run did not end within {timeout_s:.0f} s; its last words:\n{tail(self.output, 12)}")
+            time.sleep(0.1)
+        return self.launcher.returncode
+
+    def orphans(self) -> int:
+        """Processes that the ended run left behind; they are ended now."""
+        _, alive = psutil.wait_procs(self.seen, timeout=ENDED_S)
+        for process in alive:
+            process.kill()
+        return len(alive)
+
+    def kill(self) -> None:
+        if self.launcher is not None and self.launcher.poll() is None:
+            for process in [*self.descendants(), self.launcher]:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            self.launcher.wait()
+
+    @property
+    def steps(self) -> int:
+        return len(self.trained())
+
+    def trained(self) -> list[list[int]]:
+        """The ordinals of every step, from the first."""
+        path = self.run_dir / "rollouts/ordinals.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        assert [line["step"] for line in lines] == list(range(len(lines))), f"{path}: steps are missing, or there twice"
+        return [line["ordinals"] for line in lines]
+
+    def repeated(self) -> list[int]:
+        """Ordinals that were trained on more than once."""
+        counts = collections.Counter(itertools.chain(*self.trained()))
+        return sorted(ordinal for ordinal, count in counts.items() if count > 1)
+
+    def missing(self) -> list[int]:
+        """Of a finished run: those that should have been trained on, and were not."""
+        trained = set(itertools.chain(*self.trained()))
+        return sorted(set(range(self.steps * PROMPTS)) - trained)
+
+    def ledger_problems(self) -> int:
+        """Of a run that stands still: ordinals on which the newest checkpoint's ledger and the record of what was trained on differ."""
+        found = complete_checkpoints(self.run_dir)
+        if not found:
+            return 0
+        step, folder = found[-1]
+        ledger = Ledger.load(folder)
+        consumed = {*range(ledger.consumed_below), *ledger.consumed_beyond}
+        trained = set(itertools.chain(*self.trained()[:step]))
+        held = {group.ordinal for group in ledger.groups}
+        return len(consumed ^ trained) + len(consumed & held)
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"({path}: nothing)"

@@ -1,0 +1,187 @@
+"""`megarl bench faults`: a campaign of faults against one real run on this machine: trainer at TP2, two SGLang engines, a tiny Llama.
+
+Faults come one after the other, at random times, each when the one before is over. A fault is *survived* when the run says what is
+wrong where there is something to say, is whole again (an engine that was lost serves again) and makes steps; it *ended cleanly*
+when the run ended with the exit status and the message that it should, left no process behind, and goes on when started again.
+Else it counts as a hang or as failed. What was trained on is compared with the ledger of the checkpoints after each end, and at
+the end of all: every prompt up to the last exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from megarl.bench.fault_kinds import KINDS
+from megarl.bench.fault_run import CONFIG, PROMPTS, STARTED_S, Ended, FaultRun, Hang
+from megarl.config.errors import ConfigError
+
+LONGEST_WAIT_S = 2.0  # before a fault, from when the run is whole
+SURVIVED, ENDED, HANG, FAILED = "survived", "ended cleanly", "hang", "failed"
+COLUMNS = ("injected", SURVIVED, ENDED, HANG, FAILED, "orphans", "lost", "repeated")
+
+
+@dataclass
+class Fault:
+    kind: str
+    step: int  # steps done when it was injected
+    outcome: str = ""
+    problem: str = ""  # of a hang, or a failed one
+    orphans: int = 0  # processes left behind
+    lost: int = 0  # prompts that were never trained on
+    repeated: int = 0  # prompts that were trained on more than once, or that the ledger has otherwise than the record
+    seconds: float = 0.0
+
+
+def run(faults: int, seed: int, kinds: Sequence[str], as_json: bool, keep: str | None) -> None:
+    """Prints a table, or one JSON object. Raises ConfigError; SystemExit(1) when a fault was neither survived nor ended cleanly."""
+    if faults < 1:
+        raise ConfigError(f"--faults {faults}: must be at least 1")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
+    folder, started = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-")), time.monotonic()
+    done = list(campaign(folder, plan(faults, seed, list(kinds) or list(KINDS)), seed))
+    facts = {
+        "hardware": f"{os.cpu_count()} CPU cores",
+        "seed": seed,
+        "seconds": time.monotonic() - started,
+        "table": table(done),
+        "faults": [asdict(fault) for fault in done],
+    }
+    print(json.dumps(facts) if as_json else render(facts))
+    if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in done):
+        print(f"megarl: not every fault was survived or ended cleanly; the run and its logs are in {folder}", file=sys.stderr)
+        raise SystemExit(1)
+    if keep is None:
+        shutil.rmtree(folder)
+
+
+def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
+    """Each kind once as far as they go, then at random by their weights; shuffled."""
+    random = Random(seed)
+    chosen = random.sample(kinds, min(faults, len(kinds)))
+    weights = [max(KINDS[kind].weight, len(kinds) == 1) for kind in kinds]
+    chosen += random.choices(kinds, weights, k=faults - len(chosen))
+    random.shuffle(chosen)
+    return chosen
+
+
+def campaign(folder: Path, kinds: Sequence[str], seed: int) -> Iterator[Fault]:
+    """Carries the faults out; tells of each on stderr."""
+    random, faults = Random(seed), []
+    run = FaultRun(folder, make_model(folder / "model", seed))
+    try:
+        run.start()
+        run.wait_steps(1)
+        for number, kind in enumerate(kinds):
+            time.sleep(random.uniform(0, LONGEST_WAIT_S))
+            faults.append(fault := carry_out(run, kind, random))
+            told = f"{number + 1}/{len(kinds)} {kind}, step {fault.step}: {fault.outcome}, {fault.seconds:.0f} s"
+            print(f"{told}\n{fault.problem}".rstrip(), file=sys.stderr, flush=True)
+        finish(run, faults)
+    finally:
+        run.kill()
+    yield from faults
+
+
+def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
+    """One fault, until the run is whole again; a run that was lost over it is started anew."""
+    kind, fault, started = KINDS[name], Fault(name, run.steps), time.monotonic()
+    repeated = len(run.repeated())
+    run.mark()
+    try:
+        words = kind.inject(run, random)
+        if kind.ends is None:
+            survive(run, kind.notice.format(**words), kind.recovered.format(**words))
+            fault.outcome = SURVIVED
+        else:
+            end(run, fault, kind.notice.format(**words), kind.ends)
+            kind.mend(run)
+            run.start()
+            run.wait_steps(1)
+            fault.outcome = ENDED
+    except (Hang, Ended) as error:
+        fault.outcome, fault.problem = HANG if isinstance(error, Hang) else FAILED, str(error)
+        run.kill()
+        fault.orphans += run.orphans()
+        kind.mend(run)
+        run.start()
+        run.wait_steps(1)
+    fault.repeated += len(run.repeated()) - repeated
+    fault.seconds = time.monotonic() - started
+    return fault
+
+
+def survive(run: FaultRun, notice: str, recovered: str) -> None:
+    """Raises Hang, Ended."""
+    if notice:
+        run.wait_until(lambda: run.said(notice), f"word of it ({notice})", STARTED_S)
+    if recovered:
+        run.wait_until(lambda: run.said(recovered), f"recovery ({recovered})", STARTED_S)
+    run.wait_steps(2)
+
+
+def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
+    """Raises Hang; Ended where it did not end as it should."""
+    found = run.exit_status(STARTED_S)
+    fault.orphans += run.orphans()
+    fault.repeated += run.ledger_problems()
+    if found != status or not run.said(notice):
+        raise Ended(f"it ended with {found}, not {status}, or did not say {notice!r}:\n{run.output.read_text(errors='replace')[-3000:]}")
+
+
+def finish(run: FaultRun, faults: list[Fault]) -> None:
+    """Lets the run come to its end, and charges each prompt that is missing then to the fault in whose time it should have been used."""
+    run.launcher.terminate()
+    run.exit_status(STARTED_S)
+    run.start(max_steps=run.steps + 2)
+    if (status := run.exit_status(STARTED_S)) != 0:
+        raise RuntimeError(f"the last part of the run ended with {status}:\n{run.output.read_text(errors='replace')[-3000:]}")
+    faults[-1].orphans += run.orphans()
+    for ordinal in run.missing():
+        before = [fault for fault in faults if fault.step <= ordinal // PROMPTS]
+        (before or faults[:1])[-1].lost += 1
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    """The quickstart's model with random weights."""
+    from megarl.generator import cpu_support  # not at the top, like all that imports torch
+
+    cpu_support.install()
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    shutil.copytree(CONFIG.parent / "models/tiny-llama", folder)
+    torch.manual_seed(seed)
+    LlamaForCausalLM(AutoConfig.from_pretrained(folder)).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def table(faults: Sequence[Fault]) -> dict[str, dict[str, int]]:
+    """Counts by kind."""
+    rows = {}
+    for kind in KINDS:
+        of_kind = [fault for fault in faults if fault.kind == kind]
+        if of_kind:
+            outcomes = {outcome: sum(fault.outcome == outcome for fault in of_kind) for outcome in (SURVIVED, ENDED, HANG, FAILED)}
+            sums = {column: sum(getattr(fault, column) for fault in of_kind) for column in ("orphans", "lost", "repeated")}
+            rows[kind] = {"injected": len(of_kind), **outcomes, **sums}
+    return rows
+
+
+def render(facts: dict) -> str:
+    rows = facts["table"]
+    total = {column: sum(row[column] for row in rows.values()) for column in COLUMNS}
+    width = max(map(len, [*rows, "all"]))
+    lines = ["  ".join(["fault".ljust(width), *COLUMNS])]
+    for kind, row in [*rows.items(), ("all", total)]:
+        lines.append("  ".join([kind.ljust(width), *(str(row[column]).rjust(len(column)) for column in COLUMNS)]))
+    return "\n".join([*lines, f"seed {facts['seed']}, {facts['seconds'] / 60:.0f} minutes, {facts['hardware']}"])

@@ -1,0 +1,41 @@
+"""Engines that were lost, awaited: when one runs again the fleet is told, and it serves after the next update, or one made for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from megarl.generator.client import EngineError
+from megarl.generator.fleet import Fleet
+
+LOOK_UP_S = 0.5
+LOG_LINES = 20
+
+
+async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float) -> None:
+    """For as long as its task lives. Engine i writes to `logs`/engine.i.log; `restarted`: somebody starts those that die again.
+
+    Raises EngineError, with the ends of their logs, when no engine is left and none comes back in time.
+    """
+    while True:
+        await fleet.pulse.until(lambda: bool(fleet.lost))
+        left_since = time.monotonic()
+        while fleet.lost:
+            if fleet.members:
+                left_since = time.monotonic()
+            elif not restarted or time.monotonic() - left_since > startup_timeout_s:
+                raise EngineError(_none_left(fleet, logs, startup_timeout_s if restarted else 0.0))
+            for index in list(fleet.lost) if restarted else ():
+                if await fleet.engines[index].fresh():
+                    fleet.come_back(index)
+            await asyncio.sleep(LOOK_UP_S)
+
+
+def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:
+    lines = [f"no engine is left, and none came back within {waited_s:.0f} s"]
+    for index, reason in fleet.lost.items():
+        log = logs / f"engine.{index}.log"
+        end = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else ["(no log)"]
+        lines += [f"engine {index}: {reason}; the end of {log}:", *end]
+    return "\n".join(lines)

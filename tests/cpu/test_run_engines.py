@@ -1,0 +1,66 @@
+"""A whole run that loses its engines, one after the other, and goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+DEADLINE_S = 240
+
+
+def engine(process, number: int) -> psutil.Process:
+    """Its process, known by its random seed."""
+    lines = {child: " ".join(child.cmdline()) for child in descendants(process)}
+    return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {number}' in line)
+
+
+def test_killed_and_stopped_engines_are_replaced_and_serve_again(tmp_path):
+    """Two engines: the first is killed, the second then made to hang; each comes back, with the weights of the moment."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    more = ["generator.engines=2", "generator.health_s=15", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0"]
+    more += ["async.capacity=2", "async.partial_rollout=in_flight"]
+    model = make_model(tmp_path / "model")
+    process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    driver_log = run_dir / "logs/generator.0.log"
+
+    def said(text: str) -> bool:
+        return text in driver_log.read_text()
+
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
+        engine(process, 0).kill()
+        wait_until(lambda: said("engine 0 is lost, 1 are left"), process, "notice of the loss", DEADLINE_S)
+        wait_until(lambda: said("engines [0] serve version"), process, "return of engine 0", DEADLINE_S)
+        engine(process, 1).suspend()
+        wait_until(lambda: said("engine 1 is lost, 1 are left"), process, "notice of the hang", DEADLINE_S)
+        wait_until(lambda: said("engines [1] serve version"), process, "return of engine 1", DEADLINE_S)
+        done = len(rows(run_dir))
+        wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=150)
+    finally:
+        kill(process)
+    output = log.read_text()
+    assert process.returncode == 143, output
+    assert "engine.0 was killed by SIGKILL; started again (1 of generator.max_restarts=3)" in output
+    assert "engine.1 has answered nothing for" in output
+    table = rows(run_dir)
+    assert all(row["sync/audit_ok"] for row in table if "sync/audit_ok" in row)
+    assert [row["step"] for row in table] == list(range(len(table)))
+    assert exactly_once(run_dir, len(table))
+
+
+def exactly_once(run_dir: Path, steps: int) -> bool:
+    """With no rejections, every prompt up to the last that was trained on has been, but for those still in flight beyond."""
+    lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
+    trained = list(itertools.chain(*(line["ordinals"] for line in lines)))
+    in_flight = 3 * PROMPTS
+    return len(trained) == len(set(trained)) == steps * PROMPTS and set(range(len(trained) - in_flight)) <= set(trained)

@@ -1,0 +1,67 @@
+"""What `megarl bench faults` chooses and counts, without a run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megarl.bench import fault_hooks
+from megarl.bench.fault_kinds import KINDS
+from megarl.bench.fault_run import PROMPTS, FaultRun
+from megarl.bench.faults import Fault, plan, render, run, table
+from megarl.channels.ledger import LEDGER_FILE, Ledger
+from megarl.config.errors import ConfigError
+
+
+def test_every_kind_comes_once_before_any_comes_often_and_the_seed_decides():
+    chosen = plan(50, 3, list(KINDS))
+    assert set(chosen) == set(KINDS) and len(chosen) == 50
+    assert chosen == plan(50, 3, list(KINDS)) != plan(50, 4, list(KINDS))
+    assert Counter(plan(5, 0, ["SIGTERM"])) == {"SIGTERM": 5}
+
+
+def test_an_unknown_kind_is_refused_by_name():
+    with pytest.raises(ConfigError, match="--kinds engine kiled: there is engine killed, "):
+        run(3, 0, ["engine kiled"], as_json=False, keep=None)
+
+
+def test_an_order_is_carried_out_once(tmp_path: Path):
+    fault_hooks.order(tmp_path, "die", "now")
+    assert [fault_hooks.taken(tmp_path, "die") for _ in range(2)] == ["now", None]
+
+
+def test_lost_repeated_and_unrecorded_prompts_are_found(tmp_path: Path):
+    faulty = FaultRun(tmp_path, tmp_path / "model")
+    record(faulty, [[0, 1, 2, 3], [4, 5, 7, 8], [6, 9, 10, 11]])
+    save(faulty, 2, Ledger(6, [7, 8]))
+    assert (faulty.repeated(), faulty.missing(), faulty.ledger_problems()) == ([], [], 0)
+    record(faulty, [[0, 1, 2, 3], [4, 5, 3, 8], [6, 9, 10, 11]])
+    assert (faulty.repeated(), faulty.missing()) == ([3], [7])
+    assert faulty.ledger_problems() == 1, "the ledger says 7 was trained on, the record does not"
+
+
+def record(run: FaultRun, steps: list[list[int]]) -> None:
+    assert all(len(ordinals) == PROMPTS for ordinals in steps)
+    path = run.run_dir / "rollouts/ordinals.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"step": step, "ordinals": ordinals}) + "\n" for step, ordinals in enumerate(steps)))
+
+
+def save(run: FaultRun, step: int, ledger: Ledger) -> None:
+    folder = run.run_dir / f"checkpoints/step_{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / LEDGER_FILE).write_bytes(msgspec.msgpack.encode(ledger))
+
+
+def test_the_table_counts_by_kind_and_in_all():
+    faults = [Fault("SIGTERM", 1, "ended cleanly", lost=2), Fault("SIGTERM", 4, "hang"), Fault("tool hangs", 9, "survived", repeated=1)]
+    rows = table(faults)
+    assert rows["SIGTERM"] == {
+        "injected": 2, "survived": 0, "ended cleanly": 1, "hang": 1, "failed": 0, "orphans": 0, "lost": 2, "repeated": 0
+    }  # fmt: skip
+    text = render({"table": rows, "seed": 1, "seconds": 60, "hardware": "2 CPU cores"})
+    assert text.splitlines()[-2].split() == ["all", "3", "1", "1", "1", "0", "0", "2", "1"]

@@ -1,0 +1,134 @@
+"""Engines that are started again, with small processes that play them; and a run's stop, with processes that play trainer ranks."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+
+from megarl.launch.engines import EngineKeeper
+from megarl.launch.launcher import StopOrder
+from megarl.launch.meeting import Meeting
+from megarl.launch.node import Node
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
+from megarl.launch.rendezvous import free_ports
+from megarl.launch.stopping import Stopped
+from megarl.launch.watch import watch
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["Authorization"] == "Bearer key" else 401); self.end_headers()
+    def log_message(self, *_): pass
+print("engine starts", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+WORKER = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("ready", flush=True)
+while not (asked and sys.argv[1] == "stops"): time.sleep(0.02)
+"""
+
+
+def until(condition, poll=lambda: None, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        poll()
+        time.sleep(0.02)
+
+
+def kept(group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0) -> EngineKeeper:
+    (port,) = free_ports(1)
+    keeper = EngineKeeper(group, policy, max_restarts, health_s, startup_s=30)
+    spec = ProcessSpec("engine.0", [sys.executable, "-c", SERVER, str(port)])
+    group.start(spec)
+    keeper.keep(spec, "127.0.0.1", port, "key")
+    return keeper
+
+
+def starts(group: ProcessGroup) -> int:
+    return group.log_path("engine.0").read_text().count("engine starts")
+
+
+def child(group: ProcessGroup):
+    return group._children["engine.0"]
+
+
+def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_path, capsys):
+    with ProcessGroup(tmp_path) as group:
+        keeper = kept(group, "restart", max_restarts=1)
+        until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
+        child(group).kill()
+        until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
+        assert "engine.0 was killed by SIGKILL; started again (1 of generator.max_restarts=1)" in capsys.readouterr().out
+        group.check(among=group.names - keeper.names)
+        child(group).kill()
+        with pytest.raises(ProcessFailed, match="(?s)engine.0 was killed by SIGKILL; the end of .*engine starts"):
+            until(lambda: False, keeper.poll, seconds=20)
+
+
+def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, capsys):
+    with ProcessGroup(tmp_path) as group:
+        keeper = kept(group, "restart")
+        until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
+        child(group).send_signal(signal.SIGSTOP)
+        until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
+        assert "engine.0 has answered nothing for" in capsys.readouterr().out
+
+
+def test_a_dropped_engine_ends_nothing(tmp_path, capsys):
+    with ProcessGroup(tmp_path) as group:
+        keeper = kept(group, "drop")
+        child(group).kill()
+        until(lambda: not group.names, keeper.poll)
+        assert "engine.0 is dropped" in capsys.readouterr().out
+
+
+def test_under_fail_an_engine_ends_the_run_like_any_other_process(tmp_path):
+    with ProcessGroup(tmp_path) as group:
+        keeper = kept(group, "fail")
+        assert keeper.names == set()
+
+
+def stopping(folder, group: ProcessGroup, node: int = 0, nodes: int = 1, deadline_s: float = 30.0) -> StopOrder:
+    meeting = Meeting(folder / "meeting", Node(node, nodes, "launch"), timeout_s=10, silence_s=10)
+    return StopOrder(meeting, group, deadline_s)
+
+
+def start_worker(group: ProcessGroup, name: str, how: str) -> None:
+    group.start(ProcessSpec(name, [sys.executable, "-S", "-c", WORKER, how], defers_termination=True))
+    until(lambda: "ready" in group.log_path(name).read_text())
+
+
+def test_a_stop_waits_for_the_trainer_ranks_alone(tmp_path):
+    with ProcessGroup(tmp_path) as group:
+        start_worker(group, "trainer.0", "stops")
+        start_worker(group, "generator.0", "goes on")
+        order = stopping(tmp_path, group)
+        assert not order.order(), "too early: there is nothing to save"
+        order.arm({"trainer.0"})
+        assert order.order() and order.given
+        watch(group, {"trainer.0", "generator.0"}, poll=order.poll, among=order.among)
+        assert group.running() == ["generator.0"]
+        assert not order.order(), "the second time ends the run at once"
+
+
+def test_a_stop_reaches_the_launchers_of_other_nodes_and_has_a_deadline(tmp_path):
+    with ProcessGroup(tmp_path / "here") as here, ProcessGroup(tmp_path / "there") as there:
+        start_worker(there, "trainer.1", "goes on")
+        ours, theirs = stopping(tmp_path, here, 0, 2), stopping(tmp_path, there, 1, 2, deadline_s=0.5)
+        ours.arm(set())
+        theirs.arm({"trainer.1"})
+        theirs.poll()
+        assert not theirs.given
+        assert ours.order()
+        with pytest.raises(Stopped, match="trainer.1 did not finish and save within checkpoint.on_termination_s=0.5"):
+            until(lambda: False, theirs.poll, seconds=20)
+        assert theirs.given
