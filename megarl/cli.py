@@ -12,10 +12,10 @@ import os
 import select
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Callable, Optional, Sequence
 
 import megarl
+from megarl.bench import command as bench
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.plan.resolve import RunPlan, resolve
@@ -33,14 +33,6 @@ COMMANDS = {
     "plan": "whether a run fits, how long its steps take and what binds; --search finds the fastest split of a GPU budget",
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
 }
-BENCH = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
-BENCHES = {
-    "sync": "new weights into a live engine, ours and others' ways",
-    "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
-    "faults": "a run that engines, ranks, disks and strangers do harm to: what is survived, what ends it, what is lost",
-    "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
-    "staleness": "reward over capacities, staleness bounds and seeds: 24 runs of CONFIG",
-}
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
     "train": ["megarl train configs/quickstart.yaml", "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
@@ -57,10 +49,7 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
     ],
-    "bench": ["megarl bench sync", "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
-              "megarl bench overlap --picture overlap.png", "megarl bench channels --json",
-              "megarl bench staleness configs/quickstart.yaml --seeds 3",
-              "megarl bench faults --faults 50 --seed 1", "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'"],
+    "bench": bench.EXAMPLES,
 }
 WITH_JSON = ("eval", "plan", "reshard")
 
@@ -70,7 +59,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = parse(argv)
     try:
         if arguments.command == "bench":
-            _bench(arguments)
+            bench.run(arguments)
         else:
             plan = resolve(load_config(arguments.config, arguments.overrides), arguments.command)
             RUN[arguments.command](plan, arguments)
@@ -120,7 +109,10 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     plan.add_argument("--search", action="store_true", help="look for the fastest parallel sizes, batches, precision and split")
     plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
     plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
-    by_name["bench"] = _add_bench(commands)
+    by_name["bench"] = commands.add_parser(
+        "bench", help=bench.DESCRIPTION, description=bench.DESCRIPTION, epilog=_examples("bench"), formatter_class=_RAW
+    )
+    bench.add_arguments(by_name["bench"])
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "bench":
         if rest:
@@ -131,36 +123,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         by_name[arguments.command].error(f"unknown option: {' '.join(unknown)}")
     arguments.overrides += rest  # argparse takes positional arguments only up to the first option
     return arguments
-
-
-def _add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = commands.add_parser("bench", help=BENCH, description=BENCH, epilog=_examples("bench"), formatter_class=_RAW)
-    benches = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    by_name = {}
-    for name, meaning in BENCHES.items():
-        by_name[name] = bench = benches.add_parser(name, help=meaning, description=meaning)
-        bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    sync, overlap = by_name["sync"], by_name["overlap"]
-    sync.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
-    sync.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
-    sync.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
-    sync.add_argument("--picture", metavar="FILE", help="draw the times as bars: .svg or .png")
-    sync.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
-    overlap.add_argument("--picture", metavar="FILE", help="draw the efficiencies as bars: .svg or .png")
-    overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
-    overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
-    staleness = by_name["staleness"]
-    staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in max_steps=40")
-    staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete ones are not repeated")
-    faults = by_name["faults"]
-    faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
-    faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
-    faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
-    faults.add_argument("--keep", metavar="DIR", help="a new folder for the run and its logs, to stay; default: kept only when something is wrong")
-    overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
-    return parser
 
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
@@ -232,51 +194,6 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     print("proven: every destination byte is written exactly once")
 
 
-def _bench(arguments: argparse.Namespace) -> None:
-    BENCH_RUN[arguments.what](arguments)
-
-
-def _bench_sync(arguments: argparse.Namespace) -> None:
-    from megarl.bench.sync import TRANSPORTS, run
-
-    transports = arguments.transport or TRANSPORTS
-    run(arguments.model_size, arguments.dtype, transports, arguments.repeats, arguments.json, arguments.picture)
-
-
-def _bench_overlap(arguments: argparse.Namespace) -> None:
-    from megarl.bench.overlap import run
-
-    run(arguments.step_s, arguments.steps, arguments.lanes, arguments.json, arguments.picture)
-
-
-def _bench_faults(arguments: argparse.Namespace) -> None:
-    from megarl.bench.faults import run
-
-    kinds = [kind.strip() for kind in arguments.kinds.split(",") if kind.strip()]
-    run(arguments.faults, arguments.seed, kinds, arguments.json, arguments.keep)
-
-
-def _bench_channels(arguments: argparse.Namespace) -> None:
-    from megarl.bench.channels import run
-
-    run(arguments.json)
-
-
-def _bench_staleness(arguments: argparse.Namespace) -> None:
-    from megarl.bench.staleness import run
-
-    if arguments.seeds < 1:
-        raise ConfigError([f"--seeds {arguments.seeds}: must be at least 1"])
-    run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
-
-
-BENCH_RUN: dict[str, Callable[[argparse.Namespace], None]] = {
-    "sync": _bench_sync,
-    "overlap": _bench_overlap,
-    "channels": _bench_channels,
-    "staleness": _bench_staleness,
-    "faults": _bench_faults,
-}
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,
     "train": _train,

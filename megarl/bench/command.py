@@ -1,0 +1,101 @@
+"""`megarl bench WHAT`: its arguments, and which benchmark they start. Imports none of the benchmarks before it is known which."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+
+DESCRIPTION = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
+MEANINGS = {
+    "sync": "new weights into a live engine, ours and others' ways",
+    "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
+    "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
+    "staleness": "reward over capacities, staleness bounds and seeds: 24 runs of CONFIG",
+    "faults": "a run that engines, ranks, disks and strangers do harm to: what is survived, what ends it, what is lost",
+}
+EXAMPLES = [
+    "megarl bench sync",
+    "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
+    "megarl bench overlap --picture overlap.png",
+    "megarl bench channels --json",
+    "megarl bench staleness configs/quickstart.yaml --seeds 3",
+    "megarl bench faults --faults 50 --seed 1",
+    "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    by_name = {}
+    for name, meaning in MEANINGS.items():
+        by_name[name] = bench = benches.add_parser(name, help=meaning, description=meaning)
+        bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    sync, overlap, staleness, faults = (by_name[name] for name in ("sync", "overlap", "staleness", "faults"))
+    sync.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
+    sync.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
+    sync.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
+    sync.add_argument("--picture", metavar="FILE", help="draw the times as bars: .svg or .png")
+    sync.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
+    overlap.add_argument("--picture", metavar="FILE", help="draw the efficiencies as bars: .svg or .png")
+    overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
+    overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
+    overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
+    staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in max_steps=40")
+    staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
+    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete ones are not repeated")
+    faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
+    faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
+    faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
+    faults.add_argument("--keep", metavar="DIR", help="a new folder for the run and its logs, to stay; default: kept only when something is wrong")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError, RuntimeError, TimeoutError."""
+    RUN[arguments.what](arguments)
+
+
+def _sync(arguments: argparse.Namespace) -> None:
+    from megarl.bench.sync import TRANSPORTS, run
+
+    transports = arguments.transport or TRANSPORTS
+    run(arguments.model_size, arguments.dtype, transports, arguments.repeats, arguments.json, arguments.picture)
+
+
+def _overlap(arguments: argparse.Namespace) -> None:
+    from megarl.bench.overlap import run
+
+    run(arguments.step_s, arguments.steps, arguments.lanes, arguments.json, arguments.picture)
+
+
+def _channels(arguments: argparse.Namespace) -> None:
+    from megarl.bench.channels import run
+
+    run(arguments.json)
+
+
+def _staleness(arguments: argparse.Namespace) -> None:
+    from megarl.bench.staleness import run
+
+    if arguments.seeds < 1:
+        raise ConfigError(f"--seeds {arguments.seeds}: must be at least 1")
+    run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
+
+
+def _faults(arguments: argparse.Namespace) -> None:
+    from megarl.bench.faults import run
+
+    kinds = [kind.strip() for kind in arguments.kinds.split(",") if kind.strip()]
+    run(arguments.faults, arguments.seed, kinds, arguments.json, arguments.keep)
+
+
+RUN: dict[str, Callable[[argparse.Namespace], None]] = {
+    "sync": _sync,
+    "overlap": _overlap,
+    "channels": _channels,
+    "staleness": _staleness,
+    "faults": _faults,
+}
