@@ -70,8 +70,8 @@ def _taken(map: ReshardMap, rank: int, seats: dict[tuple[int, int], list[tuple[i
     entries: list[_Entry] = []
     for stage, replica in seats[row.kind, row.shard]:
         service = map.service(row, replica)
-        of_class = [(h, [(s, rank)]) for h, s in zip(service.holders[:, 0].tolist(), service.senders[:, 0].tolist())]
-        entries += [(i, *of_class[c]) for i, c in enumerate(service.class_of.tolist()) if stages[i] == stage]
+        holders, pairs = service.holders[:, 0].tolist(), [[(s, rank)] for s in service.senders[:, 0].tolist()]
+        entries += [(i, holders[c], pairs[c]) for i, c in enumerate(service.class_of.tolist()) if stages[i] == stage]
     return entries
 
 
@@ -80,7 +80,8 @@ class _List:
     """One rank's list in the making."""
 
     map: ReshardMap
-    parts: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # of a template: what stands before and after the layer's number
+    names: dict[tuple, list[str]] = field(default_factory=dict)  # by what `_names` was asked
+    hows: dict[tuple, list[Optional[Quantisation]]] = field(default_factory=dict)  # by what `_hows` was asked
     by_depth: list[list[Copy]] = field(default_factory=list)
 
     def of(self, rows: tuple[Row, ...], served: _Served) -> list[Copy]:
@@ -99,41 +100,46 @@ class _List:
     def _add(self, row: Row, entries: list[_Entry]) -> None:
         target, transform, box = self.map.destination.kinds[row.kind], row.transform, row.box
         dtype, layer, depth = target.shards[row.shard].dtype, target.first_layer, self.map.destination.depth(target, 0)
-        by_depth, instances = self.by_depth, [i for i, _, _ in entries]
+        by_depth, instances = self.by_depth, tuple([i for i, _, _ in entries])
         names = self._names(target.name, layer, instances)
         if transform == ZEROS:
             for (i, _, pairs), name in zip(entries, names):
                 at = depth + i
-                by_depth[at] += [Copy(s, None, None, r, name, box, transform, dtype, at) for s, r in pairs]
+                for s, r in pairs:
+                    by_depth[at].append(Copy(s, None, None, r, name, box, transform, dtype, at))
             return
         origins = [(self._names(self.map.source.kinds[holder.kind].name, layer, instances), holder) for holder in row.holders]
         apart = self.map.of_experts(row)
         hows = self._hows(row, target, instances)
         for n, ((i, h, pairs), name, how) in enumerate(zip(entries, names, hows)):
             at = depth + i
-            source_names, held = origins[h]
+            copies, (source_names, held) = by_depth[at], origins[h]
             source_name, here = source_names[n], held.box
             if apart:
                 items = list(_of_each_expert(self.map, row, held, source_name, name, how))
-                by_depth[at] += [Copy(s, x, a, r, y, b, transform, dtype, at, q) for s, r in pairs for x, a, y, b, q in items]
+                copies += [Copy(s, x, a, r, y, b, transform, dtype, at, q) for s, r in pairs for x, a, y, b, q in items]
                 continue
-            by_depth[at] += [Copy(s, source_name, here, r, name, box, transform, dtype, at, how) for s, r in pairs]
+            for s, r in pairs:
+                copies.append(Copy(s, source_name, here, r, name, box, transform, dtype, at, how))
 
-    def _hows(self, row: Row, target: Kind, instances: list[int]) -> list[Optional[Quantisation]]:
+    def _hows(self, row: Row, target: Kind, instances: tuple[int, ...]) -> list[Optional[Quantisation]]:
         if row.logical is None:
             return [None] * len(instances)
         weights = target if row.travels_with is None else self.map.destination.kinds[row.travels_with]
-        tiles = self._names(tile_space(weights, row.logical_name), target.first_layer, instances)
-        rule, corner, cut = weights.rule, row.logical.start[-2:], row.cut
-        assert rule is not None
-        return [Quantisation(rule, name, corner, cut) for name in tiles]
+        asked = tile_space(weights, row.logical_name), target.first_layer, instances, row.logical.start[-2:], row.cut
+        if asked not in self.hows:  # weights and their scales have the same
+            rule, corner, cut = weights.rule, asked[3], asked[4]
+            assert rule is not None
+            self.hows[asked] = [Quantisation(rule, name, corner, cut) for name in self._names(*asked[:3])]
+        return self.hows[asked]
 
-    def _names(self, template: str, first: int, instances: list[int]) -> list[str]:
+    def _names(self, template: str, first: int, instances: tuple[int, ...]) -> list[str]:
         """Of each instance, the 0th of which is of layer `first`. A template that is not of layers has one name."""
-        if template not in self.parts:
-            self.parts[template] = template.partition(LAYER_FIELD)
-        before, layered, after = self.parts[template]
-        return [f"{before}{first + i}{after}" for i in instances] if layered else [before] * len(instances)
+        asked = template, first, instances
+        if asked not in self.names:
+            before, layered, after = template.partition(LAYER_FIELD)
+            self.names[asked] = [f"{before}{first + i}{after}" for i in instances] if layered else [before] * len(instances)
+        return self.names[asked]
 
 
 def _of_each_expert(

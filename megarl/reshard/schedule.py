@@ -68,8 +68,9 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
     sizes = [0] * (layout.num_layers + 2)
     for kind in layout.kinds:
         size = max(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards)
-        for instance in range(kind.instances if kind.place == LAYER else 1):
-            sizes[layout.depth(kind, instance)] += size
+        first = layout.depth(kind, 0)
+        for depth in range(first, first + (kind.instances if kind.place == LAYER else 1)):
+            sizes[depth] += size
     result, wave, filled = [], 0, 0
     for size in sizes:
         if filled and filled + size > wave_bytes:
