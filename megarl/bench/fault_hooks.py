@@ -1,8 +1,4 @@
-"""What runs inside a run of `megarl bench faults`: a transport and a rollout that do wrong when they are told to.
-
-Orders are files in one folder; whoever renames an order away carries it out, so that it is carried out once. The folder is named to
-trainer ranks by an environment variable, and to the rollout by its argument.
-"""
+"""What runs inside a run of `megarl bench faults`: a transport and a rollout that do wrong when they are told to (fault_orders)."""
 
 from __future__ import annotations
 
@@ -10,11 +6,10 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Optional
 
 import torch
 
+from megarl.bench.fault_orders import DIE, FLIP, KILL_ENGINE, ORDERS, taken, tool
 from megarl.environments.base import RolloutContext, ToolError
 from megarl.environments.single_turn import single_turn
 from megarl.generator.client import Sampling
@@ -22,30 +17,8 @@ from megarl.reshard.map import Copy
 from megarl.transports.shared_memory import SharedMemoryTransport
 from megarl.types import Prompt, Sample
 
-ORDERS = "MEGARL_FAULT_ORDERS"  # the folder
-FLIP, KILL_ENGINE, DIE, TOOL = "flip_a_bit", "kill_an_engine", "die", "tool"
 FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # in what the flipping rank writes of it
-REWARD_S = 0.3  # so that steps leave engines that start again some of the machine's time
-
-
-def order(folder: Path, name: str, text: str = "") -> None:
-    part = folder / f"{name}.part"
-    part.write_text(text)
-    part.rename(folder / name)
-
-
-def taken(folder: str | Path, name: str) -> Optional[str]:
-    """The order's text; None where there is none, or another process has taken it."""
-    path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
-    if not path.exists():
-        return None
-    try:
-        path.rename(mine)
-    except FileNotFoundError:
-        return None
-    text = mine.read_text()
-    mine.unlink()
-    return text
+REWARD_S = 1.0  # so that steps leave engines that start again some of the machine's time
 
 
 class FaultyTransport(SharedMemoryTransport):
@@ -74,18 +47,3 @@ async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n
         print(f"the tool failed: {error}", flush=True)
     await asyncio.sleep(REWARD_S)
     return await single_turn(context, prompt, sampling, n)
-
-
-def tool(orders: str) -> str:
-    """In a worker process of its own."""
-    wrong = taken(orders, TOOL)
-    if wrong == "crash":
-        os._exit(3)
-    if wrong == "crash twice":  # its worker is replaced after the first
-        order(Path(orders), TOOL, "crash")
-        os._exit(3)
-    if wrong == "hang":
-        time.sleep(3600)
-    while wrong == "print":
-        print("." * 80)
-    return "." * (1 << 21) if wrong == "answer too much" else "done"

@@ -16,7 +16,8 @@ from random import Random
 import psutil
 import zmq
 
-from megarl.bench import fault_hooks
+from megarl.bench import fault_orders
+from megarl.bench.fault_hooks import FLIPPED
 from megarl.bench.fault_run import ENGINES, STARTED_S, FaultRun
 from megarl.executors.checkpoints import complete_checkpoints
 from megarl.messaging.link import Peer, RunKey
@@ -73,7 +74,7 @@ def scheduler_killed(run: FaultRun, random: Random) -> dict[str, str]:
 def engine_killed_in_transfer(run: FaultRun, random: Random) -> dict[str, str]:
     index = random.randrange(ENGINES)
     pids = " ".join(str(process.pid) for process in _with_children(run.engine(index)))
-    _order(run, fault_hooks.KILL_ENGINE, pids)
+    _order(run, fault_orders.KILL_ENGINE, pids)
     return {"engine": str(index)}
 
 
@@ -124,7 +125,7 @@ def reward_worker_stopped(run: FaultRun, random: Random) -> dict[str, str]:
 
 def tool(what: str) -> Inject:
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
-        _order(run, fault_hooks.TOOL, what)
+        _order(run, fault_orders.TOOL, what)
         return {}
 
     return inject
@@ -171,12 +172,12 @@ def full_disk(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def bit_flipped(run: FaultRun, random: Random) -> dict[str, str]:
-    _order(run, fault_hooks.FLIP)
+    _order(run, fault_orders.FLIP)
     return {}
 
 
 def trainer_killed_in_transfer(run: FaultRun, random: Random) -> dict[str, str]:
-    _order(run, fault_hooks.DIE)
+    _order(run, fault_orders.DIE)
     return {}
 
 
@@ -199,7 +200,7 @@ def whole_again(run: FaultRun) -> None:
 
 
 def _order(run: FaultRun, name: str, text: str = "") -> None:
-    fault_hooks.order(run.orders, name, text)
+    fault_orders.order(run.orders, name, text)
     run.wait_until(lambda: not (run.orders / name).exists(), f"process that carries out {name}", STARTED_S, every_s=0.05)
 
 
@@ -236,6 +237,6 @@ KINDS: dict[str, Kind] = {
     "launcher killed while saving": Kind(killed_while_saving, ends=KILLED, weight=1),
     "SIGTERM": Kind(sigterm, r"stopped at step \d+ by SIGTERM; the same command goes on from there", ends=STOPPED, weight=2),
     "full disk while saving": Kind(full_disk, r"bytes could not be written.*File too large", ends=FAILED, weight=1),
-    "bit flipped in a transfer": Kind(bit_flipped, re.escape(fault_hooks.FLIPPED), ends=FAILED, weight=1),
+    "bit flipped in a transfer": Kind(bit_flipped, re.escape(FLIPPED), ends=FAILED, weight=1),
     "checkpoint truncated": Kind(checkpoint_truncated, r"{folder}.* cannot be loaded", ends=FAILED, mend=whole_again, weight=1),
 }

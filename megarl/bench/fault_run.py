@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.bench.fault_hooks import ORDERS
+from megarl.bench.fault_orders import ORDERS
 from megarl.channels.ledger import Ledger
 from megarl.executors.checkpoints import complete_checkpoints
 

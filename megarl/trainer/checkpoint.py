@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from megarl.trainer.folders import written_together
+from megarl.trainer.folders import reason, written_together
 from megarl.trainer.optimizer import load_state
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
         loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True, with_random=same_ranks), str(path))
     except (Exception, CheckpointException) as error:  # the latter is none of the former
         hint = "is it damaged? An older checkpoint serves when this one is moved away"
-        raise RuntimeError(f"{path} cannot be loaded, {hint}: {error!r}") from error
+        raise RuntimeError(f"{path} cannot be loaded, {hint}: {reason(error)}") from error
     for i, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(loaded[f"model{i}"], strict=True)
     load_state(trainer.optimizer, loaded["optimizer"])

@@ -39,7 +39,7 @@ def written_together(path: str | Path, size_bytes: int | None = None) -> Iterato
         shutil.rmtree(partial, ignore_errors=True)  # never to be taken for whole; and its bytes may be what is lacking
         if isinstance(error, (OSError, CheckpointException)):
             size = f"of {size_bytes} bytes " if size_bytes is not None else ""
-            raise WriteError(f"{path} {size}could not be written; {free_bytes} bytes were free there before: {_reason(error)}") from error
+            raise WriteError(f"{path} {size}could not be written; {free_bytes} bytes were free there before: {reason(error)}") from error
         raise
     dist.barrier()
     if dist.get_rank() == 0:
@@ -53,17 +53,17 @@ def written_together(path: str | Path, size_bytes: int | None = None) -> Iterato
     dist.barrier()
 
 
-def _reason(error: BaseException) -> str:
-    """In a line. Of a collective save, rank 0 knows what went wrong on every rank."""
+def reason(error: BaseException) -> str:
+    """In a line. Of a collective save or load, rank 0 knows what went wrong on every rank."""
     if not isinstance(error, CheckpointException):
-        return str(error)
+        return str(error) or repr(error)
     failures = [f"rank {rank}: {_plain(failure)}" for rank, (failure, _) in error.failures.items()]
     return "; ".join(failures) or "another rank failed, and told rank 0 why"
 
 
 def _plain(failure: BaseException) -> str:
     """Torch hides the error of the file system when a write is cut short, and reports its own surprise about it."""
-    text = str(failure)
+    text = repr(failure)
     return f"a file was cut short, as by a full disk or a quota ({text})" if "inline_container" in text else text
 
 

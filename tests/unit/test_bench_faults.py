@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megarl.bench import fault_hooks
+from megarl.bench import fault_orders
 from megarl.bench.fault_kinds import KINDS
 from megarl.bench.fault_run import PROMPTS, FaultRun
 from megarl.bench.faults import Fault, plan, render, run, table
@@ -30,8 +30,8 @@ def test_an_unknown_kind_is_refused_by_name():
 
 
 def test_an_order_is_carried_out_once(tmp_path: Path):
-    fault_hooks.order(tmp_path, "die", "now")
-    assert [fault_hooks.taken(tmp_path, "die") for _ in range(2)] == ["now", None]
+    fault_orders.order(tmp_path, "die", "now")
+    assert [fault_orders.taken(tmp_path, "die") for _ in range(2)] == ["now", None]
 
 
 def test_lost_repeated_and_unrecorded_prompts_are_found(tmp_path: Path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -16,9 +18,11 @@ from megarl.generator import commands
 from megarl.generator.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.generator.update import AuditError, LayoutError, check_layout, compare
+from megarl.generator.update import AuditError, LayoutError, Workers, check_layout, compare
 from megarl.generator.wire import content_of, tensor_payload
 from megarl.generator.worker_loader import as_arranged
+from megarl.messaging.link import Hub, Peer, RunKey
+from megarl.messaging.messages import WorkerReply
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import LocalTensor
 from megarl.reshard.nodes import Relay
@@ -140,3 +144,26 @@ def test_work_after_loading_is_done_once_a_layer():
     for layer in (*layers, layers[0]):
         once(lambda method, layer: done.append(layer), None, layer)
     assert done == layers
+
+
+def test_answers_of_an_engine_that_was_lost_since_are_ignored():
+    """Its rank is another engine's now: what it had answered must not be taken for that one's."""
+
+    class Engine:
+        async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+            for connection, payload in (("0123abcd", b"of the lost one"), (workers.connection, b"of the living")):
+                peers.append(Peer(f"engine.0.{connection}", key, hub.address))
+                peers[-1].send(WorkerReply(0, "Describe", "", payload))
+                await asyncio.sleep(0.2)  # in this order
+
+    async def run() -> list[bytes]:
+        return await workers.run_all(commands.Describe())
+
+    key, peers = RunKey.generate(), []
+    with contextlib.closing(Hub("generator.0", key)) as hub:
+        workers = Workers([Engine()], 1, hub, timeout_s=20)
+        try:
+            assert asyncio.run(run()) == [b"of the living"]
+        finally:
+            for peer in peers:
+                peer.close()
