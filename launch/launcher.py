@@ -105,7 +105,7 @@ def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callab
     if not node.is_head:
         yield
         return
-    refusal = f"run_dir={plan.config.run_dir}: megarl {job.command} is running there already; end it, or choose another run_dir"
+    refusal = f"run_dir={plan.config.run_dir}: megarl {job.command} is running there already"
     with held(folder.parent / "lock", refusal):
         if node.count == 1:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch

@@ -31,7 +31,7 @@ def held(path: Path, refusal: str) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
-            _not_locked(error, path, f"{refusal}: {file.read().strip() or 'another launch'}")
+            _not_locked(error, path, f"{refusal}, {file.read().strip() or 'by another launch'}; end it first")
         else:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")

@@ -12,7 +12,7 @@ from megarl.planner.estimate import Estimate, generate_parts, train_parts
 from megarl.planner.report import gib_parts
 
 FORMATS = (".svg", ".png")
-SMALL = 0.1  # of the longest bar: parts below that have no room for their name, and are in the legend only
+LETTER = 0.0085  # of the longest bar: parts without room for their name are in the legend only
 
 
 def draw(found: Estimate, baseline: Optional[Baseline], path: str, title: str) -> None:
@@ -47,7 +47,7 @@ def _bars(axes: "matplotlib.axes.Axes", rows: Mapping[str, Mapping[str, float]])
         left = 0.0
         for name, value in parts.items():
             axes.barh(row, value, left=left, color=colours[names.index(name) % 20], edgecolor="white", lw=0.5, label=name)
-            if value > SMALL * longest:
+            if value > LETTER * len(name) * longest:
                 axes.text(left + value / 2, row, f"{name}\n{value:.3g}", ha="center", va="center", fontsize=7)
             left += value
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))  # a part that two rows have stands there once

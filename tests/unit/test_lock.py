@@ -37,7 +37,7 @@ def test_a_second_launch_is_refused_before_anything_starts(holder, tmp_path, cap
     assert main(["sft", str(ROOT / "configs/quickstart.yaml"), f"run_dir={tmp_path}"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"megarl: run_dir={tmp_path}: megarl sft is running there already") and len(told.splitlines()) == 1
-    assert f"process {holder.pid} on " in told
+    assert f"already, process {holder.pid} on " in told and told.endswith("; end it first\n")
     assert [path.name for path in tmp_path.iterdir()] == [".launch"]
 
 
