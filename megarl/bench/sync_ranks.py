@@ -29,7 +29,7 @@ from megarl.transports.choice import mooncake_protocol, this_host, transport_cla
 from megarl.transports.two_sided import as_bytes
 
 BLOCK_BYTES = 128 << 20  # larger than any cache
-CHUNK_BYTES = 4 << 20  # of gloo: shorter ones cost more time of a core, longer ones more often wait for each other
+CHUNK_BYTES = 16 << 20  # of gloo: the longer, the less time of a core
 RUN_BYTES = 1 << 20  # of Mooncake's TCP
 
 
