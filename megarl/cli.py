@@ -150,6 +150,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
     faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
+    faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
     faults.add_argument("--keep", metavar="DIR", help="a new folder for the run and its logs, to stay; default: kept only when something is wrong")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
     return parser
@@ -245,7 +246,7 @@ def _bench_faults(arguments: argparse.Namespace) -> None:
     from megarl.bench.faults import run
 
     kinds = [kind.strip() for kind in arguments.kinds.split(",") if kind.strip()]
-    run(arguments.faults, arguments.seed, kinds, arguments.json, arguments.keep)
+    run(arguments.faults, arguments.seed, kinds, arguments.minutes, arguments.json, arguments.keep)
 
 
 def _bench_channels(arguments: argparse.Namespace) -> None:
