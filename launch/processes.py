@@ -98,13 +98,14 @@ class ProcessGroup:
         """Raises ProcessFailed if a child (one of `among`, where given) died, or ended well although it is not among `may_finish`.
 
         Of several dead children the one that died of itself is named, not those that fell with it: a process killed by
-        a signal or with a Python error of its own comes before one that only lost its peer.
+        a signal or with a Python error of its own comes before one that only lost its peer, and last comes one that was asked for its
+        stack when it was about to end, and ended of that.
         """
         dead = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
         watched = dead.keys() if among is None else dead.keys() & among
         failed = {name: dead[name] for name in watched if dead[name] != 0 or name not in may_finish}
         if failed:
-            first = min(failed, key=lambda name: self.log_path(name).stat().st_mtime)
+            first = min(failed, key=lambda name: (failed[name] == -signal.SIGUSR1, self.log_path(name).stat().st_mtime))
             raise ProcessFailed(first, failed[first], self.log_path(first))
 
     def dump_stacks(self) -> None:

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
     faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
+    faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
     faults.add_argument("--keep", metavar="DIR", help="a new folder for the run and its logs, to stay; default: kept only when something is wrong")
 
 
@@ -89,7 +90,7 @@ def _faults(arguments: argparse.Namespace) -> None:
     from megarl.bench.faults import run
 
     kinds = [kind.strip() for kind in arguments.kinds.split(",") if kind.strip()]
-    run(arguments.faults, arguments.seed, kinds, arguments.json, arguments.keep)
+    run(arguments.faults, arguments.seed, kinds, arguments.minutes, arguments.json, arguments.keep)
 
 
 RUN: dict[str, Callable[[argparse.Namespace], None]] = {

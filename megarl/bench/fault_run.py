@@ -50,7 +50,7 @@ class FaultRun:
 
     def __post_init__(self) -> None:
         self.run_dir, self.orders = self.folder / "run", self.folder / "orders"
-        self.orders.mkdir(parents=True)
+        self.orders.mkdir(parents=True, exist_ok=True)
 
     def start(self, max_steps: int = ENDLESS) -> None:
         """Starts or resumes the run; returns at once."""

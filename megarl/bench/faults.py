@@ -41,14 +41,14 @@ class Fault:
     seconds: float = 0.0
 
 
-def run(faults: int, seed: int, kinds: Sequence[str], as_json: bool, keep: str | None) -> None:
-    """Prints a table, or one JSON object. Raises ConfigError; SystemExit(1) when a fault was neither survived nor ended cleanly."""
+def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: bool, keep: str | None) -> None:
+    """Prints a table, or one JSON object. No fault is begun after `minutes`. Raises ConfigError; SystemExit(1) when a fault was neither survived nor ended cleanly."""
     if faults < 1:
         raise ConfigError(f"--faults {faults}: must be at least 1")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
     folder, started = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-")), time.monotonic()
-    done = list(campaign(folder, plan(faults, seed, list(kinds) or list(KINDS)), seed))
+    done = list(campaign(folder, plan(faults, seed, list(kinds) or list(KINDS)), seed, started + 60 * minutes))
     facts = {
         "hardware": f"{os.cpu_count()} CPU cores",
         "seed": seed,
@@ -74,14 +74,16 @@ def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
     return chosen
 
 
-def campaign(folder: Path, kinds: Sequence[str], seed: int) -> Iterator[Fault]:
-    """Carries the faults out; tells of each on stderr."""
+def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Iterator[Fault]:
+    """Carries the faults out, as many as begin before `until`, on the monotonic clock; tells of each on stderr."""
     random, faults = Random(seed), []
     run = FaultRun(folder, make_model(folder / "model", seed))
     try:
         run.start()
         run.wait_steps(1)
         for number, kind in enumerate(kinds):
+            if time.monotonic() > until and faults:
+                break
             time.sleep(random.uniform(0, LONGEST_WAIT_S))
             faults.append(fault := carry_out(run, kind, random))
             told = f"{number + 1}/{len(kinds)} {kind}, step {fault.step}: {fault.outcome}, {fault.seconds:.0f} s"

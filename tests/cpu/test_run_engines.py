@@ -12,7 +12,7 @@ import pytest
 
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 DEADLINE_S = 240
 
 

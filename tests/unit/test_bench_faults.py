@@ -26,7 +26,7 @@ def test_every_kind_comes_once_before_any_comes_often_and_the_seed_decides():
 
 def test_an_unknown_kind_is_refused_by_name():
     with pytest.raises(ConfigError, match="--kinds engine kiled: there is engine killed, "):
-        run(3, 0, ["engine kiled"], as_json=False, keep=None)
+        run(3, 0, ["engine kiled"], 1, as_json=False, keep=None)
 
 
 def test_an_order_is_carried_out_once(tmp_path: Path):

@@ -70,7 +70,7 @@ def test_commands_survive_the_wire():
     for command in (
         Connect(2, "tcp://h:1", "new", "/k"),
         ExpectMessages("gloo", "h:1", members, {1: [Incoming(0, "w", box, 1)]}, 5.0),
-        Register("tcp", {1: [("w", box)]}, 5.0),
+        Register("tcp", {1: [("w", box)]}),
         MeetNeighbours("cuda_ipc", [endpoint], {1: [Relay(1, 2, "w", 3, 24)]}),
         Audit(),
     ):

@@ -44,6 +44,16 @@ def test_a_killed_process_is_named_by_its_signal(tmp_path):
             group.check()
 
 
+def test_one_that_ended_of_being_asked_for_its_stack_is_not_the_cause(tmp_path):
+    with ProcessGroup(tmp_path) as group:
+        group.start(python("trainer.0", "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"))
+        wait_for(lambda: not group.running())
+        group.start(python("trainer.1", "print('disk full', flush=True); raise SystemExit(1)"))
+        wait_for(lambda: not group.running())
+        with pytest.raises(ProcessFailed, match="(?s)trainer.1 exited with status 1.*disk full"):
+            group.check()
+
+
 def test_leaving_ends_descendants_too(tmp_path):
     code = "import subprocess, sys, time; c = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)']); print(c.pid, flush=True); time.sleep(60)"
     with ProcessGroup(tmp_path) as group:
