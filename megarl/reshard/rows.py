@@ -133,7 +133,7 @@ def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
 
 def _joined(a: Row, b: Row) -> Optional[Row]:
     target = a.box.join(b.box)
-    if target is None or a.logical_name != b.logical_name:
+    if target is None or a.logical_name != b.logical_name or a.cut != b.cut:  # amax is exchanged of cut rows alone
         return None
     dim, box = target
     logical = a.logical
@@ -151,4 +151,4 @@ def _joined(a: Row, b: Row) -> Optional[Row]:
         if joined is None or joined[0] != dim:
             return None
         holders.append(Holder(x.kind, x.shard, joined[1]))
-    return replace(a, box=box, holders=tuple(holders), logical=logical, cut=a.cut or b.cut)
+    return replace(a, box=box, holders=tuple(holders), logical=logical)

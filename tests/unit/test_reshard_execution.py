@@ -224,6 +224,14 @@ def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
     check_lists(map, copies, joined)
 
 
+def test_a_write_joins_no_cut_tiles_with_whole_ones():
+    """Flat shards of a width that is no multiple of a tile: some rows of a rank cut tiles, their neighbours do not."""
+    sizes = dict(num_experts=4, expert_intermediate_size=16, qk_norm=True)
+    spec = dataclasses.replace(ModelSpec("qwen3_moe", 2, 7, 16, 2, 1, 4, 2, 16, False, 1e-6, 1e4), **sizes)
+    case = spec, TrainerTopology(pp=2, dp=2, zero=1, fsdp="flat"), GeneratorTopology(engines=1, tp=2), "cuda"
+    test_fp8_equals_gathering_quantising_and_slicing.hypothesis.inner_test(case, "block", True, "float32")
+
+
 def quantised_checkpoint(spec: ModelSpec, hf: HF, rule: Rule) -> tuple[HF, HF]:
     """The checkpoint with the codes of each quantised weight, and with each weight's scale in the place of every element.
 
