@@ -81,6 +81,10 @@ def launch(
         if node.count > 1:
             meeting.fail(f"node {node.rank} ({host_name()}): {error}")
         raise
+    except SystemExit:
+        if node.count > 1:
+            meeting.fail(f"node {node.rank} ({host_name()}) was ended by SIGTERM")
+        raise
     return folder
 
 
