@@ -111,7 +111,7 @@ def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callab
     with held(folder.parent / "lock", refusal):
         if node.count == 1:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch
-            folder.mkdir(mode=0o700)
+            folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(plan.config))
         prepare(folder)
         yield
