@@ -83,6 +83,10 @@ def launch(
         if node.count > 1:
             meeting.fail(f"node {node.rank} ({host_name()}): {error}")
         raise
+    except SystemExit:
+        if node.count > 1:
+            meeting.fail(f"node {node.rank} ({host_name()}) was ended by SIGTERM")
+        raise
     return folder
 
 
@@ -109,7 +113,7 @@ def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callab
     with held(folder.parent / "lock", refusal):
         if node.count == 1:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch
-            folder.mkdir(mode=0o700)
+            folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(plan.config))
         prepare(folder)
         yield

@@ -30,17 +30,23 @@ class StopOrder:
         self._meeting, self._processes, self._deadline_s = meeting, processes, deadline_s
         self._trainers: set[str] | None = None
         self._since: float | None = None
+        self._signalled = False  # this launcher itself, not only one of another node
 
     def arm(self, trainers: set[str]) -> None:
         """From now on there is something to save: the trainer ranks of this node."""
         self._trainers = trainers
 
     def order(self) -> bool:
-        """In a signal handler. False when it is too early, or the second time: then everything is to end at once."""
-        if self._trainers is None or self._since is not None:
+        """In a signal handler. False when it is too early, or the second time: then everything is to end at once.
+
+        Slurm signals all nodes: an order that another node has passed on already is the same one, not a second.
+        """
+        if self._trainers is None or self._signalled:
             return False
-        self._begin()
-        self._meeting.ask_to_stop()
+        self._signalled = True
+        if self._since is None:
+            self._begin()
+            self._meeting.ask_to_stop()
         return True
 
     def poll(self) -> None:

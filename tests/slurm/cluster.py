@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -92,16 +91,10 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.run(["scancel", "--full", "--signal=KILL", "--state=RUNNING"])
-        self.run(["scancel", "--state=PENDING"])
+        """Nothing of it is needed any more, so nobody is asked to end."""
         for daemon in self._daemons.values():
-            daemon.send_signal(signal.SIGTERM)
-        for daemon in self._daemons.values():
-            try:
-                daemon.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
         for name in self._daemons:
             self._kill(self._steps(name))
         self._kill(self.tasks())

@@ -1,0 +1,65 @@
+"""SIGTERM at the launchers of several nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.launch.meeting import Meeting
+from megarl.launch.node import Node
+from megarl.launch.stopping import Stopped, StopOrder
+
+
+class Processes:
+    """Notes who was asked to stop."""
+
+    def __init__(self) -> None:
+        self.asked: list[set[str]] = []
+
+    def ask_to_stop(self, names: set[str]) -> None:
+        self.asked.append(names)
+
+    def running(self) -> list[str]:
+        return ["trainer.0"]
+
+    def dump_stacks(self) -> None:
+        """Nothing to dump."""
+
+
+def order(folder, rank: int, deadline_s: float = 60.0) -> tuple[StopOrder, Processes]:
+    processes = Processes()
+    return StopOrder(Meeting(folder, Node(rank, 2, "x"), 5.0, 5.0), processes, deadline_s), processes
+
+
+def test_a_signal_before_there_is_anything_to_save_ends_all_at_once(tmp_path):
+    early, processes = order(tmp_path, 0)
+    assert not early.order() and not early.given and processes.asked == []
+
+
+def test_a_signal_reaches_the_trainer_ranks_of_all_nodes_once(tmp_path):
+    (first, of_first), (second, of_second) = order(tmp_path, 0), order(tmp_path, 1)
+    first.arm({"trainer.0"}), second.arm({"trainer.1"})
+    second.poll()
+    assert second.among() is None
+    assert first.order()
+    second.poll()
+    assert (of_first.asked, of_second.asked) == ([{"trainer.0"}], [{"trainer.1"}])
+    assert (first.among(), second.among()) == ({"trainer.0"}, {"trainer.1"})
+
+
+def test_the_nodes_own_signal_after_the_news_of_anothers_is_the_same_order_and_only_the_next_a_second(tmp_path):
+    (first, _), (second, of_second) = order(tmp_path, 0), order(tmp_path, 1)
+    first.arm({"trainer.0"}), second.arm({"trainer.1"})
+    assert first.order()
+    second.poll()
+    assert second.order(), "Slurm signals every node"
+    assert of_second.asked == [{"trainer.1"}]
+    assert not second.order() and not first.order()
+
+
+def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):
+    late, _ = order(tmp_path, 0, deadline_s=-1.0)
+    late.arm({"trainer.0"})
+    assert late.order()
+    with pytest.raises(Stopped) as stopped:
+        late.poll()
+    assert stopped.value.problem.startswith("trainer.0 did not finish and save within checkpoint.on_termination_s=")
