@@ -76,16 +76,18 @@ class WeightsSender:
         `again`: a version that was sent before, for an engine that has come back.
 
         With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
+        The first waits for the engines to start, too.
         """
-        version = executor.version
+        version, grant_s = executor.version, self._plan.config.timeouts.rollouts_s
         if self._transport is None:
+            grant_s += self._plan.config.generator.startup_timeout_s
             self._prepare(executor)
         amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
         offered = time.monotonic()
         self._link.send(WeightsOffer(version))
         awaited = f"generator.0 to take weights version {version}"
         with executor.trace.span(f"wait for engines to take weights {version}"):
-            grant = self._unless_stopped(executor, WeightsGrant, self._plan.config.timeouts.rollouts_s, awaited)
+            grant = self._unless_stopped(executor, WeightsGrant, grant_s, awaited)
         if grant is None:
             return
         if grant.version != version:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -14,7 +15,7 @@ import pytest
 from namespaces import INTERFACE, TwoHosts, missing
 from run_tools import OVERRIDES, ROOT, command, make_model, rows
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(420), pytest.mark.skipif(bool(missing()), reason=missing())]
 NOTICED_S = 20
 
 
@@ -43,27 +44,26 @@ def stop(launchers: list[subprocess.Popen]) -> None:
         launcher.wait(30)
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.sample), "gloo"])
 def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, model, tmp_path):
     run_dir = tmp_path / "run"
-    places = ["launch.ranks_per_node=2", f"launch.interface={INTERFACE}", f"weights.transport={transport}"]
-    deadlines = [f"timeouts.{key}={NOTICED_S}" for key in ("weights_s", "request_s")] + ["timeouts.rollouts_s=90"]  # an engine starts first
+    places = ["trainer.tp=1", "launch.ranks_per_node=1", f"launch.interface={INTERFACE}", f"weights.transport={transport}"]
+    deadlines = [f"timeouts.{key}={NOTICED_S}" for key in ("weights_s", "request_s", "rollouts_s")]
     arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *places, *deadlines]
     with TwoHosts() as hosts:
-        launchers = start(hosts, [*arguments, "max_steps=100000", "observe.probe_every=0"], tmp_path)
+        launchers = start(hosts, [*arguments, "max_steps=100000", "observe.probe_every=0", "eval.limit=2"], tmp_path)
         try:
-            wait_for_steps(run_dir, 3, launchers, tmp_path)
+            wait_for_steps(run_dir, 2, launchers, tmp_path)
             before, steps = hosts.sent_bytes(0), len(rows(run_dir))
             wait_for_steps(run_dir, steps + 3, launchers, tmp_path)
             per_step = (hosts.sent_bytes(0) - before) / (len(rows(run_dir)) - steps)
             hosts.cut()
-            cut_at = time.monotonic()
-            assert launchers[0].wait(6 * NOTICED_S) == 1
+            assert launchers[0].wait(3 * NOTICED_S) == 1
         finally:
             stop(launchers)
-    assert time.monotonic() - cut_at < 6 * NOTICED_S
-    told = (tmp_path / "launcher.0.log").read_text()
-    assert "waited" in told or "not through" in told or "no answer" in told or "could not" in told, told
+    told = (tmp_path / "launcher.0.log").read_text().partition("megarl: ")[2].splitlines()[-1]  # the end of the end of a log
+    assert re.search(r"waited \d+ s for|not through within|could not write", told), told
+    assert re.search(r"trainer(\.| rank )0", told) and re.search(r"generator(\.| rank )0", told), told
     finished = rows(run_dir)
     assert all(row["sync/audit_ok"] for row in finished)
     assert per_step >= finished[-1]["sync/bytes"], "every update crosses the link"
@@ -71,7 +71,7 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
     assert addresses == ["10.77.0.1", "10.77.0.2"]
 
 
-def wait_for_steps(run_dir: Path, count: int, launchers: list[subprocess.Popen], folder: Path, timeout_s: float = 150) -> None:
+def wait_for_steps(run_dir: Path, count: int, launchers: list[subprocess.Popen], folder: Path, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while len(rows(run_dir)) < count:
         logs = [(folder / f"launcher.{host}.log").read_text() for host in range(2)]
