@@ -57,7 +57,7 @@ def reason(error: BaseException) -> str:
     """In a line. Of a collective save or load, rank 0 knows what went wrong on every rank."""
     if not isinstance(error, CheckpointException):
         return str(error) or repr(error)
-    failures = [f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items()]
+    failures = [f"rank {rank}: {str(failure) or repr(failure)}" for rank, (failure, _) in error.failures.items()]
     return "; ".join(failures) or "another rank failed, and told rank 0 why"
 
 
