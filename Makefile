@@ -85,6 +85,8 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	fi
 	say "4/4 this checkout"
 	$(PIP) --no-build-isolation -e .
+	# All cores at once, instead of every process of the first runs for itself. Some packages ship files that do not compile.
+	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	touch $@
 	say "done in $$SECONDS s"
 

@@ -213,6 +213,7 @@ def _listening(process: psutil.Process) -> list[int]:
 
 
 _LOST, _BACK = r"engine {engine} is lost", r"engines \[[\d, ]*{engine}[\d, ]*\] serve version"
+_NOT_WRITTEN = r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free"
 _RANK_KILLED = r"trainer\.{rank} was killed by SIGKILL"
 
 KINDS: dict[str, Kind] = {
@@ -236,7 +237,7 @@ KINDS: dict[str, Kind] = {
     "launcher killed": Kind(launcher_killed, ends=KILLED, weight=2),
     "launcher killed while saving": Kind(killed_while_saving, ends=KILLED, weight=1),
     "SIGTERM": Kind(sigterm, r"stopped at step \d+ by SIGTERM; the same command goes on from there", ends=STOPPED, weight=2),
-    "full disk while saving": Kind(full_disk, r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free", ends=FAILED, weight=1),
+    "full disk while saving": Kind(full_disk, _NOT_WRITTEN, ends=FAILED, weight=1),
     "bit flipped in a transfer": Kind(bit_flipped, re.escape(FLIPPED), ends=FAILED, weight=1),
     "checkpoint truncated": Kind(checkpoint_truncated, r"{folder}.* cannot be loaded", ends=FAILED, mend=whole_again, weight=1),
 }

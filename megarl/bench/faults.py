@@ -42,7 +42,10 @@ class Fault:
 
 
 def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: bool, keep: str | None) -> None:
-    """Prints a table, or one JSON object. No fault is begun after `minutes`. Raises ConfigError; SystemExit(1) when a fault was neither survived nor ended cleanly."""
+    """Prints a table, or one JSON object. No fault is begun after `minutes`.
+
+    Raises ConfigError; SystemExit(1) when a fault was neither survived nor ended cleanly.
+    """
     if faults < 1:
         raise ConfigError(f"--faults {faults}: must be at least 1")
     if unknown := [kind for kind in kinds if kind not in KINDS]:

@@ -63,7 +63,7 @@ def reason(error: BaseException) -> str:
 
 def _plain(failure: BaseException) -> str:
     """Torch hides the error of the file system when a write is cut short, and reports its own surprise about it."""
-    text = repr(failure)
+    text = str(failure) or repr(failure)
     return f"a file was cut short, as by a full disk or a quota ({text})" if "unexpected pos" in text else text
 
 
