@@ -103,7 +103,7 @@ class Site:
         """The engine as it was at its start: it goes on from whatever a fault has left."""
         generator = self.generator
         generator.run(generator.client.close())
-        generator.client = generator.run(_client(generator))
+        generator.use(generator.run(_client(generator)))
         if generator.engine.process.poll() is not None:
             self.start()
         with contextlib.suppress(EngineError):  # no session is open
@@ -334,7 +334,7 @@ def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
     monkeypatch.setattr(faulty_transports, "before_write", kill)
     job = site.job(hub, HOOKED[kind], weights_s=30.0)
     message = {
-        SHARED_MEMORY: r"trainer.\d could not write weights version 0: .* generator rank \d: the engine process that owned .* has ended",
+        SHARED_MEMORY: f"engine {site.generator.client.url}/update_weights_from_tensor is not reachable",  # writers go on without it
         GLOO: f"engine {site.generator.client.url}/update_weights_from_tensor is not reachable",
         MOONCAKE: r"trainer.\d could not write weights version 0: .*trainer rank \d could not write to generator rank \d at 127.0.0.1:\d+",
     }

@@ -121,7 +121,10 @@ class Generator:
         return self.runner.run(coroutine)
 
     def __post_init__(self) -> None:
-        self.fleet = Fleet([self.client])
+        self.use(self.client)
+
+    def use(self, client: EngineClient) -> None:
+        self.client, self.fleet = client, Fleet([client])
 
     def get_model(self) -> Fleet:
         return self.fleet
