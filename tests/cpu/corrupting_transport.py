@@ -24,4 +24,5 @@ class CorruptingTransport(SharedMemoryTransport):
         super().write(copy, values)
 
     def fence(self) -> None:
+        super().fence()
         self._updates += 1
