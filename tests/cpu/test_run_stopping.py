@@ -14,7 +14,7 @@ from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, r
 
 from megarl.executors.checkpoints import complete_checkpoints
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="module")
