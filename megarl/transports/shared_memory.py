@@ -44,7 +44,7 @@ class SharedMemoryTransport:
             self._copy()
 
     def fence(self) -> None:
-        """A store to shared memory is in place, and the message that follows orders it: nothing to wait for."""
+        """Copies what is still noted. A store to shared memory is in place then, and the message that follows orders it."""
         self._copy()
         self._check_owners()
 
