@@ -61,9 +61,9 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
             assert launchers[0].wait(3 * NOTICED_S) == 1
         finally:
             stop(launchers)
-    told = (tmp_path / "launcher.0.log").read_text().partition("megarl: ")[2].splitlines()[-1]  # the end of the end of a log
-    assert re.search(r"waited \d+ s for|not through within|could not write", told), told
-    assert re.search(r"trainer(\.| rank )0", told) and re.search(r"generator(\.| rank )0", told), told
+    end_of_log = (tmp_path / "launcher.0.log").read_text().partition("megarl: ")[2]  # in it, Mooncake's own words may come last
+    told = [line for line in end_of_log.splitlines() if re.search(r"waited \d+ s for|not through within|could not write", line)]
+    assert any(re.search(r"trainer(\.| rank )0", line) and re.search(r"generator(\.| rank )0", line) for line in told), end_of_log
     finished = rows(run_dir)
     assert all(row["sync/audit_ok"] for row in finished)
     assert per_step >= finished[-1]["sync/bytes"], "every update crosses the link"
