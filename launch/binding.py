@@ -13,11 +13,14 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 @functools.cache
 def gpu_addresses() -> tuple[str, ...]:
     """PCI address of every GPU in the driver's order, such as 0000:1b:00.0. Asked without torch."""
+    return tuple(sysfs_address(line) for line in nvidia_smi("--query-gpu=pci.bus_id", "--format=csv,noheader").split())
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """What the driver's tool prints; nothing on a machine without it."""
     if shutil.which("nvidia-smi") is None:
-        return ()
-    asked = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    lines = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
-    return tuple(sysfs_address(line) for line in lines)
+        return ""
+    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60).stdout
 
 
 def sysfs_address(bus_id: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.launch.binding import gpu_addresses
+from megarl.launch.binding import gpu_addresses, nvidia_smi
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import NodePlan
 from megarl.plan.resolve import RunPlan
@@ -37,7 +38,7 @@ def versions() -> dict[str, str]:
 
 def problems_here(plan: RunPlan, mine: NodePlan, parameters: int) -> list[str]:
     """What keeps this node from running `mine`. `parameters` of the model, for the size of checkpoints."""
-    return [*_missing_files(plan), *_no_room(plan, mine, parameters), *_dead_links()]
+    return [*_missing_files(plan), *_no_room(plan, mine, parameters), *dead_ports(), *dead_nvlinks(nvidia_smi("nvlink", "--status"))]
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
@@ -56,12 +57,23 @@ def _no_room(plan: RunPlan, mine: NodePlan, parameters: int) -> Iterator[str]:
         yield f"run_dir={plan.config.run_dir} has {free / 2**30:.1f} GiB free; {checkpoints} checkpoints take {needed / 2**30:.1f} GiB"
 
 
-def _dead_links() -> Iterator[str]:
+def dead_ports() -> Iterator[str]:
     """An InfiniBand port that is there but down makes NCCL and Mooncake fall back, or hang, without a word."""
     for state in sorted(INFINIBAND.glob("*/ports/*/state")):
         text = state.read_text().strip()
         if not text.endswith("ACTIVE"):
             yield f"InfiniBand port {state.parts[-4]}:{state.parts[-2]} is {text}"
+
+
+def dead_nvlinks(status: str) -> Iterator[str]:
+    """From what `nvidia-smi nvlink --status` prints. NCCL goes around a link that is down, by PCIe where it must, without a word.
+
+    GPUs without any NVLink are fine, as long as none on the node has one.
+    """
+    up = [len(re.findall(r"Link \d+: [\d.]+ GB/s", gpu)) for gpu in re.split(r"^GPU \d+:", status, flags=re.MULTILINE)[1:]]
+    for gpu, count in enumerate(up):
+        if count < max(up):
+            yield f"GPU {gpu} has {count} NVLinks that are up, GPU {up.index(max(up))} has {max(up)}"
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:

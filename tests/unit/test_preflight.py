@@ -1,0 +1,37 @@
+"""What a node checks about its links. The texts are in the form that NVIDIA's driver (550 to 580) prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.launch import preflight
+
+
+def status(*links: str) -> str:
+    """Of one GPU per text: a letter per link, + up, - inactive."""
+    lines = []
+    for gpu, states in enumerate(links):
+        lines.append(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-00000000000{gpu})")
+        lines += [f"\t Link {link}: {'26.562 GB/s' if state == '+' else '<inactive>'}" for link, state in enumerate(states)]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_gpu_with_fewer_nvlinks_than_the_others_is_named():
+    assert list(preflight.dead_nvlinks(status("+" * 18, "+" * 16 + "-+", "+" * 18))) == [
+        "GPU 1 has 17 NVLinks that are up, GPU 0 has 18",
+    ]
+    assert list(preflight.dead_nvlinks(status("----", "++++"))) == ["GPU 0 has 0 NVLinks that are up, GPU 1 has 4"]
+
+
+@pytest.mark.parametrize("text", ["", status("+" * 18, "+" * 18), status("----", "----"), status("", ""), status("++++")])
+def test_nodes_whose_gpus_are_linked_alike_or_not_at_all_pass(text):
+    assert list(preflight.dead_nvlinks(text)) == []
+
+
+def test_an_infiniband_port_that_is_down_is_named(tmp_path, monkeypatch):
+    for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
+        port = tmp_path / device / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+    monkeypatch.setattr(preflight, "INFINIBAND", tmp_path)
+    assert list(preflight.dead_ports()) == ["InfiniBand port mlx5_1:1 is 1: DOWN"]
