@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from megarl.plan.resolve import RunPlan
+from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 
 
-def export_rank(plan: RunPlan, checkpoint: str, output: str) -> None:
-    """One trainer rank of the export: loads its shard of `checkpoint`, writes its pieces of the HF files at `output`."""
+def export_rank(plan: RunPlan, path: str, output: str) -> None:
+    """One trainer rank of the export: loads its shard of the checkpoint at `path`, writes its pieces of the HF files at `output`."""
     config = plan.config
     init_distributed(config.timeouts.rendezvous_s)
     trainer = MegatronTrainer(plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps)
-    trainer.load_checkpoint(checkpoint)
+    checkpoint.load(trainer, path)
     trainer.export_hf(output, config.model.path)
     shutdown_distributed()

@@ -24,6 +24,7 @@ from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
+from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 from megarl.types import Batch, TrainSequence, Version
@@ -56,7 +57,7 @@ class TrainerExecutor:
         if self.algorithm.needs_reference:
             self.trainer.hold_reference()  # always the weights the run began with, also on resume
         if self.rendezvous.checkpoint:
-            self.trainer.load_checkpoint(self.rendezvous.checkpoint)
+            checkpoint.load(self.trainer, self.rendezvous.checkpoint)
         self.curr_step = self.rendezvous.start_step
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, resume_step=self.curr_step) if self.rank == 0 else None
         self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
@@ -172,7 +173,7 @@ class TrainerExecutor:
             return
         with self.trace.span(f"checkpoint {step}"):
             files = {LEDGER_FILE: self.ledger()} if self.rank == 0 else {}
-            self.trainer.save_checkpoint(checkpoint_path(config.run_dir, step), {"step": step}, files)
+            checkpoint.save(self.trainer, checkpoint_path(config.run_dir, step), {"step": step}, files)
             if self.rank == 0:
                 prune_checkpoints(config.run_dir, config.checkpoint.keep)
         self._saved = step

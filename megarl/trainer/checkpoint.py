@@ -11,7 +11,7 @@ import json
 import queue
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,16 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megarl.trainer.folders import reason, written_together
 from megarl.trainer.optimizer import load_state
-
-if TYPE_CHECKING:
-    from megarl.trainer.step import MegatronTrainer
+from megarl.trainer.step import MegatronTrainer
 
 STATE = "state.json"
 
 
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
-    """Raises WriteError that names `path` and the bytes where they cannot be written; there is then nothing at `path`."""
+    """Weights, optimizer, random generators, schedule, the caller's JSON-able `state` and rank 0's `files` (name → content).
+
+    Raises WriteError that names `path` and the bytes where they cannot be written; there is then nothing at `path`.
+    """
     # For the results of asynchronous saves Megatron starts a server process, which imports the main module again, takes seconds,
     # and outlives a trainer that is killed. A synchronous save reads its results in the process that wrote them.
     filesystem_async._results_queue = queue.SimpleQueue()
@@ -47,7 +48,10 @@ def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], file
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
-    """Raises RuntimeError if there is no complete checkpoint at `path`, or a damaged one."""
+    """Restores what `save` wrote, under any tp, pp and dp; returns the caller's state.
+
+    Raises RuntimeError if there is no complete checkpoint at `path`, or a damaged one.
+    """
     file = Path(path) / STATE
     if not file.exists():
         raise RuntimeError(f"{path}: no complete checkpoint ({STATE} is missing)")

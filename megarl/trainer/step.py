@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Optional
@@ -27,7 +27,7 @@ from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.spec import ModelSpec
 from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import trainer_layout
-from megarl.trainer import checkpoint, context, cpu_support, hf_io, parallel
+from megarl.trainer import context, cpu_support, hf_io, parallel
 from megarl.trainer.logprobs import token_logprobs
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
@@ -54,7 +54,7 @@ class MegatronTrainer:
     """One rank's part of the trainer. Every method is collective: all ranks call it, with the same arguments.
 
     torch.distributed must be initialised with `topology.world_size` ranks, and, without CUDA, cpu_support.install()
-    must have been called before this module was imported. Weights are zero until load_hf, init_random or load_checkpoint.
+    must have been called before this module was imported. Weights are zero until load_hf, init_random or checkpoint.load.
     """
 
     def __init__(
@@ -244,12 +244,3 @@ class MegatronTrainer:
     def export_hf(self, path: str, hf_config_dir: str) -> None:
         """Writes the weights as a HF checkpoint folder; configuration and tokenizer files come from `hf_config_dir`."""
         hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir)
-
-    def save_checkpoint(self, path: str, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
-        """Weights, optimizer, random generators, schedule, the caller's JSON-able `state` and rank 0's `files` (name → content);
-        complete or not there at all."""
-        checkpoint.save(self, path, state, files)
-
-    def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Restores what save_checkpoint wrote, under any tp, pp and dp; returns the caller's state."""
-        return checkpoint.load(self, path)

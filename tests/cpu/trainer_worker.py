@@ -157,6 +157,8 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
 
 def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, a third step; the reference model keeps the first weights."""
+    from megarl.trainer import checkpoint
+
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     vocab = trainer.spec.vocab_size
@@ -165,7 +167,7 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.hold_reference()
     for seed in (1, 2):
         one_step(trainer, sequences(vocab, seed=seed))
-    trainer.save_checkpoint(scenario["checkpoint"], {"prompts": 17})
+    checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
     after = trainer.token_logprobs(probe)
     found = {"start": start, "reference": trainer.token_logprobs(probe, model="reference"), "after": after}
     found["still"] = trainer.token_logprobs(probe)
@@ -174,8 +176,10 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    from megarl.trainer import checkpoint
+
     trainer = make(scenario, plain_adam(lr=1e-2))
-    state = trainer.load_checkpoint(scenario["checkpoint"])
+    state = checkpoint.load(trainer, scenario["checkpoint"])
     return {"state": state, **continue_from(trainer, scenario, out)}
 
 
@@ -240,11 +244,12 @@ def scenario_refused(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves step 1, then dies by SIGKILL as soon as the folder of step 2 is being written."""
     from megarl.executors.checkpoints import checkpoint_path
+    from megarl.trainer import checkpoint
 
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     root = scenario["run_dir"]
-    trainer.save_checkpoint(str(checkpoint_path(root, 1)), {"step": 1})
+    checkpoint.save(trainer, str(checkpoint_path(root, 1)), {"step": 1})
     partial = checkpoint_path(root, 2).with_name(checkpoint_path(root, 2).name + ".partial")
 
     def kill() -> None:
@@ -253,18 +258,19 @@ def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[st
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    trainer.save_checkpoint(str(checkpoint_path(root, 2)), {"step": 2})
+    checkpoint.save(trainer, str(checkpoint_path(root, 2)), {"step": 2})
     return {}
 
 
 def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails. Step 1 is loaded again."""
     from megarl.executors.checkpoints import checkpoint_path
+    from megarl.trainer import checkpoint
 
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])
     root = scenario["run_dir"]
-    trainer.save_checkpoint(str(checkpoint_path(root, 1)), {"step": 1})
+    checkpoint.save(trainer, str(checkpoint_path(root, 1)), {"step": 1})
     probe = sequences(trainer.spec.vocab_size)
     before = trainer.token_logprobs(probe)
     one_step(trainer, probe)
@@ -273,13 +279,13 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))  # writing beyond it fails as on a full disk, with another number
     message = ""
     try:
-        trainer.save_checkpoint(str(checkpoint_path(root, 2)), {"step": 2})
+        checkpoint.save(trainer, str(checkpoint_path(root, 2)), {"step": 2})
     except RuntimeError as error:
         message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     dist.barrier()
     left = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
-    trainer.load_checkpoint(str(checkpoint_path(root, 1)))
+    checkpoint.load(trainer, str(checkpoint_path(root, 1)))
     return {"message": message, "left": left, "before": before, "after": trainer.token_logprobs(probe)}
 
 
