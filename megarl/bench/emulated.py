@@ -11,7 +11,7 @@ from typing import Sequence
 
 import numpy as np
 
-from megarl.generator.client import ABORT, Completion, Sampling
+from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.messaging.pulse import Pulse
 from megarl.types import Ordinal, Version
 

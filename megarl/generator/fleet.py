@@ -9,7 +9,8 @@ from typing import Iterable, Optional, Sequence
 
 import msgspec
 
-from megarl.generator.client import ABORT, Completion, EngineClient, EngineError, EngineUnreachable, Sampling
+from megarl.generator.client import EngineClient, EngineUnreachable
+from megarl.generator.completions import ABORT, Completion, EngineError, Sampling
 from megarl.messaging.pulse import Pulse
 from megarl.types import Version
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, start_engine
 
-from megarl.generator.client import Completion, EngineClient, Sampling
+from megarl.generator.client import EngineClient
+from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.update import Workers, WeightUpdate, connect, open_memory
 from megarl.messaging.link import Hub, RunKey

@@ -15,7 +15,7 @@ from megarl.bench.lanes import run_cells
 from megarl.bench.overlap import SETTINGS, WARM_UP, grid, render, result
 from megarl.bench.overlap_cell import Cell
 from megarl.bench.overlap_picture import draw
-from megarl.generator.client import ABORT, Sampling
+from megarl.generator.completions import ABORT, Sampling
 from megarl.observe.trace import merge_traces
 
 STEPS, PROMPTS, N = WARM_UP + 2, 16, 4

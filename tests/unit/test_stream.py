@@ -11,7 +11,8 @@ import pytest
 from megarl.channels.admission import Admission
 from megarl.executors.background import Background
 from megarl.executors.stream import RolloutStream
-from megarl.generator.client import Completion, EngineError, EngineUnreachable, Sampling
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import Completion, EngineError, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.pulse import Pulse
