@@ -67,7 +67,7 @@ class EngineClient:
     async def complete(
         self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version] = None
     ) -> list[Completion]:
-        """One completion of each input, in one request. An aborted one is empty.
+        """One completion of each input, in one request. An aborted one is what was sampled by then, but for the last token.
 
         `version` is that of the weights at submission. SGLang's prefix cache keeps keys and values apart by it: what older
         weights left there is never used. All of `samplings` are truncated, or none. Raises EngineError, TimeoutError.

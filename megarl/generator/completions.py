@@ -71,7 +71,7 @@ class _Meta(msgspec.Struct):
     weight_version: str
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float, int, Any]] = []
-    output_token_sampling_logprobs: Optional[list[float]] = None
+    output_token_sampling_logprobs: list[float] = []
     input_token_logprobs: list[tuple[Optional[float], int, Any]] = []
 
 
@@ -119,14 +119,16 @@ def scores_of(answer: bytes) -> list[list[float]]:
 def _completion(engine: str, meta: _Meta, sampling: Sampling) -> Completion:
     if meta.finish_reason.type not in ("stop", "length", ABORT):
         raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
-    if meta.finish_reason.type == ABORT:
-        return Completion([], [], [], ABORT)
     tokens = [token for _, token, _ in meta.output_token_logprobs]
-    logprobs = meta.output_token_sampling_logprobs if sampling.truncated else None
-    if logprobs is None:
-        logprobs = [value for value, _, _ in meta.output_token_logprobs]
+    logprobs = [value for value, _, _ in meta.output_token_logprobs]
+    if sampling.truncated:
+        logprobs = meta.output_token_sampling_logprobs
     spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
     versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+    if meta.finish_reason.type == ABORT:
+        # The engine did not look whether the last token ends the response: whatever it is, it is to be sampled again.
+        kept = max(0, min(len(tokens), len(logprobs), len(versions)) - 1)
+        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT)
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
         raise EngineError(f"engine {engine} answered with {counts}")
