@@ -13,7 +13,7 @@ from megarl.launch.placement import NodePlan
 from megarl.launch.preflight import gpus
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.rendezvous import Rendezvous
-from megarl.launch.start import engine_specs, trainer_specs, worker_spec
+from megarl.launch.start import NodePart
 from megarl.plan.resolve import RunPlan
 
 _MOST_NODES = 4096
@@ -81,12 +81,15 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
         engine_ports=[0] * engines, engine_group_ports=[0] * engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
     )  # fmt: skip
     folder = Path(plan.config.run_dir) / ".launch" / "train" / "LAUNCH"
-    interface = plan.config.launch.interface
-    yield 0, trainer_specs(plan, placed[0], job.trainer_role, unknown, folder, interface)[0]
+
+    def part_of(node: NodePlan) -> NodePart:
+        ports = {part.name: 0 for part in node.engines}
+        report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
+        return NodePart(plan, node, report, unknown, folder, plan.config.launch.interface)
+
+    yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
     for node in placed:
         if 0 in node.serves:
-            yield node.node, worker_spec(job.driver_role, 0, folder)
-            ports = {part.name: 0 for part in node.engines}
-            report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
+            yield node.node, part_of(node).driver(job.driver_role)
             device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # of the nodes, whatever this machine has
-            yield node.node, engine_specs(plan, node, unknown, report, interface, device)[0]
+            yield node.node, part_of(node).engines(device)[0]

@@ -23,7 +23,7 @@ from megarl.launch.placement import NodePlan, place, slots_per_node
 from megarl.launch.preflight import disagreements, gpus, host_name, problems_here, versions
 from megarl.launch.processes import ProcessGroup
 from megarl.launch.rendezvous import Rendezvous, free_ports
-from megarl.launch.start import engine_specs, trainer_specs, worker_spec
+from megarl.launch.start import NodePart
 from megarl.launch.stopping import Stopped, StopOrder
 from megarl.launch.watch import termination_as_exit, watch
 from megarl.messaging.link import RunKey
@@ -73,7 +73,8 @@ def launch(
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
             keeper = engine_keeper(processes, plan, job)
-            workers, trainers = _start(processes, keeper, plan, job, placed[node.rank], rendezvous, folder, report)
+            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface_name(plan.config.launch.interface))
+            workers, trainers = _start(processes, keeper, here, job)
             if job.stops:
                 order.arm(trainers)
             _follow(processes, keeper, workers, meeting, working, poll, order)
@@ -184,27 +185,17 @@ def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job) -> EngineKee
     return EngineKeeper(processes, policy, generator.max_restarts, generator.health_s, generator.startup_timeout_s)
 
 
-def _start(
-    processes: ProcessGroup,
-    keeper: EngineKeeper,
-    plan: RunPlan,
-    job: Job,
-    mine: NodePlan,
-    rendezvous: Rendezvous,
-    folder: Path,
-    report: NodeReport,
-) -> tuple[set[str], set[str]]:
+def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job) -> tuple[set[str], set[str]]:
     """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
-    interface = interface_name(plan.config.launch.interface)
-    trainers = trainer_specs(plan, mine, job.trainer_role, rendezvous, folder, interface) if job.trainer_role else []
-    drivers = [worker_spec(job.driver_role, 0, folder)] if _drives(mine, job) else []
+    trainers = here.trainers(job.trainer_role) if job.trainer_role else []
+    drivers = [here.driver(job.driver_role)] if _drives(here.placed, job) else []
     workers = [dataclasses.replace(spec, defers_termination=job.stops) for spec in [*trainers, *drivers]]
-    engines = engine_specs(plan, mine, rendezvous, report, interface)
+    engines = here.engines()
     for spec in [*engines, *workers]:
         processes.start(spec)
-    for part, spec in zip(mine.engines, engines):
+    for part, spec in zip(here.placed.engines, engines):
         if part.parts == 1:  # the parts of one that spans nodes could only be started again together
-            keeper.keep(spec, report.address, rendezvous.engine_ports[part.engine], rendezvous.engine_key)
+            keeper.keep(spec, here.report.address, here.rendezvous.engine_ports[part.engine], here.rendezvous.engine_key)
     return {spec.name for spec in workers}, {spec.name for spec in trainers}
 
 

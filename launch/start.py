@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
@@ -14,51 +15,59 @@ from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 
 
-def engine_specs(
-    plan: RunPlan, mine: NodePlan, rendezvous: Rendezvous, report: NodeReport, interface: str | None, device: str | None = None
-) -> list[ProcessSpec]:
-    """One process per engine, or part of one, on this node. `report` is this node's own. `device`: cuda | cpu; None: what it has."""
-    keys = EngineKeys(api=rendezvous.engine_key, admin=rendezvous.engine_admin_key)
-    specs = []
-    for part in mine.engines:
-        argv, environment = server_command(engine_settings(plan, part, rendezvous, report, device), keys, plan.config.generator.server_args)
-        specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **network(interface)}))
-    return specs
+@dataclass(frozen=True)
+class NodePart:
+    """One node's part of a launch: which of the plan's processes run here, and what those of all nodes have agreed on."""
 
+    plan: RunPlan
+    placed: NodePlan
+    report: NodeReport
+    rendezvous: Rendezvous
+    folder: Path  # of the launch
+    interface: str | None  # of the network
 
-def engine_settings(plan: RunPlan, part: EnginePart, rendezvous: Rendezvous, report: NodeReport, device: str | None) -> EngineSettings:
-    config, engine = plan.config, part.engine
-    return EngineSettings(
-        model_path=plan.weights_path,
-        dtype=plan.engine_dtype,
-        port=report.ports[part.name],
-        context_length=plan.spec.max_position_embeddings,
-        max_running_requests=config.generator.max_concurrency,
-        tp=config.generator.tp,
-        ep=config.generator.ep,
-        host=report.address,
-        quantization=config.generator.quantization,
-        kv_cache_tokens=config.generator.kv_cache_tokens,
-        mem_fraction=config.generator.mem_fraction,
-        device=device,
-        seed=config.seed + engine,
-        parts=part.parts,
-        part=part.part,
-        group_address=f"{rendezvous.engine_hosts[engine]}:{rendezvous.engine_group_ports[engine]}",
-    )
+    def engines(self, device: str | None = None) -> list[ProcessSpec]:
+        """One process per engine, or part of one, in the order of `placed.engines`. `device`: cuda | cpu; None: what the node has."""
+        keys = EngineKeys(api=self.rendezvous.engine_key, admin=self.rendezvous.engine_admin_key)
+        server_args, specs = self.plan.config.generator.server_args, []
+        for part in self.placed.engines:
+            argv, environment = server_command(self._settings(part, device), keys, server_args)
+            specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **network(self.interface)}))
+        return specs
 
+    def trainers(self, role: str) -> list[ProcessSpec]:
+        """One process per trainer rank, in the given role."""
+        specs = []
+        for local_rank, rank in enumerate(self.placed.trainer_ranks):
+            environment = trainer_environment(self.plan, rank, local_rank, self.rendezvous.trainer_host, self.rendezvous.trainer_port)
+            specs.append(self._worker(role, rank, {**environment, **network(self.interface)}))
+        return specs
 
-def trainer_specs(
-    plan: RunPlan, mine: NodePlan, role: str, rendezvous: Rendezvous, launch_dir: Path, interface: str | None
-) -> list[ProcessSpec]:
-    """One process per trainer rank on this node, in the given role."""
-    specs = []
-    for local_rank, rank in enumerate(mine.trainer_ranks):
-        environment = trainer_environment(plan, rank, local_rank, rendezvous.trainer_host, rendezvous.trainer_port)
-        specs.append(worker_spec(role, rank, launch_dir, {**environment, **network(interface)}))
-    return specs
+    def driver(self, role: str) -> ProcessSpec:
+        """Of the engines, in the given role."""
+        return self._worker(role, 0, one_thread())
 
+    def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
+        argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
+        return ProcessSpec(f"{role}.{rank}", argv, environment, dumps_stacks=True)
 
-def worker_spec(role: str, rank: int, launch_dir: Path, environment: dict[str, str] | None = None) -> ProcessSpec:
-    argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(launch_dir)]
-    return ProcessSpec(f"{role}.{rank}", argv, environment or one_thread(), dumps_stacks=True)
+    def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
+        config, engine = self.plan.config, part.engine
+        return EngineSettings(
+            model_path=self.plan.weights_path,
+            dtype=self.plan.engine_dtype,
+            port=self.report.ports[part.name],
+            context_length=self.plan.spec.max_position_embeddings,
+            max_running_requests=config.generator.max_concurrency,
+            tp=config.generator.tp,
+            ep=config.generator.ep,
+            host=self.report.address,
+            quantization=config.generator.quantization,
+            kv_cache_tokens=config.generator.kv_cache_tokens,
+            mem_fraction=config.generator.mem_fraction,
+            device=device,
+            seed=config.seed + engine,
+            parts=part.parts,
+            part=part.part,
+            group_address=f"{self.rendezvous.engine_hosts[engine]}:{self.rendezvous.engine_group_ports[engine]}",
+        )

@@ -11,7 +11,7 @@ from typing import Sequence
 
 import numpy as np
 
-from megarl.generator.client import ABORT, Completion, Sampling
+from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.messaging.pulse import Pulse
 from megarl.types import Ordinal, Version
 
@@ -45,10 +45,17 @@ class _Run:
     ends_s: float
     tokens: int
     held_tokens: int  # whose KV it has when it starts
+    aborted: bool = False
 
     def decoded(self, clock_s: float) -> int:
         share = (clock_s - self.starts_s) / (self.ends_s - self.starts_s)
         return int(self.tokens * min(1.0, max(0.0, share)))
+
+    def abort(self, clock_s: float, token_s: float) -> None:
+        """Ends with the token that is being decoded, which is not kept (`EngineClient.complete`); at once where it has no slot yet."""
+        kept = self.decoded(clock_s)
+        self.ends_s = self.starts_s + (kept + 1) * token_s if clock_s > self.starts_s else clock_s
+        self.tokens, self.aborted = kept, True
 
 
 @dataclass(eq=False)
@@ -67,7 +74,6 @@ class EmulatedEngine:
     lengths: Lengths
     _paused_s: float = 0.0  # all pauses that are over
     _paused_at: float | None = None
-    _aborts: int = 0
     _changes: int = 0
     _pulse: Pulse = field(default_factory=Pulse)
     _runs: set[_Run] = field(default_factory=set)
@@ -85,7 +91,7 @@ class EmulatedEngine:
         lengths = self._unfinished.setdefault(ordinal, self.lengths(ordinal, len(inputs)))
         left = [length - (len(tokens) - PROMPT_TOKENS) for tokens, length in zip(inputs, lengths, strict=True)]
         runs = [self._submit(tokens, min(rest, sampling.max_tokens)) for tokens, rest, sampling in zip(inputs, left, samplings)]
-        await self._ended(max(run.ends_s for run in runs))
+        await self._ended(runs)
         self._runs.difference_update(runs)
         completions = [self._completion(run, rest) for run, rest in zip(runs, left)]
         self._unfinished[ordinal] = [length for length, each in zip(lengths, completions) if each.finish_reason != "stop"]
@@ -109,9 +115,13 @@ class EmulatedEngine:
         self._change()
 
     async def abort_all(self, timeout_s: float) -> None:
-        now = self._clock()
-        self._free_from = [min(free_from, now) for free_from in self._free_from]
-        self._aborts += 1
+        """Slots are free again with the next token."""
+        clock = self._clock()
+        for run in self._runs:
+            if run.ends_s > clock and not run.aborted:
+                run.abort(clock, self.token_s)
+        ends = [run.ends_s for run in self._runs if run.ends_s > clock]
+        self._free_from = sorted([clock] * (self.slots - len(ends)) + ends)
         self._change()
 
     async def close(self) -> None:
@@ -125,21 +135,19 @@ class EmulatedEngine:
         self._runs.add(run)
         return run
 
-    async def _ended(self, ends_s: float) -> None:
-        """Until the clock shows `ends_s`, or all is aborted."""
-        aborts = self._aborts
-        while self._aborts == aborts and (left_s := ends_s - self._clock()) > 0:
+    async def _ended(self, runs: Sequence[_Run]) -> None:
+        """Until the clock shows the end of the last."""
+        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 0:
             changes = self._changes
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._paused_at is not None else left_s):
                     await self._pulse.until(lambda: self._changes != changes)
 
     def _completion(self, run: _Run, left: int) -> Completion:
-        if run.ends_s > self._clock():
-            return Completion([], [], [], ABORT)
         sampled = (run.starts_s + index * self.token_s for index in range(run.tokens))
         versions = [self._versions[bisect.bisect_right(self._switched, at) - 1] for at in sampled]
-        return Completion(versions, [-0.5] * run.tokens, versions, "stop" if run.tokens == left else "length")
+        reason = ABORT if run.aborted else "stop" if run.tokens == left else "length"
+        return Completion(versions, [-0.5] * run.tokens, versions, reason)
 
     def _clock(self) -> float:
         return (_now() if self._paused_at is None else self._paused_at) - self._paused_s

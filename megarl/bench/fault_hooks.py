@@ -12,7 +12,7 @@ import torch
 from megarl.bench.fault_orders import DIE, FLIP, KILL_ENGINE, ORDERS, taken, tool
 from megarl.environments.base import RolloutContext, ToolError
 from megarl.environments.single_turn import single_turn
-from megarl.generator.client import Sampling
+from megarl.generator.completions import Sampling
 from megarl.reshard.map import Copy
 from megarl.transports.shared_memory import SharedMemoryTransport
 from megarl.types import Prompt, Sample

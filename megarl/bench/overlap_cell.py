@@ -24,7 +24,7 @@ from megarl.controller import Controller
 from megarl.executors.generator import GeneratorExecutor
 from megarl.executors.step_times import step_times
 from megarl.executors.stream import RolloutStream
-from megarl.generator.client import Completion, Sampling
+from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WeightsApplied, WeightsGrant, WeightsWritten

@@ -6,31 +6,25 @@ Each obeys commands that come through a pipe. They talk to each other, and to th
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import traceback
-from datetime import timedelta
-from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
+from megarl.bench.sync_gather import Gather
+from megarl.bench.sync_media import BareMedia
 from megarl.models.registry import load_spec
 from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import Layout
 from megarl.reshard.layout import generator_layout, trainer_layout
-from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import batches_from
-from megarl.transports import gloo, mooncake
 from megarl.transports.base import Endpoint, Sent, Transport, send, shapes_of
-from megarl.transports.choice import mooncake_protocol, this_host, transport_class
-from megarl.transports.two_sided import as_bytes
-
-BLOCK_BYTES = 128 << 20  # larger than any cache
-CHUNK_BYTES = 16 << 20  # of gloo: the longer, the less time of a core
-RUN_BYTES = 1 << 20  # of Mooncake's TCP
+from megarl.transports.choice import transport_class
 
 
 def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> ReshardMap:
@@ -40,24 +34,20 @@ def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> Reshar
     return ReshardMap.build(source, generator_layout(spec, GeneratorTopology(tp=engine_tp), dtype, device))
 
 
-def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
-    host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    return gloo.open_backend(store, rank, size, address, timeout_s)
-
-
 class Rank:
-    """One process. `job`: model, dtype, trainer_tp, engine_tp."""
+    """One process. `job`: model, dtype, trainer_tp, engine_tp. The rank behind the trainer's has a part in bare media alone."""
 
     def __init__(self, rank: int, job: tuple[str, str, int, int], timeout_s: float):
         torch.set_num_threads(1)
         self.rank, self.timeout_s = rank, timeout_s
         self.map = build_map(*job)
-        self.layout: Layout = self.map.source
+        layout = self.map.source
         self.transports: dict[str, Transport] = {}
         self.payloads = Payloads()
-        if rank < self.layout.world_size:
-            self.sources = shards(self.layout, rank, Path(job[0]))
+        self.media = BareMedia(rank, layout.world_size, timeout_s)
+        if rank < layout.world_size:
+            self.sources = shards(layout, rank, Path(job[0]))
+            self.gather = Gather(rank, layout, self.sources, timeout_s)
             self.writes = [write for batch in batches_from(self.map, rank) for write in batch.writes]
 
     def connect_and_write(self, kind: str, endpoints: Sequence[str]) -> None:
@@ -73,111 +63,6 @@ class Rank:
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:
         """Hashes of what this rank sends."""
         return send(Nowhere(), self.writes, self.sources, shapes, audit=True).shares
-
-    # Gather onto rank 0, then SGLang's own ways.
-
-    def join_trainers(self, address: str) -> None:
-        self.trainers = join_gloo(address, self.rank, self.layout.world_size, self.timeout_s)
-
-    def gather(self) -> None:
-        """Rank 0 ends up with every tensor, whole, under its Hugging Face name."""
-        if self.rank:
-            parts = [self.sources[tensor.name][piece.local.slices()] for tensor, piece in self.layout.owned_pieces(self.rank)]
-            works = [self.trainers.send([as_bytes(part.contiguous())], 0, 0) for part in parts]
-            for work in works:
-                work.wait()
-            return
-        self.full: dict[str, torch.Tensor] = {}  # the last round's go first
-        self.full = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
-        arriving = []
-        for rank in range(self.layout.world_size):
-            for tensor, piece in self.layout.owned_pieces(rank):
-                target = self.full[piece.logical_name][piece.logical.slices()]
-                if rank == 0:
-                    target.copy_(self.sources[tensor.name][piece.local.slices()])
-                else:
-                    buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-                    arriving.append((target, self.trainers.recv([as_bytes(buffer)], rank, 0), buffer))
-        for target, work, buffer in arriving:
-            work.wait()
-            if buffer is not target:
-                target.copy_(buffer)
-
-    def logical(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        ends: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for rank in range(self.layout.world_size):
-            for tensor, piece in self.layout.owned_pieces(rank):
-                before = ends.get(piece.logical_name, ((0,) * len(piece.logical.end), None))[0]
-                ends[piece.logical_name] = (tuple(map(max, before, piece.logical.end)), getattr(torch, tensor.dtype))
-        return [(name, shape, dtype) for name, (shape, dtype) in ends.items()]
-
-    def join_engines(self, port: int, size: int) -> None:
-        from megarl.generator.sglang_updates import join_update_group
-
-        self.engines = join_update_group(port, size, "gloo")
-
-    def broadcast(self, flattened: bool) -> None:
-        tensors = list(self.full.values())
-        if flattened:
-            tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
-        works = [torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
-
-    def buckets(self, count: int) -> list[str]:
-        """One for each worker of the engine."""
-        from megarl.generator.sglang_updates import bucket_payload
-
-        return [bucket_payload(list(self.full.items())) for _ in range(count)]
-
-    # The bare media. The far end is the rank behind the trainer ranks. Blocks are sent again and again, up to as many bytes as asked.
-
-    @cached_property
-    def block(self) -> torch.Tensor:
-        """To send from, or at the far end one for each trainer rank to receive into."""
-        count = 1 if self.rank < self.layout.world_size else self.layout.world_size
-        return torch.full((count * BLOCK_BYTES,), 1 + self.rank, dtype=torch.uint8)
-
-    def map_file(self, path: str, size: int) -> None:
-        file = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,))
-
-    def copy_blocks(self, size: int) -> None:
-        for part in block_parts(size, BLOCK_BYTES):
-            self.mapped[part].copy_(self.block[part])
-
-    def join_bare(self, address: str) -> None:
-        self.bare = join_gloo(address, self.rank, self.layout.world_size + 1, self.timeout_s)
-
-    def send_blocks(self, size: int) -> None:
-        for work in [self.bare.send([self.block[part]], self.layout.world_size, 0) for part in block_parts(size, CHUNK_BYTES)]:
-            work.wait()
-
-    def receive_blocks(self, sizes: Sequence[int]) -> None:
-        blocks = self.block.split(BLOCK_BYTES)
-        parts = [(rank, blocks[rank][part]) for rank, size in enumerate(sizes) for part in block_parts(size, CHUNK_BYTES)]
-        for work in [self.bare.recv([part], rank, 0) for rank, part in parts]:
-            work.wait()
-
-    def open_block(self) -> str:
-        """To Mooncake, for one-sided writes."""
-        protocol = mooncake_protocol([this_host()])
-        self.mooncake = mooncake.open_engine("127.0.0.1", protocol)
-        mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
-        return mooncake.address_of("127.0.0.1", self.mooncake, protocol, self.block.data_ptr())
-
-    def write_blocks(self, address: str, size: int) -> None:
-        _, peer, base = mooncake.address_parts(address)
-        own, there = self.block.data_ptr(), base + self.rank * BLOCK_BYTES
-        runs = [(own + part.start, there + part.start, part.stop - part.start) for part in block_parts(size, RUN_BYTES)]
-        if not mooncake.write_runs(self.mooncake, peer, runs, self.timeout_s):
-            raise RuntimeError(f"Mooncake could not write to {peer}")
-
-
-def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
-    """`size` bytes in parts of a block that is used again from its start when it is through. part_bytes divides BLOCK_BYTES."""
-    for start in range(0, size, part_bytes):
-        yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
 
 
 def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
@@ -209,7 +94,7 @@ class Nowhere:
 
 
 class Ranks:
-    """Several ranks as processes: `call` runs one method on each of them at the same time."""
+    """Several ranks as processes: `call` runs one method on each of them at the same time, such as `write` or `gather.collect`."""
 
     def __init__(self, count: int, job: tuple[str, str, int, int], timeout_s: float):
         context = multiprocessing.get_context("spawn")
@@ -265,6 +150,6 @@ def _serve(pipe: Connection, rank: int, job: tuple[str, str, int, int], timeout_
             return
         try:
             obeying = obeying or Rank(rank, job, timeout_s)
-            pipe.send((True, getattr(obeying, method)(*arguments)))
+            pipe.send((True, operator.attrgetter(method)(obeying)(*arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))

@@ -16,12 +16,13 @@ from typing import Any, Awaitable, Callable, Sequence
 import msgspec
 import torch
 
-from megarl.bench.sync_ranks import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES, Ranks, build_map
-from megarl.messaging.link import Hub, RunKey
+from megarl.bench.sync_media import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES
+from megarl.bench.sync_ranks import Ranks, build_map
 from megarl.generator import commands, update
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.sglang_updates import FLATTENED, GROUP
+from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
 from megarl.transports.shared_memory import view_at
@@ -123,12 +124,12 @@ class Bench:
 
     async def gather_ways(self) -> dict[str, Way]:
         store = update.open_store("127.0.0.1")
-        await self.on_trainers("join_trainers", f"127.0.0.1:{store.port}")
-        logical = (await self.on_trainers("logical"))[0]
+        await self.on_trainers("gather.join_trainers", f"127.0.0.1:{store.port}")
+        logical = (await self.on_trainers("gather.logical"))[0]
         size = 1 + self.job[3]
         group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": size}
         group |= {"group_name": GROUP, "backend": "gloo"}
-        joining = self.on_ranks([0], "join_engines", group["master_port"], size)
+        joining = self.on_ranks([0], "gather.join_engines", group["master_port"], size)
         await asyncio.gather(joining, self.client.call("/init_weights_update_group", group, TIMEOUT_S))
         names = {"names": [name for name, _, _ in logical], "shapes": [list(shape) for _, shape, _ in logical]}
         body = {**names, "dtypes": [self.job[1]] * len(logical), "group_name": GROUP, "flush_cache": False}
@@ -142,13 +143,13 @@ class Bench:
         }
 
     async def broadcast(self, body: dict[str, Any], flattened: bool) -> None:
-        await self.on_trainers("gather")
+        await self.on_trainers("gather.collect")
         receiving = self.client.call("/update_weights_from_distributed", body, TIMEOUT_S)
-        await asyncio.gather(receiving, self.on_ranks([0], "broadcast", flattened))
+        await asyncio.gather(receiving, self.on_ranks([0], "gather.broadcast", flattened))
 
     async def bucket(self) -> None:
-        await self.on_trainers("gather")
-        payloads = (await self.on_ranks([0], "buckets", self.job[3]))[0]
+        await self.on_trainers("gather.collect")
+        payloads = (await self.on_ranks([0], "gather.buckets", self.job[3]))[0]
         body = {"serialized_named_tensors": payloads, "load_format": FLATTENED, "flush_cache": False}
         await self.client.call("/update_weights_from_tensor", body, TIMEOUT_S)
 
@@ -159,22 +160,22 @@ class Bench:
         self.stack.callback(os.close, descriptor)
         size = BLOCK_BYTES * len(self.trainers)
         os.posix_fallocate(descriptor, 0, size)
-        await self.on_trainers("map_file", f"/proc/{os.getpid()}/fd/{descriptor}", size)
-        return Way(partial(self.on_trainers, "copy_blocks", each=self.sent), self.bytes, self.parts(BLOCK_BYTES))
+        await self.on_trainers("media.map_file", f"/proc/{os.getpid()}/fd/{descriptor}", size)
+        return Way(partial(self.on_trainers, "media.copy_blocks", each=self.sent), self.bytes, self.parts(BLOCK_BYTES))
 
     async def bare_gloo(self) -> Way:
         self.bare_store = update.open_store("127.0.0.1")
-        await self.on_ranks(self.everyone, "join_bare", f"127.0.0.1:{self.bare_store.port}")
+        await self.on_ranks(self.everyone, "media.join", f"127.0.0.1:{self.bare_store.port}")
 
         async def run() -> None:
-            far = self.on_ranks([self.everyone[-1]], "receive_blocks", self.sent)
-            await asyncio.gather(self.on_trainers("send_blocks", each=self.sent), far)
+            far = self.on_ranks([self.everyone[-1]], "media.receive_blocks", self.sent)
+            await asyncio.gather(self.on_trainers("media.send_blocks", each=self.sent), far)
 
         return Way(run, self.bytes, self.parts(CHUNK_BYTES))
 
     async def bare_mooncake(self) -> Way:
-        addresses = await self.on_ranks(self.everyone, "open_block")
-        run = partial(self.on_trainers, "write_blocks", addresses[-1], each=self.sent)
+        addresses = await self.on_ranks(self.everyone, "media.open_block")
+        run = partial(self.on_trainers, "media.write_blocks", addresses[-1], each=self.sent)
         return Way(run, self.bytes, self.parts(RUN_BYTES))
 
     def parts(self, part_bytes: int) -> int:

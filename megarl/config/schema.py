@@ -127,11 +127,11 @@ class AsyncConfig:
         "block",
         "what a weight update does to what is running; block: waits for rollouts to finish, and begins none; in_flight: pauses "
         "requests in place, keeping their KV cache; retract: computes it anew; abort: begins requests again from the prompt, once; "
-        "resume: waits for cuts every chunk_tokens, and continues from there",
+        "resume: cuts them where they are, and continues from prompt and prefix",
         one_of("block", "in_flight", "retract", "abort", "resume"),
     )
     chunk_tokens: Optional[int] = setting(
-        None, "with partial_rollout=resume, tokens between cuts; null: a quarter of rollout.max_tokens", at_least(1)
+        None, "with partial_rollout=resume, most tokens of one request: longer responses are cut there, too; null: a quarter of rollout.max_tokens", at_least(1)
     )
 
 

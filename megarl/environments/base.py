@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megarl.data.tokenizer import Tokenizer
-from megarl.generator.client import Completion, Sampling
+from megarl.generator.completions import Completion, Sampling
 from megarl.types import Prompt, Sample
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from megarl.environments.base import RolloutContext
 from megarl.environments.transcript import Transcript
-from megarl.generator.client import Completion, Sampling
+from megarl.generator.completions import Completion, Sampling
 from megarl.types import Prompt, Sample
 
 

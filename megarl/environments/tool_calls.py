@@ -14,7 +14,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.environments.base import RolloutContext, ToolError
 from megarl.environments.functions import find_callable
 from megarl.environments.transcript import Transcript
-from megarl.generator.client import Sampling
+from megarl.generator.completions import Sampling
 from megarl.types import Prompt, Sample
 
 TOOLS = {"calculator": "megarl.environments.calculator:calculate"}

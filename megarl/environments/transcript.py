@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from megarl.data.tokenizer import Tokenizer
-from megarl.generator.client import Completion, Sampling
+from megarl.generator.completions import Completion, Sampling
 from megarl.types import Prompt, Sample
 
 

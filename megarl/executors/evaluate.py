@@ -10,7 +10,7 @@ from typing import Sequence
 from megarl.data.prompts import eval_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.rollout import Rollout, eval_sampling, open_fleet, open_rollout
-from megarl.generator.client import Sampling
+from megarl.generator.completions import Sampling
 from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.types import Prompt

@@ -10,7 +10,8 @@ from typing import Protocol
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments import base, loading
 from megarl.environments.tool_processes import ToolProcesses
-from megarl.generator.client import EngineClient, Sampling
+from megarl.generator.client import EngineClient
+from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
 from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan

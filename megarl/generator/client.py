@@ -10,40 +10,10 @@ from typing import Any, Callable, Optional, Sequence
 import aiohttp
 import msgspec
 
+from megarl.generator.completions import ABORT, Completion, EngineError, Sampling, completions_of, generation, scores_of, scoring
 from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
 from megarl.types import Version
-
-ABORT = "abort"  # finish reason of a request that was told to end
-_MOST_CANDIDATES = 4095  # SGLang reports the kept tokens of a truncated distribution up to 4096 of them, ties included
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """How to draw a completion. temperature 0 is greedy."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1  # -1: off. With top_p < 1 alone, SGLang also needs a bound here: the 4095 likeliest tokens
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    @property
-    def truncated(self) -> bool:
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
-
-
-class Completion(msgspec.Struct, frozen=True):
-    """One response, with the behaviour policy that produced it."""
-
-    token_ids: list[int]  # [T]
-    logprobs: list[float]  # [T] under the distribution sampled from: after temperature, top-k and top-p
-    versions: list[Version]  # [T] weight version that produced each token
-    finish_reason: str  # "stop" | "length"; of one answer of an engine, also "abort"
-
-
-class EngineError(RuntimeError):
-    """The engine answered, but not with what was asked for."""
 
 
 class EngineUnreachable(EngineError):
@@ -59,30 +29,6 @@ class Parallelism(msgspec.Struct):
     ep_size: int
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Finish(msgspec.Struct):
-    type: str
-    message: str = ""
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: _Finish
-    weight_version: str
-    weight_versions: list[_Span] = []
-    output_token_logprobs: list[tuple[float, int, Any]] = []
-    output_token_sampling_logprobs: Optional[list[float]] = None
-    input_token_logprobs: list[tuple[Optional[float], int, Any]] = []
-
-
-class _Answer(msgspec.Struct):
-    meta_info: _Meta
-
-
 class _Info(msgspec.Struct):
     weight_version: str
 
@@ -92,7 +38,6 @@ class _Outcome(msgspec.Struct):
     message: str = ""
 
 
-_decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 _decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 
@@ -122,49 +67,17 @@ class EngineClient:
     async def complete(
         self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version] = None
     ) -> list[Completion]:
-        """One completion of each input, in one request. An aborted one is empty.
+        """One completion of each input, in one request. An aborted one is what was sampled by then, but for the last token.
 
         `version` is that of the weights at submission. SGLang's prefix cache keeps keys and values apart by it: what older
         weights left there is never used. All of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
         """
-        body: dict[str, Any] = {
-            "input_ids": inputs,
-            "sampling_params": [_sampling_params(sampling) for sampling in samplings],
-            "return_logprob": True,
-        }
-        if version is not None:
-            body["extra_key"] = str(version)
-        if samplings[0].truncated:
-            body["return_sampling_mask"] = True
-        answers = _decode_answers(await self._post("/generate", body, self._user, self._request_s))
-        return [self._completion(answer.meta_info, sampling) for answer, sampling in zip(answers, samplings, strict=True)]
+        body = generation(inputs, samplings, version)
+        return completions_of(self.url, await self._post("/generate", body, self._user, self._request_s), samplings)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """For each sequence of L tokens the log-probs of tokens 1 to L-1, each given those before it: [L - 1] values."""
-        body = {
-            "input_ids": sequences,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        answers = _decode_answers(await self._post("/generate", body, self._user, self._request_s))
-        return [[value for value, _, _ in answer.meta_info.input_token_logprobs[1:]] for answer in answers]
-
-    def _completion(self, meta: _Meta, sampling: Sampling) -> Completion:
-        if meta.finish_reason.type not in ("stop", "length", ABORT):
-            raise EngineError(f"engine {self.url} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
-        if meta.finish_reason.type == ABORT:
-            return Completion([], [], [], ABORT)
-        tokens = [token for _, token, _ in meta.output_token_logprobs]
-        logprobs = meta.output_token_sampling_logprobs if sampling.truncated else None
-        if logprobs is None:
-            logprobs = [value for value, _, _ in meta.output_token_logprobs]
-        spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
-        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
-        if not len(tokens) == len(logprobs) == len(versions):
-            counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
-            raise EngineError(f"engine {self.url} answered with {counts}")
-        return Completion(tokens, logprobs, versions, meta.finish_reason.type)
+        return scores_of(await self._post("/generate", scoring(sequences), self._user, self._request_s))
 
     async def wait_ready(
         self, timeout_s: float, log: Optional[Path] = None, failed: Callable[[], Optional[str]] = lambda: None
@@ -286,21 +199,6 @@ class EngineClient:
     def _check_condemned(self) -> None:
         if self._condemned:
             raise EngineError(f"engine {self.url} must not be used any more: {self._condemned}")
-
-
-def _sampling_params(sampling: Sampling) -> dict[str, Any]:
-    top_k = sampling.top_k
-    if sampling.truncated:
-        top_k = min(top_k if top_k > 0 else _MOST_CANDIDATES, _MOST_CANDIDATES)
-    return {
-        "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": top_k,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": False,
-    }
 
 
 def _tail(log: Optional[Path], lines: int = 20) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Iterable, Optional, Sequence
 
 import msgspec
 
-from megarl.generator.client import ABORT, Completion, EngineClient, EngineError, EngineUnreachable, Sampling
+from megarl.generator.client import EngineClient, EngineUnreachable
+from megarl.generator.completions import ABORT, Completion, EngineError, Sampling
 from megarl.messaging.pulse import Pulse
 from megarl.types import Version
+
+ABORT_AGAIN_S = 0.05
 
 
 @dataclass
@@ -25,14 +29,11 @@ class Draft:
     aborted: bool = False  # it was begun anew from the prompt; it will not be again
 
     def add(self, completion: Completion, max_tokens: int) -> None:
-        """What one more request has sampled. Of an aborted one nothing is kept."""
-        if completion.finish_reason == ABORT:
-            self.aborted = True
-            return
+        """What one more request has sampled; it goes on where that was cut."""
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions
-        cut = completion.finish_reason == "length" and len(self.token_ids) < max_tokens
+        cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < max_tokens)
         self.finish_reason = "" if cut else completion.finish_reason
 
     def completion(self) -> Completion:
@@ -42,8 +43,8 @@ class Draft:
 class Fleet:
     """`engines` are clients of servers that all hold the same weights, `version`.
 
-    `partial_rollout` says what a weight update means for requests (see `hold`). `chunk_tokens` cuts each request into several
-    of at most so many tokens.
+    `partial_rollout` says what a weight update means for requests (see `hold`). `chunk_tokens` cuts each response into several
+    requests of at most so many tokens.
 
     An `elastic` fleet goes on without an engine whose connection breaks (`lost`): what it had not finished goes on at others, from the
     tokens that earlier requests gave. Such an engine may come back, with other weights; it serves again after `take_back`.
@@ -131,26 +132,36 @@ class Fleet:
         for draft, completion in zip(drafts, completions, strict=True):
             if completion.finish_reason == ABORT and aborts == self._aborts:
                 raise EngineError(f"engine {engine.url} aborted a request that nobody told it to")
-            draft.add(completion, sampling.max_tokens)
+            if completion.finish_reason == ABORT and self._partial_rollout == "abort":
+                draft.aborted = True
+            else:
+                draft.add(completion, sampling.max_tokens)
 
     async def hold(self, timeout_s: float) -> None:
         """Submits nothing more, and returns when the requests at the engines are as `partial_rollout` wants them for an update:
 
         in_flight, retract: as they are; the engines keep them through the pause
-        block, resume:      answered; `resume` has cut them short before (`chunk_tokens`), and the rest is submitted after `release`
-        abort:              answered, since they are aborted, and submitted anew after `release`; those that were aborted at an
-                            earlier update are left to finish first, so that each response gets done
+        block:              answered
+        resume:             cut at the token they are at; after `release` they go on from what they have
+        abort:              aborted, and submitted anew after `release`; those that were aborted at an earlier update are left to
+                            finish first, so that each response gets done
         """
         self._held = True
         if self._partial_rollout in ("in_flight", "retract"):
             return
-        if self._partial_rollout == "abort":
+        if self._partial_rollout in ("resume", "abort"):
             await self.pulse.until(lambda: not self._requests[True])
-            while self._requests[False]:  # again: one may still have been on its way
-                self._aborts += 1
-                await self._abort_all(timeout_s)
-                await asyncio.sleep(0.02)
+            await self._end_requests(timeout_s)
         await self.pulse.until(lambda: not self._requests.total())
+
+    async def _end_requests(self, timeout_s: float) -> None:
+        """Has the engines end all requests that may be aborted; again and again, for one may still have been on its way."""
+        while self._requests[False]:
+            self._aborts += 1
+            await self._abort_all(timeout_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await self.pulse.until(lambda: not self._requests[False])
 
     async def _abort_all(self, timeout_s: float) -> None:
         called = [self.engines[index].abort_all(timeout_s) for index in self.serving]

@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from megarl.generator.client import EngineError
+from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
 
 LOOK_UP_S = 0.5

@@ -19,6 +19,8 @@ from megarl.models.parameters import EXPERT_FIELD, FIRST, LAYER, LAYER_FIELD, La
 from megarl.reshard.box import Box
 from megarl.reshard.quantise_rules import Rule
 
+Seats = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of all that a rank holds, by kind and shard
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
@@ -163,6 +165,17 @@ class Layout:
                 instances = np.flatnonzero(kind.stages == stage).tolist()
                 found += [(self.depth(kind, i), order, tensor) for i in instances for tensor in kind.tensors(shard, i)]
         return tuple(tensor for _, _, tensor in sorted(found, key=lambda entry: entry[:2]))
+
+    def seats(self, rank: int) -> Seats:
+        of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}  # kinds of one mesh share its table of ranks
+        found: Seats = {}
+        for k, kind in enumerate(self.kinds):
+            mesh = id(kind.ranks)
+            if mesh not in of_mesh:
+                of_mesh[mesh] = kind.seats(rank)
+            for stage, shard, replica in of_mesh[mesh]:
+                found.setdefault((k, shard), []).append((stage, replica))
+        return found
 
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
         """The pieces that `rank` answers for: over all ranks, every element of every logical tensor exactly once.

@@ -8,7 +8,7 @@ from typing import Optional, Sequence, Union
 import numpy as np
 
 from megarl.config.errors import ConfigError
-from megarl.models.parameters import FIRST, LAST, LAYER, LogicalTensor, Parameter, indivisible, whole
+from megarl.models.parameters import FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, indivisible, whole
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 from megarl.plan.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
@@ -134,6 +134,7 @@ def _kinds(
         raise ConfigError(f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}")
     logical = _logical(spec)
     ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[_DENSE].shape[0] - 1)}
+    spans: dict[Layers, np.ndarray] = {}  # shared by the kinds of the same layers
     kinds = []
     for parameter in parameters:
         first, end = parameter.layers or (0, spec.num_layers)
@@ -145,7 +146,7 @@ def _kinds(
         for shard in range(ranks.shape[1]):
             same = parameter.dim is None and shard and not parameter.of_expert  # built once: all hold the same
             shards.append(shards[0] if same else local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype))
-        of_place = stages[first:end] if parameter.place == LAYER else ends[parameter.place]
+        of_place = spans.setdefault((first, end), stages[first:end]) if parameter.place == LAYER else ends[parameter.place]
         kinds.append(Kind(parameter.name, parameter.place, tuple(shards), of_place, ranks, first if parameter.place == LAYER else 0))
     return kinds
 

@@ -1,145 +1,167 @@
 """Writing out a rank's own part of a reshard map: from template rows to copies, layer by layer, expert by expert.
 
-This is where layers are expanded, so it is what a rank waits for at start-up: names are made once per kind and layer, and copies are
-put where they belong by depth instead of being sorted.
+This is where layers are expanded, so it is what a rank waits for at start-up: who sends what to whom is worked out once for all rows that
+are served alike, names are made once per kind and layer, and copies are put where they belong instead of being sorted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Callable, Iterator, Optional
+from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
 from megarl.reshard.box import Box
 from megarl.reshard.copies import Copy, Quantisation
-from megarl.reshard.kinds import Kind, LocalTensor
+from megarl.reshard.kinds import Kind, LocalTensor, Seats
+from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import ZEROS, Holder, Row
 from megarl.reshard.scales import of_whole_tensor
 
 if TYPE_CHECKING:
     from megarl.reshard.map import ReshardMap
 
-_Pairs = list[tuple[int, int]]  # sender, receiver
-_Entry = tuple[int, int, _Pairs]  # instance, index into row.holders
-_Served = Callable[[Row], Optional[list[_Entry]]]  # a rank's share of a row; None: it has no part in it
+Shelf = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list that such copies belong to
+_Served = list[tuple[int, int, int, int]]  # instance, index into row.holders, sender, receiver; by instance
 
 
 def sent(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
-    """What `rank` of the source sends, in forward order."""
-    seats: dict[tuple[int, int], list[int]] = {}
-    for k, kind in enumerate(map.source.kinds):
-        for stage, s, _ in kind.seats(rank):
-            seats.setdefault((k, s), []).append(stage)
-    return _List(map).of(rows, partial(_given, map, rank, seats))
+    """What `rank` of the source sends, in forward order: by depth, then as rows stand."""
+    depths = _depths(map)
+    put_sent(map, rank, rows, lambda depth, sender, receiver: depths[depth])
+    return list(chain.from_iterable(depths))
 
 
 def received(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
     """What `rank` of the destination receives, in forward order."""
-    seats: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for k, kind in enumerate(map.destination.kinds):
-        for stage, s, e in kind.seats(rank):
-            seats.setdefault((k, s), []).append((stage, e))
-    return _List(map).of(rows, partial(_taken, map, rank, seats))
+    depths = _depths(map)
+    put_received(map, rank, rows, lambda depth, sender, receiver: depths[depth])
+    return list(chain.from_iterable(depths))
 
 
-def _given(map: ReshardMap, rank: int, seats: dict[tuple[int, int], list[int]], row: Row) -> Optional[list[_Entry]]:
-    """`seats`: stages at which the rank holds a shard, by kind and shard."""
-    found = [seats.get((holder.kind, holder.shard)) for holder in row.holders]
-    if not any(found):
-        return None
-    service = map.service(row, stages=found[0] if len(found) == 1 else None)
-    of_class: dict[int, list[tuple[int, _Pairs]]] = {}
+def put_sent(map: ReshardMap, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
+    """Appends what `rank` of the source sends to the lists that `shelf` gives: each list has its copies as rows stand."""
+    seats = map.source.seats(rank)
+    own = [row for row in rows if any([(holder.kind, holder.shard) in seats for holder in row.holders])]
+    _write(map, own, shelf, lambda row: _given(map, rank, seats, row))
+
+
+def put_received(map: ReshardMap, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
+    """The same of what `rank` of the destination receives."""
+    seats = map.destination.seats(rank)
+    own = [row for row in rows if (row.kind, row.shard) in seats]
+    _write(map, own, shelf, lambda row: _taken(map, rank, seats, row))
+
+
+def _depths(map: ReshardMap) -> list[list[Copy]]:
+    return [[] for _ in range(map.destination.num_layers + 2)]
+
+
+def _given(map: ReshardMap, rank: int, seats: Seats, row: Row) -> _Served:
+    only = row.holders[0] if len(row.holders) == 1 else None
+    service = map.service(row, stages=None if only is None else [stage for stage, _ in seats[only.kind, only.shard]])
+    of_class: dict[int, list[tuple[int, int]]] = {}
     own = np.nonzero(service.senders == rank)  # class, replica
     for c, holder, receiver in zip(own[0].tolist(), service.holders[own].tolist(), service.receivers[own].tolist()):
-        groups = of_class.setdefault(c, [])
-        if not groups or groups[-1][0] != holder:
-            groups.append((holder, []))
-        groups[-1][1].append((rank, receiver))
+        of_class.setdefault(c, []).append((holder, receiver))
     classes = service.class_of.tolist()
-    return [(i, holder, pairs) for i, c in enumerate(classes) if c in of_class for holder, pairs in of_class[c]]
+    return [(i, h, rank, receiver) for i, c in enumerate(classes) if c in of_class for h, receiver in of_class[c]]
 
 
-def _taken(map: ReshardMap, rank: int, seats: dict[tuple[int, int], list[tuple[int, int]]], row: Row) -> Optional[list[_Entry]]:
-    if (row.kind, row.shard) not in seats:
-        return None
-    stages = map.destination.kinds[row.kind].stages.tolist()
-    entries: list[_Entry] = []
+def _taken(map: ReshardMap, rank: int, seats: Seats, row: Row) -> _Served:
+    served: _Served = []
     for stage, replica in seats[row.kind, row.shard]:
         service = map.service(row, replica)
-        holders, pairs = service.holders[:, 0].tolist(), [[(s, rank)] for s in service.senders[:, 0].tolist()]
-        entries += [(i, holders[c], pairs[c]) for i, c in enumerate(service.class_of.tolist()) if stages[i] == stage]
-    return entries
+        here = np.flatnonzero(map.destination.kinds[row.kind].stages == stage)
+        classes = service.class_of[here]
+        senders, holders = service.senders[classes, 0].tolist(), service.holders[classes, 0].tolist()
+        served += [(i, h, s, rank) for i, h, s in zip(here.tolist(), holders, senders)]
+    return served
 
 
 @dataclass
-class _List:
-    """One rank's list in the making."""
+class _Share:
+    """A rank's part in all rows that are served alike."""
 
-    map: ReshardMap
-    names: dict[tuple, list[str]] = field(default_factory=dict)  # by what `_names` was asked
-    hows: dict[tuple, list[Optional[Quantisation]]] = field(default_factory=dict)  # by what `_hows` was asked
-    by_depth: list[list[Copy]] = field(default_factory=list)
+    layers: list[str]  # of each instance it has a part in
+    copies: list[tuple]  # index into `layers`, index into row.holders, sender, receiver, depth, what puts the copy away
+    _names: dict[str, list[str]] = field(default_factory=dict)  # by template
+    _hows: dict[tuple, list[Quantisation]] = field(default_factory=dict)
 
-    def of(self, rows: tuple[Row, ...], served: _Served) -> list[Copy]:
-        """Forward order: by depth, then as rows stand."""
-        self.by_depth = [[] for _ in range(self.map.destination.num_layers + 2)]
-        known: dict[tuple, Optional[list[_Entry]]] = {}  # by route
-        for row in rows:
-            route = row.route
-            if route not in known:
-                known[route] = served(row)
-            entries = known[route]
-            if entries:
-                self._add(row, entries)
-        return list(chain.from_iterable(self.by_depth))
-
-    def _add(self, row: Row, entries: list[_Entry]) -> None:
-        target, transform, box = self.map.destination.kinds[row.kind], row.transform, row.box
-        dtype, layer, depth = target.shards[row.shard].dtype, target.first_layer, self.map.destination.depth(target, 0)
-        by_depth, instances = self.by_depth, tuple([i for i, _, _ in entries])
-        names = self._names(target.name, layer, instances)
-        if transform == ZEROS:
-            for (i, _, pairs), name in zip(entries, names):
-                at = depth + i
-                for s, r in pairs:
-                    by_depth[at].append(Copy(s, None, None, r, name, box, transform, dtype, at))
-            return
-        origins = [(self._names(self.map.source.kinds[holder.kind].name, layer, instances), holder) for holder in row.holders]
-        apart = self.map.of_experts(row)
-        hows = self._hows(row, target, instances)
-        for n, ((i, h, pairs), name, how) in enumerate(zip(entries, names, hows)):
-            at = depth + i
-            copies, (source_names, held) = by_depth[at], origins[h]
-            source_name, here = source_names[n], held.box
-            if apart:
-                items = list(_of_each_expert(self.map, row, held, source_name, name, how))
-                copies += [Copy(s, x, a, r, y, b, transform, dtype, at, q) for s, r in pairs for x, a, y, b, q in items]
-                continue
-            for s, r in pairs:
-                copies.append(Copy(s, source_name, here, r, name, box, transform, dtype, at, how))
-
-    def _hows(self, row: Row, target: Kind, instances: tuple[int, ...]) -> list[Optional[Quantisation]]:
-        if row.logical is None:
-            return [None] * len(instances)
-        weights = target if row.travels_with is None else self.map.destination.kinds[row.travels_with]
-        asked = tile_space(weights, row.logical_name), target.first_layer, instances, row.logical.start[-2:], row.cut
-        if asked not in self.hows:  # weights and their scales have the same
-            rule, corner, cut = weights.rule, asked[3], asked[4]
-            assert rule is not None
-            self.hows[asked] = [Quantisation(rule, name, corner, cut) for name in self._names(*asked[:3])]
-        return self.hows[asked]
-
-    def _names(self, template: str, first: int, instances: tuple[int, ...]) -> list[str]:
-        """Of each instance, the 0th of which is of layer `first`. A template that is not of layers has one name."""
-        asked = template, first, instances
-        if asked not in self.names:
+    def names(self, template: str) -> list[str]:
+        """Of each instance. A template that is not of layers has one name."""
+        if template not in self._names:
             before, layered, after = template.partition(LAYER_FIELD)
-            self.names[asked] = [f"{before}{first + i}{after}" for i in instances] if layered else [before] * len(instances)
-        return self.names[asked]
+            self._names[template] = [f"{before}{layer}{after}" for layer in self.layers] if layered else [before] * len(self.layers)
+        return self._names[template]
+
+    def hows(self, rule: Rule, template: str, origin: tuple[int, int], cut: bool) -> list[Quantisation]:
+        """Of each instance."""
+        asked = template, origin, cut
+        if asked not in self._hows:  # weights and their scales have the same
+            self._hows[asked] = [Quantisation(rule, name, origin, cut) for name in self.names(template)]
+        return self._hows[asked]
+
+
+def _write(map: ReshardMap, rows: list[Row], shelf: Shelf, served: Callable[[Row], _Served]) -> None:
+    """`served`: the rank's part in a row, and in all that are served alike."""
+    shares: dict[tuple, _Share] = {}
+    for row in rows:
+        kind = map.destination.kinds[row.kind]
+        alike = map.destination.depth(kind, 0), kind.first_layer, map.alike(row)
+        if alike not in shares:
+            shares[alike] = _share(*alike[:2], shelf, served(row))
+        if shares[alike].copies:
+            (_add_experts if row.transform != ZEROS and map.of_experts(row) else _add)(map, row, shares[alike])
+
+
+def _share(first_depth: int, first_layer: int, shelf: Shelf, served: _Served) -> _Share:
+    layers: list[str] = []
+    copies = []
+    instance = None
+    for i, h, s, r in served:
+        if i != instance:
+            layers.append(str(first_layer + i))
+            instance, depth = i, first_depth + i
+        copies.append((len(layers) - 1, h, s, r, depth, shelf(depth, s, r).append))
+    return _Share(layers, copies)
+
+
+def _add(map: ReshardMap, row: Row, share: _Share) -> None:
+    target, transform, box = map.destination.kinds[row.kind], row.transform, row.box
+    dtype, names = target.shards[row.shard].dtype, share.names(target.name)
+    if transform == ZEROS:
+        for n, _, s, r, depth, put in share.copies:
+            put(Copy(s, None, None, r, names[n], box, transform, dtype, depth))
+        return
+    origins = [(share.names(map.source.kinds[holder.kind].name), holder.box) for holder in row.holders]
+    hows = _hows(map, row, share)
+    for n, h, s, r, depth, put in share.copies:
+        source_names, here = origins[h]
+        put(Copy(s, source_names[n], here, r, names[n], box, transform, dtype, depth, hows[n]))
+
+
+def _add_experts(map: ReshardMap, row: Row, share: _Share) -> None:
+    target, hows = map.destination.kinds[row.kind], _hows(map, row, share)
+    dtype, names = target.shards[row.shard].dtype, share.names(target.name)
+    made: dict[tuple[int, int], list] = {}  # what goes to one replica goes to another
+    for n, h, s, r, depth, put in share.copies:
+        if (n, h) not in made:
+            source_name = share.names(map.source.kinds[row.holders[h].kind].name)[n]
+            made[n, h] = list(_of_each_expert(map, row, row.holders[h], source_name, names[n], hows[n]))
+        for source_name, here, name, box, how in made[n, h]:
+            put(Copy(s, source_name, here, r, name, box, row.transform, dtype, depth, how))
+
+
+def _hows(map: ReshardMap, row: Row, share: _Share) -> Sequence[Optional[Quantisation]]:
+    if row.logical is None:
+        return [None] * len(share.layers)
+    weights = map.destination.kinds[row.weights]
+    assert weights.rule is not None
+    return share.hows(weights.rule, tile_space(weights, row.logical_name), row.logical.start[-2:], row.cut)
 
 
 def _of_each_expert(

@@ -99,6 +99,10 @@ class ReshardMap:
         """Who sends a row to whom: see `Turns.service`."""
         return self._turns.service(row, replica, stages)
 
+    def alike(self, row: Row) -> tuple:
+        """Rows of which this is equal are served alike: see `Turns.alike`."""
+        return self._turns.alike(row)
+
     def routes(self) -> list[tuple[Row, int]]:
         """Rows of equal route as one, and their bytes at one instance and replica."""
         per_route: dict[tuple, tuple[Row, int]] = {}

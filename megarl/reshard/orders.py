@@ -9,7 +9,8 @@ a short table however many layers and receivers there are, and every rank arrive
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Iterable, Sequence
+from functools import cached_property
+from typing import Iterable, Optional, Sequence
 
 import numpy as np
 
@@ -55,10 +56,19 @@ class Ordering:
                 turns = np.arange(destination.kinds[row.kind].replicas)
                 np.add.at(self._charged, ranks[0, round_robin(row, ranks.shape[1])[turns % ranks.shape[1]]], size)
 
+    @cached_property
+    def _charges(self) -> bool:
+        return bool(self._charged.any())
+
+    def group(self, row: Row) -> Optional[_Key]:
+        """What the row's order is kept under; None: round robin."""
+        kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
+        return None if len(row.holders) > 1 or self._is_even(kind, shard, row.kind) else _key(row)
+
     def of(self, row: Row) -> Orders:
         kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
         count = sum(self._source.kinds[holder.kind].replicas for holder in row.holders)
-        if len(row.holders) > 1 or self._is_even(kind, shard, row.kind):
+        if self.group(row) is None:
             table = np.broadcast_to(round_robin(row, count), (kind.ranks.shape[0], count))
             return Orders(table, np.zeros(len(table), dtype=np.int64), count)
         group = id(kind.ranks), shard
@@ -67,7 +77,9 @@ class Ordering:
         return self._found[group][_key(row)]
 
     def _is_even(self, kind: Kind, shard: int, target: int) -> bool:
-        return self._destination.kinds[target].replicas % kind.replicas == 0 and not self._charged[kind.ranks[:, shard]].any()
+        if self._destination.kinds[target].replicas % kind.replicas:
+            return False
+        return not (self._charges and self._charged[kind.ranks[:, shard]].any())
 
     def _place(self, mesh: np.ndarray, shard: int) -> dict[_Key, Orders]:
         """All that one source shard sends, which its replicas share. mesh: [stages, shards, replicas]."""

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Sequence
+
+import numpy as np
+from msgspec import Struct
 
 from megarl.models.parameters import LAYER
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.lists import put_received, put_sent
 from megarl.reshard.map import Copy, ReshardMap
 
 # Of contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): rows of 64 KiB
@@ -22,9 +27,10 @@ from megarl.reshard.map import Copy, ReshardMap
 SHORTEST_RUN_BYTES = 128 << 10
 DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 
+_Writes = dict[tuple[int, int], list[Copy]]  # by depth and peer
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+
+class Batch(Struct, frozen=True, gc=False):
     """All writes of one wave from one rank to one other, in forward order."""
 
     wave: int
@@ -65,14 +71,12 @@ def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
 def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
     """Wave of each depth (see Copy.depth): depths are put together until a receiver gets `wave_bytes` in one."""
     layout = map.destination
-    sizes = [0] * (layout.num_layers + 2)
+    sizes = np.zeros(layout.num_layers + 2, dtype=np.int64)
     for kind in layout.kinds:
-        size = max(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards)
         first = layout.depth(kind, 0)
-        for depth in range(first, first + (kind.instances if kind.place == LAYER else 1)):
-            sizes[depth] += size
+        sizes[first : first + (kind.instances if kind.place == LAYER else 1)] += max([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
     result, wave, filled = [], 0, 0
-    for size in sizes:
+    for size in sizes.tolist():
         if filled and filled + size > wave_bytes:
             wave, filled = wave + 1, 0
         result.append(wave)
@@ -82,25 +86,24 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
 
 def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
     """What source rank `rank` sends, in the order it sends."""
+    writes: _Writes = defaultdict(list)
+    put_sent(map, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, receiver])
     receivers = map.destination.world_size
-    own = rank * receivers // map.source.world_size
-    groups: dict[tuple[int, int], list[Copy]] = defaultdict(list)
-    wave_of = waves(map, wave_bytes)
-    for write in map.writes_from(rank):
-        groups[wave_of[write.depth], write.destination_rank].append(write)
-    return _batches(groups, own, receivers)
+    return _batches(writes, waves(map, wave_bytes), rank * receivers // map.source.world_size, receivers)
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
     """What destination rank `rank` receives, wave by wave."""
-    groups: dict[tuple[int, int], list[Copy]] = defaultdict(list)
-    wave_of = waves(map, wave_bytes)
-    for write in map.writes_to(rank):
-        groups[wave_of[write.depth], write.source_rank].append(write)
-    return _batches(groups, 0, map.source.world_size)
+    writes: _Writes = defaultdict(list)
+    put_received(map, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, sender])
+    return _batches(writes, waves(map, wave_bytes), 0, map.source.world_size)
 
 
-def _batches(groups: dict[tuple[int, int], list[Copy]], first: int, peers: int) -> tuple[Batch, ...]:
-    """Groups of a wave and a peer, each in forward order: wave by wave, within one from peer `first` on, around `peers`."""
-    ordered = [(wave, tuple(groups[wave, peer])) for wave, peer in sorted(groups, key=lambda group: (group[0], (group[1] - first) % peers))]
-    return tuple([Batch(wave, writes[0].source_rank, writes[0].destination_rank, writes) for wave, writes in ordered])
+def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) -> tuple[Batch, ...]:
+    """Wave by wave, within one from peer `first` on, around `peers`; of each wave and peer one depth after the other."""
+    ordered = sorted([(wave_of[depth], (peer - first) % peers, depth, peer) for depth, peer in writes])
+    batches = []
+    for (wave, _), parts in groupby(ordered, key=itemgetter(0, 1)):
+        own = tuple(chain.from_iterable([writes[depth, peer] for _, _, depth, peer in parts]))
+        batches.append(Batch(wave, own[0].source_rank, own[0].destination_rank, own))
+    return tuple(batches)

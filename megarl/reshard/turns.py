@@ -62,6 +62,14 @@ class Turns:
             picked = _on_same_node(self.nodes, ranks_of, receivers, turn, picked)
         return Service(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
 
+    def alike(self, row: Row) -> tuple:
+        """Rows of which this is equal are served alike: every instance and replica by the same senders."""
+        target, places = self.destination.kinds[row.kind], []
+        for holder in row.holders:
+            kind = self.source.kinds[holder.kind]
+            places.append((id(kind.stages), id(kind.ranks), holder.shard))
+        return self._ordering.group(row), id(target.stages), id(target.ranks), row.shard, tuple(places), row.fan, row.index
+
     def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
         """(class of each instance, first instance of each class): alike are equal stages on both sides and turns of equal place."""
         target = self.destination.kinds[row.kind]

@@ -17,7 +17,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.base import RolloutContext
 from megarl.environments.tool_calls import ToolCalls
 from megarl.executors.rollout import CheckedRollout
-from megarl.generator.client import Completion, Sampling
+from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.types import Prompt, Sample
 

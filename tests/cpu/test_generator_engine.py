@@ -18,8 +18,9 @@ from sglang_engine import hf_logprobs, hf_model, make_checkpoint, shares_of, sta
 from sglang_writer import reshard_map
 
 from megarl.messaging.link import Hub, RunKey
-from megarl.generator.client import EngineClient, EngineError, Sampling
+from megarl.generator.client import EngineClient
 from megarl.generator.commands import Arrange
+from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import AuditError, LayoutError, Workers, WeightUpdate, check_layout, connect, describe, open_memory
 

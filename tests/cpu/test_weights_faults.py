@@ -31,7 +31,8 @@ from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.channels.weights_sender import check_held, weights_map
 from megarl.config.errors import ConfigError
-from megarl.generator.client import EngineClient, EngineError, Sampling
+from megarl.generator.client import EngineClient
+from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.update import AuditError, VersionError
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten

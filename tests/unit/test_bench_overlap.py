@@ -15,7 +15,7 @@ from megarl.bench.lanes import run_cells
 from megarl.bench.overlap import SETTINGS, WARM_UP, grid, render, result
 from megarl.bench.overlap_cell import Cell
 from megarl.bench.overlap_picture import draw
-from megarl.generator.client import ABORT, Sampling
+from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.observe.trace import merge_traces
 
 STEPS, PROMPTS, N = WARM_UP + 2, 16, 4
@@ -105,9 +105,9 @@ def assert_nested(spans: list[dict]) -> None:
         open_until.append(span["ts"] + span["dur"])
 
 
-def on_engine(body):
+def on_engine(body, length=20):
     async def run():
-        engine = EmulatedEngine("emulated", slots=2, token_s=0.001, prefill_s=0.0, lengths=Lengths(20, 0.0, 20))
+        engine = EmulatedEngine("emulated", slots=2, token_s=0.001, prefill_s=0.0, lengths=Lengths(length, 0.0, length))
         engine.pause()
         await engine.resume(0, recompute=False)
         async with asyncio.timeout(DEADLINE_S):
@@ -144,14 +144,23 @@ def test_an_emulated_engine_cuts_aborts_and_goes_on():
         prompt = [7] * PROMPT_TOKENS
         (cut,) = await engine.complete([prompt], [Sampling(8)], 0)
         assert (len(cut.token_ids), cut.finish_reason) == (8, "length")
-        rest = asyncio.create_task(engine.complete([prompt + cut.token_ids], [Sampling(92)], 0))
+        rest = asyncio.create_task(engine.complete([prompt + cut.token_ids], [Sampling(992)], 0))
         await asyncio.sleep(0)
         await engine.abort_all(1)
-        assert (await rest)[0].finish_reason == ABORT
-        (whole,) = await engine.complete([prompt], [Sampling(100)], 0)
-        assert (len(whole.token_ids), whole.finish_reason) == (20, "stop"), "the same response, from the prompt"
+        assert await rest == [Completion([], [], [], ABORT)]
+        rest = asyncio.create_task(engine.complete([prompt + cut.token_ids], [Sampling(992)], 0))
+        await asyncio.sleep(0.003)
+        await engine.abort_all(1)
+        await engine.abort_all(1)
+        (more,) = await rest
+        assert more.finish_reason == ABORT and 0 < len(more.token_ids) < 492
+        (end,) = await engine.complete([prompt + cut.token_ids + more.token_ids], [Sampling(992)], 0)
+        assert (8 + len(more.token_ids) + len(end.token_ids), end.finish_reason) == (500, "stop")
+        assert not engine._unfinished and not engine._runs
+        (whole,) = await engine.complete([prompt], [Sampling(1000)], 0)
+        assert (len(whole.token_ids), whole.finish_reason) == (500, "stop"), "the same response, from the prompt"
 
-    on_engine(body)
+    on_engine(body, length=500)
 
 
 def test_the_cost_of_the_channel_is_taken_with_the_buffer_full():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.bench import sync, sync_picture
-from megarl.bench.sync_ranks import BLOCK_BYTES, block_parts
+from megarl.bench.sync_media import BLOCK_BYTES, block_parts
 from megarl.bench.sync_ways import AUDITED, Way
 from megarl.config.errors import ConfigError
 

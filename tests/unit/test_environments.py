@@ -20,7 +20,7 @@ from megarl.environments.single_turn import single_turn
 from megarl.environments.tool_calls import ToolCalls
 from megarl.environments.transcript import Transcript
 from megarl.executors.rollout import CheckedRollout
-from megarl.generator.client import Completion, Sampling
+from megarl.generator.completions import Completion, Sampling
 from megarl.types import Prompt, Sample
 
 ROOT = Path(__file__).parents[2]

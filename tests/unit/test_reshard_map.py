@@ -196,6 +196,9 @@ def test_schedule_covers_every_write_once_and_both_ends_agree():
         own = [batch for batch in sent if batch.source_rank == rank]
         assert [batch.wave for batch in own] == sorted(batch.wave for batch in own)
         assert len({(batch.wave, batch.destination_rank) for batch in own}) == len(own)
+        place = {write: n for n, write in enumerate(map.writes_from(rank))}
+        for batch in own:
+            assert [place[write] for write in batch.writes] == sorted(place[write] for write in batch.writes), "forward order"
         depths = [(min(w.depth for w in b.writes), max(w.depth for w in b.writes)) for b in own]
         for (_, last), (first, _), (one, two) in zip(depths, depths[1:], itertools.pairwise(own)):
             assert one.wave == two.wave or last < first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,7 +12,8 @@ import pytest
 from megarl.channels.admission import Admission
 from megarl.executors.background import Background
 from megarl.executors.stream import RolloutStream
-from megarl.generator.client import Completion, EngineError, EngineUnreachable, Sampling
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
 from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.pulse import Pulse
@@ -238,6 +240,49 @@ def test_a_response_is_put_together_from_its_cuts():
     assert seen == [[(3, 4), (3, 4)], [(7, 4), (7, 4)], [(11, 2), (11, 2)]]
     assert (len(first.token_ids), first.finish_reason) == (9, "stop")
     assert (len(second.token_ids), second.finish_reason) == (10, "length")
+
+
+def test_an_update_cuts_requests_where_they_are():
+    """They keep what they have with `resume`, and begin anew with `abort`; a request that was still on its way is told again."""
+
+    async def answer(inputs, samplings):
+        seen.append([len(tokens) for tokens in inputs])
+        if len(seen) > 1:
+            return [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
+        for _ in range(2):
+            await engine.aborted.wait()
+            engine.aborted.clear()
+        return [tokens_of(5, "stop"), tokens_of(3, "abort")]
+
+    async def run(mode):
+        nonlocal engine
+        fleet = Fleet([engine := FakeEngine(answer)], mode)
+        request = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=8), 2))
+        await settle()
+        async with asyncio.timeout(DEADLINE_S):
+            await fleet.hold(1)
+            assert not request.done()
+            fleet.release(1)
+            return [len(completion.token_ids) for completion in await request]
+
+    engine = None
+    for mode, again in (("resume", 5), ("abort", 2)):
+        seen: list = []
+        assert asyncio.run(run(mode)) == [5, 8]
+        assert seen == [[2, 2], [again]]
+
+
+def test_the_last_token_of_an_aborted_answer_is_sampled_again():
+    """It may be the one that ends the response: an engine that is told to end a request does not look."""
+    tokens = [[-0.5, token, None] for token in (5, 6, 7)]
+    meta = {"weight_version": "3", "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]}
+    finish = {"finish_reason": {"type": "abort"}}
+    answers = [{"meta_info": {**meta, **finish, "output_token_logprobs": tokens}}, {"meta_info": {"weight_version": "3", **finish}}]
+    cut, empty = completions_of("engine", json.dumps(answers).encode(), [Sampling(8)] * 2)
+    assert cut == Completion([5, 6], [-0.5, -0.5], [2, 3], "abort")
+    assert empty == Completion([], [], [], "abort")
+    truncated = Sampling(8, top_k=4)
+    assert completions_of("engine", json.dumps(answers[:1]).encode(), [truncated]) == [empty], "its log-probs are missing"
 
 
 def test_requests_wait_for_the_end_of_an_update_and_carry_the_new_version():

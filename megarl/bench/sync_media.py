@@ -1,0 +1,77 @@
+"""A rank's part in sending bytes over a bare medium: the ceilings that `megarl bench sync` compares with."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cached_property
+from typing import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megarl.transports import gloo, mooncake
+from megarl.transports.choice import mooncake_protocol, this_host
+
+BLOCK_BYTES = 128 << 20  # larger than any cache
+CHUNK_BYTES = 16 << 20  # of gloo: the longer, the less time of a core
+RUN_BYTES = 1 << 20  # of Mooncake's TCP
+
+
+class BareMedia:
+    """Of one rank; the far end is the rank behind the `senders`. Blocks are sent again and again, up to as many bytes as asked."""
+
+    def __init__(self, rank: int, senders: int, timeout_s: float):
+        self.rank, self.senders, self.timeout_s = rank, senders, timeout_s
+
+    @cached_property
+    def block(self) -> torch.Tensor:
+        """To send from, or at the far end one for each trainer rank to receive into."""
+        count = 1 if self.rank < self.senders else self.senders
+        return torch.full((count * BLOCK_BYTES,), 1 + self.rank, dtype=torch.uint8)
+
+    def map_file(self, path: str, size: int) -> None:
+        file = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,))
+
+    def copy_blocks(self, size: int) -> None:
+        for part in block_parts(size, BLOCK_BYTES):
+            self.mapped[part].copy_(self.block[part])
+
+    def join(self, address: str) -> None:
+        self.bare = join_gloo(address, self.rank, self.senders + 1, self.timeout_s)
+
+    def send_blocks(self, size: int) -> None:
+        for work in [self.bare.send([self.block[part]], self.senders, 0) for part in block_parts(size, CHUNK_BYTES)]:
+            work.wait()
+
+    def receive_blocks(self, sizes: Sequence[int]) -> None:
+        blocks = self.block.split(BLOCK_BYTES)
+        parts = [(rank, blocks[rank][part]) for rank, size in enumerate(sizes) for part in block_parts(size, CHUNK_BYTES)]
+        for work in [self.bare.recv([part], rank, 0) for rank, part in parts]:
+            work.wait()
+
+    def open_block(self) -> str:
+        """To Mooncake, for one-sided writes."""
+        protocol = mooncake_protocol([this_host()])
+        self.mooncake = mooncake.open_engine("127.0.0.1", protocol)
+        mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
+        return mooncake.address_of("127.0.0.1", self.mooncake, protocol, self.block.data_ptr())
+
+    def write_blocks(self, address: str, size: int) -> None:
+        _, peer, base = mooncake.address_parts(address)
+        own, there = self.block.data_ptr(), base + self.rank * BLOCK_BYTES
+        runs = [(own + part.start, there + part.start, part.stop - part.start) for part in block_parts(size, RUN_BYTES)]
+        if not mooncake.write_runs(self.mooncake, peer, runs, self.timeout_s):
+            raise RuntimeError(f"Mooncake could not write to {peer}")
+
+
+def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
+    """`size` bytes in parts of a block that is used again from its start when it is through. part_bytes divides BLOCK_BYTES."""
+    for start in range(0, size, part_bytes):
+        yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
+
+
+def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    return gloo.open_backend(store, rank, size, address, timeout_s)

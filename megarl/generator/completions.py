@@ -1,0 +1,135 @@
+"""What an engine is asked to sample, and what it answered: SGLang's `/generate`, with types."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Sequence
+
+import msgspec
+
+from megarl.types import Version
+
+ABORT = "abort"  # finish reason of a request that was told to end
+_MOST_CANDIDATES = 4095  # SGLang reports the kept tokens of a truncated distribution up to 4096 of them, ties included
+
+
+class EngineError(RuntimeError):
+    """The engine answered, but not with what was asked for."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to draw a completion. temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off. With top_p < 1 alone, SGLang also needs a bound here: the 4095 likeliest tokens
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+
+    def parameters(self) -> dict[str, Any]:
+        """As SGLang names them."""
+        top_k = self.top_k
+        if self.truncated:
+            top_k = min(top_k if top_k > 0 else _MOST_CANDIDATES, _MOST_CANDIDATES)
+        return {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": top_k,
+            "stop_token_ids": list(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": False,
+        }
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One response, with the behaviour policy that produced it."""
+
+    token_ids: list[int]  # [T]
+    logprobs: list[float]  # [T] under the distribution sampled from: after temperature, top-k and top-p
+    versions: list[Version]  # [T] weight version that produced each token
+    finish_reason: str  # "stop" | "length"; of one answer of an engine, also "abort"
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    weight_version: str
+    weight_versions: list[_Span] = []
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_token_sampling_logprobs: list[float] = []
+    input_token_logprobs: list[tuple[Optional[float], int, Any]] = []
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+
+
+_decode_answers = msgspec.json.Decoder(list[_Answer]).decode
+
+
+def generation(inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version]) -> dict[str, Any]:
+    """The request for one completion of each input; `EngineClient.complete` says what `version` is."""
+    body: dict[str, Any] = {
+        "input_ids": inputs,
+        "sampling_params": [sampling.parameters() for sampling in samplings],
+        "return_logprob": True,
+    }
+    if version is not None:
+        body["extra_key"] = str(version)
+    if samplings[0].truncated:
+        body["return_sampling_mask"] = True
+    return body
+
+
+def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling]) -> list[Completion]:
+    """The answer to `generation`. Raises EngineError, which calls the engine by that name."""
+    return [_completion(engine, each.meta_info, sampling) for each, sampling in zip(_decode_answers(answer), samplings, strict=True)]
+
+
+def scoring(sequences: list[list[int]]) -> dict[str, Any]:
+    """The request for the log-probs of tokens that are given."""
+    return {
+        "input_ids": sequences,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def scores_of(answer: bytes) -> list[list[float]]:
+    """The answer to `scoring`: of each sequence the log-probs of all tokens but the first."""
+    return [[value for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
+
+
+def _completion(engine: str, meta: _Meta, sampling: Sampling) -> Completion:
+    if meta.finish_reason.type not in ("stop", "length", ABORT):
+        raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
+    tokens = [token for _, token, _ in meta.output_token_logprobs]
+    logprobs = [value for value, _, _ in meta.output_token_logprobs]
+    if sampling.truncated:
+        logprobs = meta.output_token_sampling_logprobs
+    spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
+    versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+    if meta.finish_reason.type == ABORT:
+        # The engine did not look whether the last token ends the response: whatever it is, it is to be sampled again.
+        kept = max(0, min(len(tokens), len(logprobs), len(versions)) - 1)
+        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT)
+    if not len(tokens) == len(logprobs) == len(versions):
+        counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
+        raise EngineError(f"engine {engine} answered with {counts}")
+    return Completion(tokens, logprobs, versions, meta.finish_reason.type)
