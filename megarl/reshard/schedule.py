@@ -2,7 +2,8 @@
 
 A *wave* is a run of tensors that follow each other in the forward pass, the same on every rank. A *batch* is what one rank
 sends to one other in one wave, as joined writes. Every rank works out only its own batches, and both ends of a batch arrive at
-the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own.
+the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own. A *group* is a run of layers
+between which engines may go on decoding (`weights.apply=in_flight`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Optional, Sequence
 
 from megarl.models.parameters import LAYER
 from megarl.reshard.box import Box
@@ -62,8 +63,8 @@ def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
     return 1 if lands(box, shape, item_bytes) else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
 
 
-def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
-    """Wave of each depth (see Copy.depth): depths are put together until a receiver gets `wave_bytes` in one."""
+def depth_bytes(map: ReshardMap) -> list[int]:
+    """The most bytes that a receiver gets at each depth (see Copy.depth)."""
     layout = map.destination
     sizes = [0] * (layout.num_layers + 2)
     for kind in layout.kinds:
@@ -71,11 +72,36 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
         first = layout.depth(kind, 0)
         for depth in range(first, first + (kind.instances if kind.place == LAYER else 1)):
             sizes[depth] += size
-    result, wave, filled = [], 0, 0
+    return sizes
+
+
+def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
+    """Wave of each depth: depths are put together until a receiver gets `wave_bytes` in one."""
+    return _runs(depth_bytes(map), wave_bytes)
+
+
+def groups(map: ReshardMap, group_bytes: Optional[int]) -> tuple[int, ...]:
+    """Group of each depth, in which an update is applied: whole layers, put together until a receiver gets `group_bytes` in one.
+
+    What comes before the first layer goes with it, and what comes after the last with that. None: all are one group. Equal on both
+    sides of a map, for all engines of a run, and with relays.
+    """
+    before, *layers, after = depth_bytes(map)
+    if group_bytes is None:
+        return (0,) * (len(layers) + 2)
+    layers[0] += before
+    layers[-1] += after
+    of_layers = _runs(layers, group_bytes)
+    return (of_layers[0], *of_layers, of_layers[-1])
+
+
+def _runs(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """Number of the run that each of `sizes` belongs to: runs are of at most `most`, or of a single one."""
+    result, run, filled = [], 0, 0
     for size in sizes:
-        if filled and filled + size > wave_bytes:
-            wave, filled = wave + 1, 0
-        result.append(wave)
+        if filled and filled + size > most:
+            run, filled = run + 1, 0
+        result.append(run)
         filled += size
     return tuple(result)
 
@@ -89,6 +115,15 @@ def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTE
     for write in map.writes_from(rank):
         groups[wave_of[write.depth], write.destination_rank].append(write)
     return _batches(groups, own, receivers)
+
+
+def writes_by_group(map: ReshardMap, rank: int, group_of: Sequence[int]) -> list[list[Copy]]:
+    """What source rank `rank` sends in each group (`groups`), in the order it sends."""
+    found: list[list[Copy]] = [[] for _ in range(group_of[-1] + 1)]
+    for batch in batches_from(map, rank):
+        for write in batch.writes:
+            found[group_of[write.depth]].append(write)
+    return found
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:

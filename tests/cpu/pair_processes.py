@@ -126,7 +126,7 @@ class EngineWorker:
 
 
 class PipedEngine:
-    """What update.Workers needs of an EngineClient, for an EngineWorker."""
+    """What Workers needs of an EngineClient, for an EngineWorker."""
 
     def __init__(self, process: RemoteObject):
         self.process, self.commands = process, 0

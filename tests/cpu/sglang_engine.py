@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 import psutil
 import torch
 
 from megarl.generator import cpu_support
-from megarl.generator.client import EngineClient
+from megarl.generator.client import Completion, EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.rendezvous import free_ports
 
@@ -69,6 +71,34 @@ def hf_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 def hf_logprobs(model: torch.nn.Module, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     """[L - 1, vocabulary]: log-probs of every candidate for tokens 1 to L - 1."""
     return torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].float() / temperature, -1)
+
+
+def partly_updated(old: torch.nn.Module, new: torch.nn.Module, layers: int) -> torch.nn.Module:
+    """`old` with the embedding and the first `layers` layers of `new`."""
+    mixed, mine = copy.deepcopy(old), ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(layers)))
+    mixed.load_state_dict({name: values for name, values in new.state_dict().items() if name.startswith(mine)}, strict=False)
+    return mixed
+
+
+@torch.no_grad()
+def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion: Completion, tolerance: float) -> list[int]:
+    """Which of `models` sampled each token: they take over from each other in this order, each with the keys and values so far.
+
+    A token is the first model's whose log-prob of it is the completion's; fails where it is none's.
+    """
+    cache, at, found = None, 0, []
+    tokens, start = prompt + completion.token_ids, len(prompt)
+    for end, expected in enumerate(completion.logprobs, start):
+        seen = 0 if cache is None else end - 1
+        for at in range(at, len(models)):
+            out = models[at](torch.tensor([tokens[seen:end]]), past_key_values=copy.deepcopy(cache), use_cache=True)
+            difference = abs(torch.log_softmax(out.logits[0, -1].float(), -1)[tokens[end]].item() - expected)
+            if difference < tolerance:
+                break
+        assert difference < tolerance, f"token {end - start}: after {Counter(found)} tokens, {difference} from the last model's"
+        cache = out.past_key_values
+        found.append(at)
+    return found
 
 
 def hf_difference(sequences: list[list[int]], logprobs: list[list[float]], checkpoint: Path) -> float:

@@ -16,7 +16,9 @@ from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, start
 
 from megarl.generator.client import Completion, EngineClient, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.update import Workers, WeightUpdate, connect, open_memory
+from megarl.generator.memory import open_memory
+from megarl.generator.update import WeightUpdate
+from megarl.generator.workers import Workers, connect
 from megarl.messaging.link import Hub, RunKey
 from megarl.transports.base import SHARED_MEMORY
 from megarl.transports.shared_memory import view_at

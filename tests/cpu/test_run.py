@@ -95,8 +95,8 @@ def test_finished_rollouts_survive_a_kill(resumed):
 
 def test_every_step_reports_itself(resumed):
     expected = """step wall_s reward/mean loss grad_norm weights/version staleness/mean staleness/max is_ratio/mean is_ratio/clipped_fraction
-        time/train_s time/generate_s time/sync_s time/sync_pause_s time/trainer_wait_s time/generator_wait_s samples_per_s tokens_per_s
-        sync/bytes sync/audit_ok staleness/rejected time/due_wait_s prompts/buffered""".split()
+        time/train_s time/generate_s time/sync_s time/sync_pause_s time/sync_longest_pause_s time/trainer_wait_s time/generator_wait_s
+        samples_per_s tokens_per_s sync/bytes sync/audit_ok staleness/rejected time/due_wait_s prompts/buffered""".split()
     table = rows(resumed.run_dir)
     for row in table:
         assert set(expected) <= row.keys()

@@ -18,8 +18,10 @@ from remote_object import RemoteObject
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
-from megarl.generator import update
+from megarl.generator.audit import AuditError, compare
 from megarl.generator.opening import Opened, open_engines
+from megarl.generator.update import WeightUpdate
+from megarl.generator.workers import Workers, connect
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.nodes import Relay
@@ -49,7 +51,7 @@ class Run:
         key.save(folder / "key")
         self.hub = Hub("generator.0", key)
         self.clients = [PipedEngine(process) for process in self.engines]
-        self.workers = update.Workers(self.clients, 1, self.hub, TIMEOUT_S)
+        self.workers = Workers(self.clients, 1, self.hub, TIMEOUT_S)
 
     def do(self, coroutine: Any) -> Any:
         try:
@@ -61,7 +63,7 @@ class Run:
     def open(self) -> Opened:
         for process, host in zip(self.engines, self.engine_hosts):
             process.call("move_to", host)
-        hosts = self.do(update.connect(self.workers, str(self.folder / "key")))
+        hosts = self.do(connect(self.workers, str(self.folder / "key")))
         assert hosts == self.engine_hosts
         self.opened = self.do(open_engines(self.workers, self.weights, plain_map(), self.trainer_hosts, hosts))
         texts = [endpoint.encode() for endpoint in self.opened.endpoints]
@@ -76,7 +78,7 @@ class Run:
             process.call("scramble")
         for process in self.trainers:
             process.start("write", seed)
-        session = update.WeightUpdate(self.workers)
+        session = WeightUpdate(self.workers)
         if self.opened.kinds.intersection(TWO_SIDED):
             self.do(session.receive())
         while self.connecting:
@@ -162,7 +164,7 @@ def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(proce
 def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     map, relay = plain_map(), Relay(0, 1, "model.norm.weight", 4, 128)
     shares = [{0: {"model.norm.weight": 7}}]
-    update.compare([{"model.norm.weight": 7}, {"model.norm.weight": 7}], shares, map, [relay])
+    compare([{"model.norm.weight": 7}, {"model.norm.weight": 7}], shares, map, [relay])
     found = "model.norm.weight on generator rank 1 is not what trainer rank 0 sent, passed on by generator rank 0"
-    with pytest.raises(update.AuditError, match=found):
-        update.compare([{"model.norm.weight": 7}, {"model.norm.weight": 8}], shares, map, [relay])
+    with pytest.raises(AuditError, match=found):
+        compare([{"model.norm.weight": 7}, {"model.norm.weight": 8}], shares, map, [relay])

@@ -24,11 +24,12 @@ from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.config.errors import ConfigError
 from megarl.generator.quantization import server_arguments
-from megarl.generator.update import LayoutError, Workers, connect, settle_layout
+from megarl.generator.workers import Workers, connect, settle_layout
 from megarl.messaging.link import Hub, RunKey
 from megarl.models import llama
 from megarl.models.registry import load_spec
 from megarl.plan.topology import GeneratorTopology
+from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.transports.mooncake import open_engine

@@ -19,6 +19,7 @@ import torch
 
 from megarl.messaging.link import Peer, RunKey
 from megarl.config.schema import (
+    AsyncConfig,
     GeneratorConfig,
     ModelConfig,
     ObserveConfig,
@@ -57,6 +58,7 @@ class Job(msgspec.Struct, frozen=True):
     folder: str
     quantization: Optional[str] = None  # of the engine
     weights_s: float = DEADLINE_S  # for each part of an update
+    layer_by_layer: bool = False  # weights.apply=in_flight, in groups of one layer
 
     @property
     def export(self) -> Path:
@@ -70,7 +72,8 @@ class Job(msgspec.Struct, frozen=True):
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
-            weights=WeightsConfig(transport=transport),
+            weights=WeightsConfig(transport=transport, **(dict(apply="in_flight", group_bytes=1) if self.layer_by_layer else {})),
+            async_=AsyncConfig(partial_rollout="in_flight" if self.layer_by_layer else "block"),
             observe=ObserveConfig(probe_every=0, tensorboard=False),
             timeouts=TimeoutConfig(DEADLINE_S, DEADLINE_S, self.weights_s, DEADLINE_S),
             run_dir=self.folder,

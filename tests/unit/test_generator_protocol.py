@@ -18,13 +18,14 @@ from megarl.generator import commands
 from megarl.generator.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.generator.update import AuditError, LayoutError, Workers, check_layout, compare
+from megarl.generator.audit import AuditError, compare
 from megarl.generator.wire import content_of, tensor_payload
 from megarl.generator.worker_loader import as_arranged
+from megarl.generator.workers import Workers, check_layout
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import LocalTensor
+from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.reshard.nodes import Relay
 from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming
