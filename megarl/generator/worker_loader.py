@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Optional
 
 import msgspec
@@ -62,6 +63,7 @@ class Worker:
         self.reply_address = ""
         self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
         self.groups: dict[str, int] = {}  # by name, where not 0
+        self.arrived: Optional[set[str]] = None  # of an update in groups: what SGLang's post-load work is still to be done for
         self.file: Optional[MemoryFile] = None
         self.mooncake: Optional[MooncakeMemory] = None
         self.neighbours: Any = None  # the transport towards other generator ranks of this host
@@ -85,7 +87,7 @@ class Worker:
         if self.peer is not None:
             self.peer.close()
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
-        self.receivers, self.mooncake, self.relays, self.groups = {}, None, [], {}
+        self.receivers, self.mooncake, self.relays, self.groups, self.arrived = {}, None, [], {}, None
         self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
     def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
@@ -163,7 +165,21 @@ class Worker:
             self.neighbours.fence()
 
     def audit(self, parameters: Parameters, command: Audit) -> dict[str, int]:
-        return {name: hash_tensor(values) for name, values in self.of_group(parameters, command.group).items()}
+        tensors = self.of_group(parameters, command.group)
+        self.arrived = set(tensors) if self.groups else None
+        return {name: hash_tensor(values) for name, values in tensors.items()}
+
+    def arrived_part(self, model: torch.nn.Module) -> Any:
+        """The model, for SGLang's post-load work; of an update in groups, as much of it as that asks for: the modules just written."""
+        arrived, self.arrived = self.arrived, None
+        if arrived is None:
+            return model
+        written = [
+            (name, module)
+            for name, module in model.named_modules()
+            if any(f"{name}.{own}" in arrived for own, _ in module.named_parameters(recurse=False))
+        ]
+        return SimpleNamespace(named_modules=lambda: written)
 
 
 _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
@@ -198,6 +214,12 @@ def _tp_rank() -> int:
 
 
 _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader by its import path alone: its state has nowhere else to live
+
+
+def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:
+    """Around SGLang's post-load work on all modules: of an update in groups, on those of the group alone. What the others hold has been
+    through it, and need not bear it twice."""
+    original(_worker.arrived_part(model), device)
 
 
 def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

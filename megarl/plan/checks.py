@@ -220,10 +220,12 @@ def check_partial_rollout(config: RunConfig) -> Iterable[str]:
 
 
 def check_apply(config: RunConfig) -> Iterable[str]:
-    """Between groups of layers requests go on with the keys and values they have."""
+    """Between groups of layers requests go on with the keys and values they have, and with what has just been written."""
     mode = config.async_.partial_rollout
     if config.weights.apply == "in_flight" and mode != "in_flight":
         yield f"weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is {mode}"
+    if config.weights.apply == "in_flight" and not config.weights.audit:
+        yield "weights.audit=false: must be true with weights.apply=in_flight, which uses each group of layers as soon as it is written"
 
 
 def check_eval(config: RunConfig) -> Iterable[str]:

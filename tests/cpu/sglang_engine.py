@@ -84,20 +84,23 @@ def partly_updated(old: torch.nn.Module, new: torch.nn.Module, layers: int) -> t
 def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion: Completion, tolerance: float) -> list[int]:
     """Which of `models` sampled each token: they take over from each other in this order, each with the keys and values so far.
 
-    A token is the first model's whose log-prob of it is the completion's; fails where it is none's.
+    A model's are those tokens whose log-probs by it are the completion's, up to the first that is not; all must be somebody's.
     """
-    cache, at, found = None, 0, []
-    tokens, start = prompt + completion.token_ids, len(prompt)
-    for end, expected in enumerate(completion.logprobs, start):
-        seen = 0 if cache is None else end - 1
-        for at in range(at, len(models)):
-            out = models[at](torch.tensor([tokens[seen:end]]), past_key_values=copy.deepcopy(cache), use_cache=True)
-            difference = abs(torch.log_softmax(out.logits[0, -1].float(), -1)[tokens[end]].item() - expected)
-            if difference < tolerance:
-                break
-        assert difference < tolerance, f"token {end - start}: after {Counter(found)} tokens, {difference} from the last model's"
-        cache = out.past_key_values
-        found.append(at)
+    tokens, found = torch.tensor([prompt + completion.token_ids]), []
+    cache, cached = None, 0  # of how many tokens
+    for number, model in enumerate(models):
+        if len(found) == len(completion.token_ids):
+            break
+        logits = model(tokens[:, cached:-1], past_key_values=copy.deepcopy(cache), use_cache=True).logits[0].float()
+        ours = torch.log_softmax(logits, -1).gather(-1, tokens[0, cached + 1 :, None])[:, 0]
+        at = len(prompt) + len(found)
+        wrong = (ours[at - cached - 1 :] - torch.tensor(completion.logprobs[len(found) :])).abs() > tolerance
+        count = wrong.int().argmax().item() if wrong.any() else len(wrong)
+        found += [number] * count
+        if count:  # whoever samples the next token works out the keys and values of this one
+            cache = model(tokens[:, cached : at + count - 1], past_key_values=cache, use_cache=True).past_key_values
+            cached = at + count - 1
+    assert len(found) == len(completion.token_ids), f"token {len(found)} is none's, after {Counter(found)} of each"
     return found
 
 

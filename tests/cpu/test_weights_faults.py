@@ -88,8 +88,10 @@ class Site:
     def key(self) -> RunKey:
         return RunKey.load(self.key_file)
 
-    def job(self, hub: Hub, transport: str = SHARED_MEMORY, versions: tuple[Version, ...] = (0,), **changes: Any) -> Job:
-        syncs = [Sync(version, transport, hub.address) for version in versions]
+    def job(
+        self, hub: Hub, transport: str = SHARED_MEMORY, versions: tuple[Version, ...] = (0,), in_groups: bool = False, **changes: Any
+    ) -> Job:
+        syncs = [Sync(version, transport, hub.address, in_groups) for version in versions]
         settings = dict(model=str(self.checkpoint), dtype=DTYPE, trainer=TRAINER, tp=TP, ep=1, key_file=str(self.key_file), port=0)
         return Job(**{**settings, **changes}, syncs=syncs, folder=str(self.folder))
 
@@ -179,7 +181,7 @@ def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
 
 def take(site: Site, job: Job, hub: Hub, generator: Generator | None = None) -> None:
     """The receiving end's part of the job's first update."""
-    (generator or site.generator).take(receiver(job.plan(job.syncs[0].transport), hub, job.key_file))
+    (generator or site.generator).take(receiver(job.plan(job.syncs[0].transport, job.syncs[0].in_groups), hub, job.key_file))
 
 
 @contextlib.contextmanager
@@ -255,7 +257,7 @@ def test_layers_that_arrive_one_by_one_while_requests_run(site, hub, kind, monke
     """weights.apply=in_flight: two groups, of one layer each. Before it, between them and after it the request's tokens have the
     log-probs of just the layers that had arrived."""
     generator, new = site.generator, site.other
-    job = site.job(hub, kind, model=str(new), layer_by_layer=True)
+    job = site.job(hub, kind, model=str(new), in_groups=True)
     generator.map_memory(site.key_file)
     resumed = counted(generator.client, "resume", monkeypatch)
     with threads(as_thread(0, job), as_thread(1, job), hub=hub), beside(generator) as requests:
@@ -282,7 +284,7 @@ def test_a_flipped_bit_in_the_second_of_two_groups(site, hub, kind, monkeypatch)
     """The first has been in use by then; the second never is."""
     monkeypatch.setattr(faulty_transports, "before_write", faulty_transports.flip_one_bit)
     generator = site.generator
-    job = site.job(hub, HOOKED[kind], model=str(site.other), layer_by_layer=True)
+    job = site.job(hub, HOOKED[kind], model=str(site.other), in_groups=True)
     generator.map_memory(site.key_file)
     before, resumed = generator.memory(), counted(generator.client, "resume", monkeypatch)
     with threads(as_thread(0, job), as_thread(1, job), hub=hub), unusable_after(site), beside(generator) as requests:

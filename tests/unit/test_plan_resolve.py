@@ -115,6 +115,10 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is block",
         ),
         (
+            "weights.apply=in_flight async.partial_rollout=in_flight weights.audit=false",
+            "weights.audit=false: must be true with weights.apply=in_flight, which uses each group of layers as soon as it is written",
+        ),
+        (
             "weights.apply=in_flight async.partial_rollout=retract",
             "weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is retract",
         ),
