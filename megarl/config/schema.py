@@ -189,8 +189,8 @@ class WeightsConfig:
     )
     apply: str = setting(
         "pause",
-        "pause: all of an update in one pause of the engines; in_flight: in a pause for each group of layers, between which they decode on, "
-        "with weights of which some are new (docs/transports.md); needs async.partial_rollout=in_flight",
+        "pause: all of an update in one pause of the engines; in_flight: in a pause for each group of layers, between which requests "
+        "decode on, with some of the new weights (docs/transports.md); needs async.partial_rollout=in_flight",
         one_of("pause", "in_flight"),
     )
     group_bytes: int = setting(
