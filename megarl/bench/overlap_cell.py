@@ -17,7 +17,7 @@ import torch
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
 from megarl.channels.buffer import RolloutBuffer
 from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
-from megarl.channels.weights_receiver import InitialWeights, WeightsReceiver
+from megarl.channels.weights_receiver import InitialWeights, Taken, WeightsReceiver
 from megarl.channels.weights_sender import SyncReport, WeightsSender
 from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
 from megarl.controller import Controller
@@ -172,7 +172,7 @@ class EmulatedTrainer:
         samples = [sample for group in batch.groups for sample in group.samples]
         self.rows.append({
             "step": batch.step,
-            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s),
+            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pauses_s),
             "ordinals": [group.prompt.ordinal for group in batch.groups],
             "lengths": [len(sample.token_ids) for sample in samples],
             "version/min": min(sample.min_version for sample in samples),
@@ -207,7 +207,7 @@ class EmulatedSender(WeightsSender):
     def _prepare(self, executor: EmulatedTrainer) -> None:
         self._transport, self._amax = _NoTransport(), _NoAmax()
 
-    def _write(self, executor: EmulatedTrainer, grant: WeightsGrant, amax: None) -> None:
+    def _write(self, executor: EmulatedTrainer, grant: WeightsGrant) -> None:
         time.sleep(self.write_s)
         self._link.send(WeightsWritten(grant.version, 0, self.write_s, {}))
 
@@ -215,8 +215,8 @@ class EmulatedSender(WeightsSender):
 class EmulatedReceiver(WeightsReceiver):
     """The receiving end, with emulated engines that stand still while the trainer writes."""
 
-    async def _update(self, executor: EmulatedGenerator, version: Version) -> tuple[float, int]:
-        started = time.monotonic()
+    async def _update(self, executor: EmulatedGenerator, version: Version) -> Taken:
+        began = time.perf_counter()
         for engine in executor.engines:
             engine.pause()
         for name in self._trainers:
@@ -224,7 +224,7 @@ class EmulatedReceiver(WeightsReceiver):
         await self._await_written(version)
         for engine in executor.engines:
             await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
-        return time.monotonic() - started, 0
+        return Taken([(began, time.perf_counter())], 0)
 
 
 def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:

@@ -18,10 +18,12 @@ import torch
 
 from megarl.bench.sync_media import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES
 from megarl.bench.sync_ranks import Ranks, build_map
-from megarl.generator import commands, update
+from megarl.generator import commands, memory, workers
+from megarl.generator.audit import compare
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.sglang_updates import FLATTENED, GROUP
+from megarl.generator.update import WeightUpdate
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
@@ -57,7 +59,7 @@ class Bench:
     async def measure(self, transports: Sequence[str], repeats: int) -> tuple[dict[str, Way], dict[str, list[float]]]:
         """The ways, and the seconds of each run of each."""
         await self.start_engine()
-        self.live = await update.open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
+        self.live = await memory.open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
         ways: dict[str, Way] = {}
         for kind in transports:  # what is compared stands side by side, so that it is measured at nearly the same time
             name = f"direct {kind}"
@@ -89,17 +91,17 @@ class Bench:
         self.stack.callback(hub.close)
         self.client = EngineClient(f"http://127.0.0.1:{port}", keys.api, keys.admin)
         await self.client.wait_ready(TIMEOUT_S, log, lambda: None if process.poll() is None else f"exited with {process.returncode}")
-        self.workers = update.Workers([self.client], tp, hub, TIMEOUT_S)
-        self.session = update.WeightUpdate(self.workers)
+        self.workers = workers.Workers([self.client], tp, hub, TIMEOUT_S)
+        self.session = WeightUpdate(self.workers)
         await self.session.open()
-        await update.connect(self.workers, str(self.folder / "key"))
-        update.check_layout(await update.describe(self.workers), self.map.destination)
+        await workers.connect(self.workers, str(self.folder / "key"))
+        workers.check_layout(await workers.describe(self.workers), self.map.destination)
 
     # Ours
 
     async def direct(self, kind: str) -> Way:
         """Sets a transport up; its first update connects it."""
-        endpoints = self.live if kind == SHARED_MEMORY else await update.open_memory(self.workers, kind, self.map)
+        endpoints = self.live if kind == SHARED_MEMORY else await memory.open_memory(self.workers, kind, self.map)
         encoded = [endpoint.encode() for endpoint in endpoints]
         if kind == GLOO:  # the group meets while the workers receive
             await asyncio.gather(self.on_trainers("connect_and_write", kind, encoded), self.session.receive())
@@ -123,7 +125,7 @@ class Bench:
     # SGLang's
 
     async def gather_ways(self) -> dict[str, Way]:
-        store = update.open_store("127.0.0.1")
+        store = memory.open_store("127.0.0.1")
         await self.on_trainers("gather.join_trainers", f"127.0.0.1:{store.port}")
         logical = (await self.on_trainers("gather.logical"))[0]
         size = 1 + self.job[3]
@@ -164,7 +166,7 @@ class Bench:
         return Way(partial(self.on_trainers, "media.copy_blocks", each=self.sent), self.bytes, self.parts(BLOCK_BYTES))
 
     async def bare_gloo(self) -> Way:
-        self.bare_store = update.open_store("127.0.0.1")
+        self.bare_store = memory.open_store("127.0.0.1")
         await self.on_ranks(self.everyone, "media.join", f"127.0.0.1:{self.bare_store.port}")
 
         async def run() -> None:
@@ -192,7 +194,7 @@ class Bench:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()
             hashes = [msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in await self.workers.run_all(commands.Audit())]
-            update.compare(hashes, sent, self.map)
+            compare(hashes, sent, self.map)
 
     async def on_trainers(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
         return await self.on_ranks(self.trainers, method, *arguments, each=each)

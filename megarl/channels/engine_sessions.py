@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from typing import Optional, Sequence
 
 from megarl.channels.weights_sender import weights_map
-from megarl.generator import update
+from megarl.generator import workers
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.generator.opening import Opened, open_engines
+from megarl.generator.update import WeightUpdate
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
+from megarl.reshard.nodes import Relay
+from megarl.reshard.schedule import groups
 from megarl.transports.base import CUDA_IPC, SHARED_MEMORY
 from megarl.types import Version
 
@@ -26,9 +29,20 @@ class Session:
     """Engines that stand still, open to be written to."""
 
     members: list[int]  # which engines of the fleet
-    update: update.WeightUpdate
+    update: WeightUpdate
     opened: Opened
-    grant: WeightsGrant  # what to tell the trainer ranks
+    grant: WeightsGrant  # what to tell the trainer ranks, of the first group
+    group_of: tuple[int, ...]  # by depth
+
+    @property
+    def groups(self) -> int:
+        """In how many the update is written."""
+        return self.group_of[-1] + 1
+
+    @property
+    def relays(self) -> list[Relay]:
+        """Of the group that is being written."""
+        return [relay for relay in self.opened.relays if self.group_of[relay.depth] == self.update.group]
 
 
 class EngineSessions:
@@ -37,7 +51,8 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._workers: update.Workers | None = None
+        self._group_of = groups(self.map, plan.group_bytes)
+        self._workers: workers.Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # to whom the way is open
 
@@ -58,7 +73,7 @@ class EngineSessions:
             if not known:
                 self._use(members, fleet)
             self._workers.may_lose = False
-            session = update.WeightUpdate(self._workers, in_place=self._plan.config.async_.partial_rollout == "in_flight")
+            session = WeightUpdate(self._workers, in_place=self._plan.config.async_.partial_rollout == "in_flight")
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
                 grant = WeightsGrant(version, [], len(members)) if known else await self._connect(trainers, version, len(members))
@@ -72,7 +87,7 @@ class EngineSessions:
             else:
                 self._members = members
                 self._workers.may_lose = fleet.elastic and self._opened.kinds <= MAPPED  # memory outlives its owner
-                return Session(members, session, self._opened, grant)
+                return Session(members, session, self._opened, grant, self._group_of)
 
     async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
         """An engine that was started again since it last had a request to answer no longer has the weights."""
@@ -89,15 +104,16 @@ class EngineSessions:
             ways, lost = ", ".join(sorted(self._opened.kinds)), "; ".join(fleet.lost.values()) or "an engine has come back"
             raise RuntimeError(f"weights go by {ways}, which cannot go on with engines {members} alone: {lost}")
         clients = [fleet.engines[index] for index in members]
-        self._workers = update.Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
+        self._workers = workers.Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
 
     async def _connect(self, trainers: Sequence[Host], version: Version, engines: int) -> WeightsGrant:
         """Compares the live engines with the map's destination layout, then makes their parameters writable; the grant that says how."""
         every = self._plan.generator_topology.engines
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
-        await update.check_parallelism(self._workers, self._plan.config.generator.ep)
-        hosts = await update.connect(self._workers, self._key_file)
-        await update.settle_layout(self._workers, map.destination)
+        await workers.check_parallelism(self._workers, self._plan.config.generator.ep)
+        hosts = await workers.connect(self._workers, self._key_file)
+        await workers.settle_layout(self._workers, map.destination)
+        await workers.divide(self._workers, map.destination, self._group_of)
         self._opened = await open_engines(self._workers, self._plan.config.weights, map, trainers, hosts)
         endpoints = [endpoint.encode() for endpoint in self._opened.endpoints]
         return WeightsGrant(version, endpoints, engines, self._opened.ranks_per_host, self._opened.map.plan_hash)

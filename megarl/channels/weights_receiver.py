@@ -6,12 +6,16 @@ See weights_sender for one update seen from both ends.
 from __future__ import annotations
 
 import asyncio
-from typing import Optional
+from dataclasses import dataclass
+from typing import Callable
+
+import msgspec
 
 from megarl.channels.admission import run_ahead
 from megarl.channels.engine_sessions import EngineSessions, Session
 from megarl.channels.weights_sender import is_probe_version
 from megarl.generator.fleet import Fleet
+from megarl.generator.update import Pause
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWanted, WeightsWritten
@@ -20,6 +24,14 @@ from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
 from megarl.transports.base import MOONCAKE, TWO_SIDED
 from megarl.types import Version
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What an update cost the engines."""
+
+    pauses: list[Pause]
+    bytes_written: int  # by all trainer ranks together
 
 
 class WeightsReceiver:
@@ -96,10 +108,11 @@ class WeightsReceiver:
         self._busy = True
         with executor.trace.span(f"take weights {version}", track="weights"):
             await executor.hold()
-            with executor.trace.span(f"pause for weights {version}", track="weights"):
-                pause_s, bytes_written = await self._update(executor, version)
+            taken = await self._update(executor, version)
+            for group, pause in enumerate(taken.pauses):
+                executor.trace.add(f"pause for weights {version}", *pause, track="weights", group=group)
         executor.release(version)
-        self._applied(executor, version, pause_s, bytes_written)
+        self._applied(executor, version, taken)
 
     async def _join(self, executor: Executor, version: Version) -> None:
         """Brings `version`, which the others serve meanwhile, into engines that have come back."""
@@ -110,10 +123,11 @@ class WeightsReceiver:
                 self._tell(WeightsGrant(version, [], engines=0))
                 self._over(fleet)
             else:
-                self._applied(executor, version, *await self._write(fleet, session))
+                self._applied(executor, version, await self._write(fleet, session))
 
-    def _applied(self, executor: Executor, version: Version, pause_s: float, bytes_written: int) -> None:
-        self._tell(WeightsApplied(version, self._plan.config.weights.audit, pause_s, bytes_written))
+    def _applied(self, executor: Executor, version: Version, taken: Taken) -> None:
+        pauses_s = [ended - began for began, ended in taken.pauses]
+        self._tell(WeightsApplied(version, self._plan.config.weights.audit, pauses_s, taken.bytes_written))
         self._over(executor.get_model())
 
     def _over(self, fleet: Fleet) -> None:
@@ -150,19 +164,29 @@ class WeightsReceiver:
             sender, offer = await self._link.arrival(WeightsOffer, timeout_s, awaited)
             self._offers.setdefault(offer.version, set()).add(sender)
 
-    async def _update(self, executor: Executor, version: Version) -> tuple[float, int]:
-        """Brings `version` into all engines that there are. Returns the seconds they stood still, and the bytes written."""
+    async def _update(self, executor: Executor, version: Version) -> Taken:
+        """Brings `version` into all engines that there are."""
         fleet = executor.get_model()
         if not self._hosts:
             self._hosts = await self._meet_trainers()
         while (session := await self._sessions.open(fleet, self._hosts, executor.version, version)) is None:
             await fleet.pulse.until(lambda: bool(fleet.members))  # whoever watches the lost ones has a deadline
-        return await self._write(fleet, session)
+        return await self._write(fleet, session, executor.stand_still)
 
-    async def _write(self, fleet: Fleet, session: Session) -> tuple[float, int]:
-        """From the grant to the engines' going on; those that took part serve then, but for those that were lost on the way."""
+    async def _write(self, fleet: Fleet, session: Session, stand_still: Callable[[bool], None] = lambda still: None) -> Taken:
+        """From the grant to the engines' going on; those that took part serve then, but for those that were lost on the way.
+
+        `stand_still` is told when they go on between two groups of layers, and when they stop again.
+        """
+        bytes_written = 0
         try:
-            written = await self._take_writes(session)
+            for group in range(session.groups):
+                if group:
+                    await session.update.let_go()
+                    stand_still(False)
+                    await session.update.open_next()
+                    stand_still(True)
+                bytes_written += await self._take_writes(session)
             await session.update.close(session.grant.version)
         except Exception as error:
             await session.update.abandon(str(error))
@@ -170,30 +194,31 @@ class WeightsReceiver:
         for error in session.update.workers.lost.values():
             fleet.lose(error)
         fleet.take_back(session.members, session.grant.version)
-        return session.update.pause_s, sum(message.bytes_written for message in written.values())
+        return Taken(session.update.pauses, bytes_written)
 
-    async def _take_writes(self, session: Session) -> dict[str, WeightsWritten]:
-        """Lets all trainer ranks write, and proves what they wrote; what each said of it, by its name."""
-        opened, update = session.opened, session.update
-        self._tell(session.grant)
+    async def _take_writes(self, session: Session) -> int:
+        """Lets all trainer ranks write a group, and proves what they wrote: the bytes."""
+        opened, update, grant = session.opened, session.update, session.grant
+        self._tell(grant if update.group == 0 else msgspec.structs.replace(grant, endpoints=[], group=update.group))
         if opened.kinds.intersection(TWO_SIDED):
             await update.receive()
-        written = await self._await_written(session.grant.version)
+        written = await self._await_written(grant.version, update.group)
         if MOONCAKE in opened.kinds:
             await update.spread()
         if opened.relays:
             await update.pass_on()
         if self._plan.config.weights.audit:
-            await update.audit([message.shares for message in written.values()], opened.map, opened.relays)
-        return written
+            await update.audit([message.shares for message in written.values()], opened.map, session.relays)
+        return sum(message.bytes_written for message in written.values())
 
-    async def _await_written(self, version: Version) -> dict[str, WeightsWritten]:
+    async def _await_written(self, version: Version, group: int = 0) -> dict[str, WeightsWritten]:
         written: dict[str, WeightsWritten] = {}
         while missing := [name for name in self._trainers if name not in written]:
             awaited = f"{', '.join(missing)} to write weights version {version}"
             sender, message = await self._link.arrival(WeightsWritten, self._plan.config.timeouts.weights_s, awaited)
-            if sender not in missing or message.version != version:
-                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written version {message.version}")
+            if sender not in missing or (message.version, message.group) != (version, group):
+                what = f"version {message.version}" + (f", group {message.group}" if message.version == version else "")
+                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written {what}")
             if message.error:
                 raise RuntimeError(f"{sender} could not write weights version {version}: {message.error}")
             written[sender] = message

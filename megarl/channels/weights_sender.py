@@ -8,6 +8,8 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
+With `weights.apply=in_flight` the grant is of a group of layers, and is given again for the next one when the engines have decoded on.
+
 Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where. Where it quantises and a tile is cut
 across trainer ranks, these exchange the tile's amax before they offer.
 """
@@ -28,13 +30,13 @@ from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
-from megarl.reshard.execute import AmaxTable, Payloads
+from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
-from megarl.reshard.map import ReshardMap
+from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.relays import relayed
-from megarl.reshard.schedule import batches_from
+from megarl.reshard.schedule import groups, writes_by_group
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.choice import this_host
 from megarl.transports.pairwise import PairwiseTransport
@@ -47,8 +49,8 @@ M = TypeVar("M", WeightsGrant, ProbeReady)
 class SyncReport:
     """What one weight update cost, as a trainer rank saw it."""
 
-    wait_s: float  # held back by the generator
-    sync_s: float  # from the grant until everything is written
+    wait_s: float = 0.0  # held back by the generator
+    sync_s: float = 0.0  # from the grant until everything is written; of groups of layers, all together
 
 
 class WeightsSender:
@@ -67,6 +69,7 @@ class WeightsSender:
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
         self._transport, self._payloads = None, Payloads()
+        self._writes: list[list[Copy]] = [[]]  # of each group of layers, in the order they are sent
         self._engines = plan.generator_topology.engines  # that the map is for
         self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
@@ -82,27 +85,13 @@ class WeightsSender:
         if self._transport is None:
             grant_s += self._plan.config.generator.startup_timeout_s
             self._prepare(executor)
-        amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
-        offered = time.monotonic()
+        self._cut_amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
         self._link.send(WeightsOffer(version))
-        awaited = f"generator.0 to take weights version {version}"
-        with executor.trace.span(f"wait for engines to take weights {version}"):
-            grant = self._unless_stopped(executor, WeightsGrant, grant_s, awaited)
-        if grant is None:
-            return
-        if grant.version != version:
-            raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
-        if grant.engines == 0:
-            return
-        granted = time.monotonic()
-        with executor.trace.span(f"write weights {version}"):
-            try:
-                self._write(executor, grant, amax)
-            except Exception as error:  # so that the generator need not wait for its deadline
-                self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
-                raise
+        report = SyncReport()
+        for group in range(len(self._writes)):
+            if not self._send_group(executor, group, report, self._timeout_s if group else grant_s):
+                return
         self._unconfirmed = version
-        report = SyncReport(wait_s=granted - offered, sync_s=time.monotonic() - granted)
         executor.put_sync(report, applied=partial(self._await_applied, version))
         if is_probe_version(version, self._probe_every) and not again:
             probe = self._unless_stopped(
@@ -110,6 +99,29 @@ class WeightsSender:
             )
             if probe is not None:
                 executor.compare_probe(probe)
+
+    def _send_group(self, executor: Executor, group: int, report: SyncReport, timeout_s: float) -> bool:
+        """Waits for its grant, and writes it. False where that did not come, or there is nothing to be written to."""
+        version, began = executor.version, time.monotonic()
+        with executor.trace.span(f"wait for engines to take weights {version}"):
+            grant = self._unless_stopped(executor, WeightsGrant, timeout_s, f"generator.0 to take weights version {version}")
+        if grant is None:
+            return False
+        if (grant.version, grant.group) != (version, group):
+            ours, theirs = (f"version {v}" + (f", group {g}" if g else "") for v, g in ((version, group), (grant.version, grant.group)))
+            raise RuntimeError(f"trainer.{executor.rank} offered weights {ours}, generator.0 granted {theirs}")
+        if grant.engines == 0:
+            return False
+        granted = time.monotonic()
+        report.wait_s += granted - began
+        with executor.trace.span(f"write weights {version}", group=group):
+            try:
+                self._write(executor, grant)
+            except Exception as error:  # so that the generator need not wait for its deadline
+                self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error), group))
+                raise
+        report.sync_s += time.monotonic() - granted
+        return True
 
     def _unless_stopped(self, executor: Executor, kind: type[M], timeout_s: float, awaited: str) -> Optional[M]:
         """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
@@ -147,16 +159,15 @@ class WeightsSender:
         self._map = map
         prove_exactly_once(map)
         self._amax = AmaxExchange(map, rank, self._timeout_s)
-        self._batches = batches_from(map, rank)
+        self._writes = writes_by_group(map, rank, groups(map, self._plan.group_bytes))
 
-    def _write(self, executor: Executor, grant: WeightsGrant, amax: AmaxTable) -> None:
-        started = time.monotonic()
-        if grant.endpoints:
-            if self._connect(executor, grant):
-                amax = self._amax.table(executor.get_model())
-        writes = [write for batch in self._batches for write in batch.writes]
-        sent = send(self._transport, writes, executor.get_model(), self._shapes, self._plan.config.weights.audit, amax, self._payloads)
-        self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares))
+    def _write(self, executor: Executor, grant: WeightsGrant) -> None:
+        started, model = time.monotonic(), executor.get_model()
+        if grant.endpoints and self._connect(executor, grant):
+            self._cut_amax = self._amax.table(model)
+        writes, audit = self._writes[grant.group], self._plan.config.weights.audit
+        sent = send(self._transport, writes, model, self._shapes, audit, self._cut_amax, self._payloads)
+        self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares, group=grant.group))
 
     def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
         """To the engines that take part from now on. Whether the map is another than before."""

@@ -187,6 +187,15 @@ class WeightsConfig:
         "where a host has several engines; auto: what comes over the network comes once, and is passed on inside the host; off: never",
         one_of("auto", "off"),
     )
+    apply: str = setting(
+        "pause",
+        "pause: all of an update in one pause of the engines; in_flight: in a pause for each group of layers, between which requests "
+        "decode on, with some of the new weights (docs/transports.md); needs async.partial_rollout=in_flight",
+        one_of("pause", "in_flight"),
+    )
+    group_bytes: int = setting(
+        1 << 30, "with apply=in_flight, most bytes that an engine's rank is written in one pause; one layer at least", at_least(1)
+    )
     audit: bool = setting(True, "compare hashes of what was sent and of what is in the engines' memory after every update")
 
 

@@ -61,9 +61,9 @@ class RolloutStream:
         self._pulse.beat()
         await self._pulse.until(lambda: self.admission.in_flight == 0)
 
-    def stand_still(self) -> None:
-        """The engines stand still, until `put_version`."""
-        self._still = True
+    def stand_still(self, still: bool) -> None:
+        """Whether the engines stand still from now on; `put_version` says that they no longer do."""
+        self._still = still
         self._pulse.beat()
 
     @property

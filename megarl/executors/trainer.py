@@ -117,7 +117,7 @@ class TrainerExecutor:
                 "weights/version": self.version,
                 **self.algorithm.metrics(result.sums),
                 **self._probe_metrics,
-                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),
+                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pauses_s if applied else []),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,
@@ -190,4 +190,4 @@ class TrainerExecutor:
 def _applied_metrics(applied: Optional[WeightsApplied]) -> dict[str, float | bool]:
     if applied is None:
         return {}
-    return {"time/sync_pause_s": applied.pause_s, "sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited}
+    return {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited}

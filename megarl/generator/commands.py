@@ -62,12 +62,22 @@ class Register(_Command, frozen=True):
     landing: dict[int, list[tuple[str, Box]]]  # by generator rank: the boxes that are to be written in one piece and then spread
 
 
+class Divide(_Command, frozen=True):
+    """From now on parameters are written group by group: the group of each, by name. (Without it, all are of group 0.)"""
+
+    groups: dict[str, int]
+
+
 class Spread(_Command, frozen=True):
-    """Everything is written: puts what lies in landing memory into the parameters."""
+    """A group is written: puts what lies in landing memory into its parameters."""
+
+    group: int = 0
 
 
 class Receive(_Command, frozen=True):
-    """Receives all expected messages, straight into the live parameters."""
+    """Receives all messages expected of a group, straight into the live parameters."""
+
+    group: int = 0
 
 
 class MeetNeighbours(_Command, frozen=True):
@@ -79,15 +89,19 @@ class MeetNeighbours(_Command, frozen=True):
 
 
 class PassOn(_Command, frozen=True):
-    """Everything is written: passes on what this rank leads. Answered when it is there."""
+    """A group is written: passes on what this rank leads. Answered when it is there."""
+
+    group: int = 0
 
 
 class Audit(_Command, frozen=True):
-    """Answer: dict[str, int], the audit hash of every live parameter."""
+    """Answer: dict[str, int], the audit hash of every live parameter of a group."""
+
+    group: int = 0
 
 
 Command = Union[
-    Connect, Describe, Arrange, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit
+    Connect, Describe, Arrange, Divide, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit
 ]
 
 Description = list[RemoteTensor]

@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import Sequence
 
 from megarl.config.schema import WeightsConfig
-from megarl.generator import update
 from megarl.generator.commands import MeetNeighbours
+from megarl.generator.memory import open_memories, open_memory
+from megarl.generator.workers import Workers
 from megarl.messaging.host import Host
 from megarl.reshard.kinds import Layout
 from megarl.reshard.map import ReshardMap
@@ -39,7 +40,7 @@ class Opened:
 
 
 async def open_engines(
-    workers: update.Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
+    workers: Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
 ) -> Opened:
     """`trainers`, `engines`: where each trainer rank and each generator rank runs. Needs an open update session.
 
@@ -54,7 +55,7 @@ async def open_engines(
         await open_relays(workers, relays, engines)
     inside = sum(relay.bytes for relay in relays)
     print(f"weights go by {describe_pairs(pairs)}; {inside} bytes an update are passed on inside the engines' hosts", flush=True)
-    endpoints = await update.open_memories(workers, pairs, map, mooncake_protocol([*trainers, *engines]))
+    endpoints = await open_memories(workers, pairs, map, mooncake_protocol([*trainers, *engines]))
     return Opened(map, endpoints, per_host, relays)
 
 
@@ -77,12 +78,12 @@ def ranks_per_host(relay: str, pairs: Pairs, generators: Sequence[Host], layout:
     return runs[0] if any(forwarding.relays_from(rank) for rank in range(len(generators))) else 0
 
 
-async def open_relays(workers: update.Workers, relays: Sequence[Relay], generators: Sequence[Host]) -> None:
-    """Lets the workers of each host write to each other. Moves parameters: comes before `update.open_memories`.
+async def open_relays(workers: Workers, relays: Sequence[Relay], generators: Sequence[Host]) -> None:
+    """Lets the workers of each host write to each other. Moves parameters: comes before `open_memories`.
 
     `generators`: where each generator rank runs.
     """
     kind = CUDA_IPC if generators[0].cuda else SHARED_MEMORY
-    endpoints = await update.open_memory(workers, kind, None, writers={rank: () for rank in range(workers.count)})
+    endpoints = await open_memory(workers, kind, None, writers={rank: () for rank in range(workers.count)})
     of_rank = {rank: [relay for relay in relays if relay.source_rank == rank] for rank in range(workers.count)}
     await workers.run_all(MeetNeighbours(kind, endpoints, of_rank))

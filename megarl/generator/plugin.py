@@ -6,16 +6,34 @@ from typing import Any
 
 from megarl.generator import cpu_support, quantization
 
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+
 
 def activate() -> None:
-    """Registers our hooks into SGLang: to hide keys, to keep quantised weights as written, and on machines without CUDA what SGLang
-    lacks there."""
+    """Registers our hooks into SGLang: to hide keys, to process what was written and nothing else, to keep quantised weights as written,
+    and on machines without CUDA what SGLang lacks there."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", _hide_keys, HookType.AFTER)
+    HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", _finish, HookType.AROUND)
+    HookRegistry.register(_UPDATER + "begin_weight_update", _settle, HookType.BEFORE)
     quantization.register_hooks()
     if cpu_support.active():
         cpu_support.register_hooks()
+
+
+def _finish(*arguments: Any) -> None:
+    from megarl.generator import worker_loader  # only workers need it
+
+    worker_loader.finish(*arguments)
+
+
+def _settle(*_: Any) -> None:
+    """Before a weight update: SGLang overlaps steps with its scheduling, and one may still run on the GPU when the scheduler has paused."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _hide_keys(settings: dict[str, Any], *_: object) -> dict[str, Any]:

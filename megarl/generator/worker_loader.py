@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Optional
 
 import msgspec
@@ -21,6 +22,7 @@ from megarl.generator.commands import (
     Command,
     Connect,
     Describe,
+    Divide,
     ExpectMessages,
     MeetNeighbours,
     PassOn,
@@ -60,6 +62,8 @@ class Worker:
         self.peer: Optional[Peer] = None
         self.reply_address = ""
         self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
+        self.groups: dict[str, int] = {}  # by name, where not 0
+        self.arrived: Optional[set[str]] = None  # of an update in groups: what SGLang's post-load work is still to be done for
         self.file: Optional[MemoryFile] = None
         self.mooncake: Optional[MooncakeMemory] = None
         self.neighbours: Any = None  # the transport towards other generator ranks of this host
@@ -83,7 +87,7 @@ class Worker:
         if self.peer is not None:
             self.peer.close()
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
-        self.receivers, self.mooncake, self.relays = {}, None, []
+        self.receivers, self.mooncake, self.relays, self.groups, self.arrived = {}, None, [], {}, None
         self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
     def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
@@ -93,9 +97,16 @@ class Worker:
         self.shapes = command.shapes[self.rank]
         self.tensors(parameters)  # raises where one does not fit
 
+    def divide(self, parameters: Parameters, command: Divide) -> None:
+        self.groups = command.groups
+
     def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory in the shapes of the reshard map."""
         return {name: as_arranged(parameter.data, self.shapes.get(name)) for name, parameter in parameters.items()}
+
+    def of_group(self, parameters: Parameters, group: int) -> dict[str, torch.Tensor]:
+        """Of `tensors`, those that are written with this group."""
+        return {name: values for name, values in self.tensors(parameters).items() if self.groups.get(name, 0) == group}
 
     def share_memory(self, parameters: Parameters, command: ShareMemory) -> Endpoint:
         """Asked again, parameters stay where they are, and mapped."""
@@ -119,8 +130,9 @@ class Worker:
         return Endpoint(self.rank, command.kind, command.address, 0, tensors, members=command.members, host=self.host)
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
+        tensors = self.of_group(parameters, command.group)
         for receiver in self.receivers.values():
-            receiver.receive(self.tensors(parameters))
+            receiver.receive(tensors)
 
     def register(self, parameters: Parameters, command: Register) -> Endpoint:
         listen_on = address_towards(self.reply_address)
@@ -130,7 +142,7 @@ class Worker:
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         if self.mooncake is not None:
-            self.mooncake.spread()
+            self.mooncake.spread(self.of_group(parameters, command.group))
 
     def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
         self.relays = command.relays[self.rank]
@@ -140,8 +152,8 @@ class Worker:
             self.neighbours.connect([endpoint for endpoint in command.endpoints if endpoint.rank in reached])
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> None:
-        tensors = self.tensors(parameters)
-        for relay in self.relays:
+        tensors = self.of_group(parameters, command.group)
+        for relay in [relay for relay in self.relays if relay.tensor in tensors]:
             values = tensors[relay.tensor]
             whole = Box((0,) * values.dim(), tuple(values.shape))
             dtype = str(values.dtype).removeprefix("torch.")
@@ -153,13 +165,28 @@ class Worker:
             self.neighbours.fence()
 
     def audit(self, parameters: Parameters, command: Audit) -> dict[str, int]:
-        return {name: hash_tensor(values) for name, values in self.tensors(parameters).items()}
+        tensors = self.of_group(parameters, command.group)
+        self.arrived = set(tensors) if self.groups else None
+        return {name: hash_tensor(values) for name, values in tensors.items()}
+
+    def arrived_part(self, model: torch.nn.Module) -> Any:
+        """The model, for SGLang's post-load work; of an update in groups, as much of it as that asks for: the modules just written."""
+        arrived, self.arrived = self.arrived, None
+        if arrived is None:
+            return model
+        written = [
+            (name, module)
+            for name, module in model.named_modules()
+            if any(f"{name}.{own}" in arrived for own, _ in module.named_parameters(recurse=False))
+        ]
+        return SimpleNamespace(named_modules=lambda: written)
 
 
 _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     Connect: lambda worker, parameters, command: worker.host,
     Describe: Worker.describe,
     Arrange: Worker.arrange,
+    Divide: Worker.divide,
     ShareMemory: Worker.share_memory,
     ShareDevice: Worker.share_device,
     ExpectMessages: Worker.expect_messages,
@@ -187,6 +214,12 @@ def _tp_rank() -> int:
 
 
 _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader by its import path alone: its state has nowhere else to live
+
+
+def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:
+    """Around SGLang's post-load work on all modules: of an update in groups, on those of the group alone. What the others hold has been
+    through it, and need not bear it twice."""
+    original(_worker.arrived_part(model), device)
 
 
 def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -28,7 +28,7 @@ class WeightsOffer(_Message, frozen=True):
 
 
 class WeightsGrant(_Message, frozen=True):
-    """Generator: the engines stand still, write `version` now.
+    """Generator: the engines stand still, write this group of layers of `version` now (schedule.groups).
 
     `endpoints` are the writable memories, one per generator rank; empty while they stay what they are. `engines` counts the engines
     that take part, and with them generator ranks: it changes with the endpoints alone, but for 0, when there is nothing to write.
@@ -39,10 +39,11 @@ class WeightsGrant(_Message, frozen=True):
     engines: int = -1
     ranks_per_host: int = 0  # with the endpoints: of generator ranks that relay to each other; 0: nothing is relayed
     plan_hash: str = ""  # with the endpoints: of the map that leaves out what is relayed
+    group: int = 0
 
 
 class WeightsWritten(_Message, frozen=True):
-    """Trainer rank: all my copies are written. `shares[generator rank][tensor]` is my share of the audit hash of that tensor.
+    """Trainer rank: all my copies of a group are written. `shares[generator rank][tensor]` is my share of the audit hash of that tensor.
 
     Or they are not: `error` then says why, and is empty otherwise.
     """
@@ -52,6 +53,7 @@ class WeightsWritten(_Message, frozen=True):
     write_s: float
     shares: dict[int, dict[str, int]]
     error: str = ""
+    group: int = 0
 
 
 class WeightsApplied(_Message, frozen=True):
@@ -59,7 +61,7 @@ class WeightsApplied(_Message, frozen=True):
 
     version: int
     audited: bool  # a failed audit never gets here: it ends the run
-    pause_s: float  # the engines stood still
+    pauses_s: list[float]  # how long the engines stood still, each time
     bytes_written: int  # by all trainer ranks together
 
 

@@ -30,15 +30,16 @@ class TraceWriter:
     @contextlib.contextmanager
     def span(self, name: str, track: str = "main", **arguments: Any) -> Iterator[None]:
         """Times the body. Spans of one track must nest; what runs concurrently takes a track of its own."""
-        started_ns = time.perf_counter_ns()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            ended_ns = time.perf_counter_ns()
-            event = {"name": name, "track": track, "ts": (self._epoch_ns + started_ns) / 1e3, "dur": (ended_ns - started_ns) / 1e3}
-            self._append(event | ({"args": arguments} if arguments else {}))
+            self.add(name, began, time.perf_counter(), track, **arguments)
 
-    def _append(self, event: dict[str, Any]) -> None:
+    def add(self, name: str, began: float, ended: float, track: str = "main", **arguments: Any) -> None:
+        """A span that is over, by time.perf_counter."""
+        event = {"name": name, "track": track, "ts": self._epoch_ns / 1e3 + began * 1e6, "dur": (ended - began) * 1e6}
+        event |= {"args": arguments} if arguments else {}
         with self._lock:
             self._file.write(json.dumps(event).encode() + b"\n")
 

@@ -219,6 +219,15 @@ def check_partial_rollout(config: RunConfig) -> Iterable[str]:
         yield f"async.chunk_tokens={tokens}: must be below rollout.max_tokens={config.rollout.max_tokens}, or nothing is ever cut"
 
 
+def check_apply(config: RunConfig) -> Iterable[str]:
+    """Between groups of layers requests go on with the keys and values they have, and with what has just been written."""
+    mode = config.async_.partial_rollout
+    if config.weights.apply == "in_flight" and mode != "in_flight":
+        yield f"weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is {mode}"
+    if config.weights.apply == "in_flight" and not config.weights.audit:
+        yield "weights.audit=false: must be true with weights.apply=in_flight, which uses each group of layers as soon as it is written"
+
+
 def check_eval(config: RunConfig) -> Iterable[str]:
     if config.eval.every and config.data.eval is None:
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
@@ -245,6 +254,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_sequence_parallel,
     check_batch,
     check_partial_rollout,
+    check_apply,
     check_eval,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_blocks, check_pipeline, check_lengths)

@@ -157,6 +157,14 @@ class Layout:
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """The local tensors of `rank` in forward order: first stage's, layer by layer, last stage's."""
+        return tuple(tensor for _, _, tensor in self._in_order(rank))
+
+    def depths(self, rank: int) -> dict[str, int]:
+        """Position in the forward pass of each local tensor of `rank`, by name."""
+        return {tensor.name: depth for depth, _, tensor in self._in_order(rank)}
+
+    def _in_order(self, rank: int) -> list[tuple[int, int, LocalTensor]]:
+        """(depth, number of the kind, tensor) of everything on `rank`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.name} has ranks 0 to {self.world_size - 1}, not {rank}")
         found = []
@@ -164,7 +172,7 @@ class Layout:
             for stage, shard, _ in kind.seats(rank):
                 instances = np.flatnonzero(kind.stages == stage).tolist()
                 found += [(self.depth(kind, i), order, tensor) for i in instances for tensor in kind.tensors(shard, i)]
-        return tuple(tensor for _, _, tensor in sorted(found, key=lambda entry: entry[:2]))
+        return sorted(found, key=lambda entry: entry[:2])
 
     def seats(self, rank: int) -> Seats:
         of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}  # kinds of one mesh share its table of ranks

@@ -2,7 +2,8 @@
 
 A *wave* is a run of tensors that follow each other in the forward pass, the same on every rank. A *batch* is what one rank
 sends to one other in one wave, as joined writes. Every rank works out only its own batches, and both ends of a batch arrive at
-the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own.
+the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own. A *group* is a run of layers
+between which engines may go on decoding (`weights.apply=in_flight`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import math
 from collections import defaultdict
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Sequence
+from typing import Optional, Sequence
 
 import numpy as np
 from msgspec import Struct
 
 from megarl.models.parameters import LAYER
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.kinds import ITEM_BYTES, Kind
 from megarl.reshard.lists import put_received, put_sent
 from megarl.reshard.map import Copy, ReshardMap
 
@@ -68,18 +69,47 @@ def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
     return 1 if lands(box, shape, item_bytes) else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
 
 
-def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
-    """Wave of each depth (see Copy.depth): depths are put together until a receiver gets `wave_bytes` in one."""
+def depth_bytes(map: ReshardMap) -> list[int]:
+    """The most bytes that a receiver gets at each depth (see Copy.depth)."""
     layout = map.destination
     sizes = np.zeros(layout.num_layers + 2, dtype=np.int64)
     for kind in layout.kinds:
         first = layout.depth(kind, 0)
-        sizes[first : first + (kind.instances if kind.place == LAYER else 1)] += max([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
-    result, wave, filled = [], 0, 0
-    for size in sizes.tolist():
-        if filled and filled + size > wave_bytes:
-            wave, filled = wave + 1, 0
-        result.append(wave)
+        sizes[first : first + (kind.instances if kind.place == LAYER else 1)] += _bytes_of_the_largest(kind)
+    return sizes.tolist()
+
+
+def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
+    """Wave of each depth: depths are put together until a receiver gets `wave_bytes` in one."""
+    return _runs(depth_bytes(map), wave_bytes)
+
+
+def groups(map: ReshardMap, group_bytes: Optional[int]) -> tuple[int, ...]:
+    """Group of each depth, in which an update is applied: whole layers, put together until a receiver gets `group_bytes` in one.
+
+    What comes before the first layer goes with it, and what comes after the last with that. None: all are one group. Equal on both
+    sides of a map, for all engines of a run, and with relays.
+    """
+    before, *layers, after = depth_bytes(map)
+    if group_bytes is None:
+        return (0,) * (len(layers) + 2)
+    layers[0] += before
+    layers[-1] += after
+    of_layers = _runs(layers, group_bytes)
+    return (of_layers[0], *of_layers, of_layers[-1])
+
+
+def _bytes_of_the_largest(kind: Kind) -> int:
+    return max([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
+
+
+def _runs(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """Number of the run that each of `sizes` belongs to: runs are of at most `most`, or of a single one."""
+    result, run, filled = [], 0, 0
+    for size in sizes:
+        if filled and filled + size > most:
+            run, filled = run + 1, 0
+        result.append(run)
         filled += size
     return tuple(result)
 
@@ -90,6 +120,15 @@ def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTE
     put_sent(map, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, receiver])
     receivers = map.destination.world_size
     return _batches(writes, waves(map, wave_bytes), rank * receivers // map.source.world_size, receivers)
+
+
+def writes_by_group(map: ReshardMap, rank: int, group_of: Sequence[int]) -> list[list[Copy]]:
+    """What source rank `rank` sends in each group (`groups`), in the order it sends."""
+    found: list[list[Copy]] = [[] for _ in range(group_of[-1] + 1)]
+    for batch in batches_from(map, rank):
+        for write in batch.writes:
+            found[group_of[write.depth]].append(write)
+    return found
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Sequence
+from typing import Container, Mapping, Sequence
 
 import torch
 
@@ -42,9 +42,11 @@ class MooncakeMemory:
         address = mooncake.address_of(self._listen_on, self._engine, self._protocol, base)
         return Endpoint(rank, MOONCAKE, address, sum(self._blocks.values()), tensors, landings, host=host)
 
-    def spread(self) -> None:
-        """Puts what lies in landing memory into the tensors."""
+    def spread(self, names: Container[str]) -> None:
+        """Puts what lies in landing memory into the tensors of these names."""
         for (name, box), offset in zip(self._landing, self._offsets):
+            if name not in names:
+                continue
             tensor = self._tensors[name]
             landed = self._memory[offset : offset + box.numel * tensor.itemsize]
             tensor[box.slices()].copy_(landed.view(tensor.dtype).view(box.shape))

@@ -124,11 +124,12 @@ class TwoSidedReceiver:
         self._group: Optional[Group] = None
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes in one update, straight into `tensors`."""
+        """Takes in what one update, or one group of it, writes into `tensors`: all of it, and nothing else."""
         if self._group is None:
             self._group = join(self._open, self._address, self._members, f"generator rank {self._rank}", self._timeout_s)
         under_way: list[tuple[list[Message], Any]] = []
-        for _, wave in groupby(self._incoming, key=lambda each: each.wave):
+        expected = [each for each in self._incoming if each.tensor in tensors]
+        for _, wave in groupby(expected, key=lambda each: each.wave):
             messages = [self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave]
             under_way.append((messages, self._group.receive(messages)))
             if len(under_way) > 1:

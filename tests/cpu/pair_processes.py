@@ -19,7 +19,7 @@ from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import Layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import relayed
-from megarl.reshard.schedule import batches_from
+from megarl.reshard.schedule import groups, writes_by_group
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.pairwise import PairwiseTransport
 
@@ -68,18 +68,18 @@ class Trainer:
         map = plain_map()
         if ranks_per_host:
             map, _ = relayed(map, ranks_per_host)
-        self.layout = map.source
-        self.writes = [write for batch in batches_from(map, self.rank) for write in batch.writes]
+        self.map, self.layout = map, map.source
         decoded = [Endpoint.decode(text) for text in endpoints]
         self.shapes = shapes_of(decoded)
         self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
         self.transport.connect(decoded)
 
-    def write(self, seed: int) -> tuple[dict[int, int], dict[int, dict[str, int]]]:
-        """Bytes by generator rank, and the shares."""
-        sent = send(self.transport, self.writes, shards(self.layout, self.rank, seed), self.shapes, audit=True)
+    def write(self, seed: int, group_bytes: int | None, group: int) -> tuple[dict[int, int], dict[int, dict[str, int]]]:
+        """Of one group of layers: bytes by generator rank, and the shares."""
+        writes = writes_by_group(self.map, self.rank, groups(self.map, group_bytes))[group]
+        sent = send(self.transport, writes, shards(self.layout, self.rank, seed), self.shapes, audit=True)
         by_rank: Counter[int] = Counter()
-        for write in self.writes:
+        for write in writes:
             by_rank[write.destination_rank] += write.bytes
         assert sent.bytes == by_rank.total()
         return dict(by_rank), sent.shares
@@ -126,7 +126,7 @@ class EngineWorker:
 
 
 class PipedEngine:
-    """What update.Workers needs of an EngineClient, for an EngineWorker."""
+    """What Workers needs of an EngineClient, for an EngineWorker."""
 
     def __init__(self, process: RemoteObject):
         self.process, self.commands = process, 0

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 import psutil
 import torch
 
 from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
+from megarl.generator.completions import Completion
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.rendezvous import free_ports
 
@@ -69,6 +72,37 @@ def hf_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 def hf_logprobs(model: torch.nn.Module, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     """[L - 1, vocabulary]: log-probs of every candidate for tokens 1 to L - 1."""
     return torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].float() / temperature, -1)
+
+
+def partly_updated(old: torch.nn.Module, new: torch.nn.Module, layers: int) -> torch.nn.Module:
+    """`old` with the embedding and the first `layers` layers of `new`."""
+    mixed, mine = copy.deepcopy(old), ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(layers)))
+    mixed.load_state_dict({name: values for name, values in new.state_dict().items() if name.startswith(mine)}, strict=False)
+    return mixed
+
+
+@torch.no_grad()
+def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion: Completion, tolerance: float) -> list[int]:
+    """Which of `models` sampled each token: they take over from each other in this order, each with the keys and values so far.
+
+    A model's are those tokens whose log-probs by it are the completion's, up to the first that is not; all must be somebody's.
+    """
+    tokens, found = torch.tensor([prompt + completion.token_ids]), []
+    cache, cached = None, 0  # of how many tokens
+    for number, model in enumerate(models):
+        if len(found) == len(completion.token_ids):
+            break
+        logits = model(tokens[:, cached:-1], past_key_values=copy.deepcopy(cache), use_cache=True).logits[0].float()
+        ours = torch.log_softmax(logits, -1).gather(-1, tokens[0, cached + 1 :, None])[:, 0]
+        at = len(prompt) + len(found)
+        wrong = (ours[at - cached - 1 :] - torch.tensor(completion.logprobs[len(found) :])).abs() > tolerance
+        count = wrong.int().argmax().item() if wrong.any() else len(wrong)
+        found += [number] * count
+        if count:  # whoever samples the next token works out the keys and values of this one
+            cache = model(tokens[:, cached : at + count - 1], past_key_values=cache, use_cache=True).past_key_values
+            cached = at + count - 1
+    assert len(found) == len(completion.token_ids), f"token {len(found)} is none's, after {Counter(found)} of each"
+    return found
 
 
 def hf_difference(sequences: list[list[int]], logprobs: list[list[float]], checkpoint: Path) -> float:

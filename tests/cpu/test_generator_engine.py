@@ -18,11 +18,15 @@ from sglang_engine import hf_logprobs, hf_model, make_checkpoint, shares_of, sta
 from sglang_writer import reshard_map
 
 from megarl.messaging.link import Hub, RunKey
+from megarl.generator.audit import AuditError
 from megarl.generator.client import EngineClient
 from megarl.generator.commands import Arrange
 from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.memory import open_memory
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.generator.update import AuditError, LayoutError, Workers, WeightUpdate, check_layout, connect, describe, open_memory
+from megarl.generator.update import WeightUpdate
+from megarl.generator.workers import Workers, check_layout, connect, describe
+from megarl.reshard.kinds import LayoutError
 
 PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(7 + i)] for i in range(5)]
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -201,7 +205,8 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         [fresh] = await client.generate(prompt, GREEDY)
         assert difference_to_hf(fresh) < 3e-6
         assert fresh.versions == [7] * 12
-        assert 0 < update.pause_s < 30
+        [(began, ended)] = update.pauses
+        assert 0 < ended - began < 30
         for [completion] in await asyncio.gather(*running):
             assert len(completion.token_ids) == 80
             assert completion.versions == sorted(completion.versions) and set(completion.versions) == {-1, 7}

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, start_engine
+from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, partly_updated, sampled_by, start_engine
 
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.update import Workers, WeightUpdate, connect, open_memory
+from megarl.generator.memory import open_memory
+from megarl.generator.update import WeightUpdate
+from megarl.generator.workers import Workers, connect
 from megarl.messaging.link import Hub, RunKey
 from megarl.transports.base import SHARED_MEMORY
 from megarl.transports.shared_memory import view_at
@@ -30,7 +33,9 @@ SHORT = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 CHUNK = 48  # an update comes long before
 TOLERANCE = 2e-5  # of log-probs, fp32: two programs, or two ways to batch, that round differently
 DEADLINE_S = 60.0
-MODES = ("block", "in_flight", "retract", "abort", "resume")
+IN_GROUPS = "in_flight, in groups"  # weights.apply=in_flight: here, of one layer each
+IN_PLACE = ("in_flight", IN_GROUPS)
+MODES = ("block", "in_flight", IN_GROUPS, "retract", "abort", "resume")
 
 
 @dataclass
@@ -45,20 +50,27 @@ class Rig:
     version: int = 0
 
     def fleet(self, mode: str) -> Fleet:
-        fleet = Fleet([self.client], mode, CHUNK if mode == "resume" else None)
+        fleet = Fleet([self.client], mode.partition(",")[0], CHUNK if mode == "resume" else None)
         fleet.release(self.version)
         return fleet
 
-    def write(self, version: int) -> None:
-        for name, values in self.weights[version % 2].items():
-            self.memory[name].copy_(values)
+    def write(self, version: int, names: Iterable[str]) -> None:
+        for name in names:
+            self.memory[name].copy_(self.weights[version % 2][name])
 
-    async def update(self, fleet: Fleet, in_place: bool, key: int | None = None) -> None:
+    async def update(self, fleet: Fleet, mode: str, key: int | None = None) -> None:
         """To the next version, as the weights channel does it; `key` is what the fleet takes for the version, for what goes wrong then."""
         await asyncio.wait_for(fleet.hold(DEADLINE_S), DEADLINE_S)
-        session = WeightUpdate(self.workers, in_place)
+        session = WeightUpdate(self.workers, in_place=mode in IN_PLACE)
         await session.open()
-        self.write(self.version + 1)
+        last = {name for name in self.memory if "layers.1." in name or name.startswith(("model.norm", "lm_head"))}
+        if mode == IN_GROUPS:
+            self.write(self.version + 1, self.memory.keys() - last)
+            await session.let_go()
+            await session.open_next()
+            self.write(self.version + 1, last)
+        else:
+            self.write(self.version + 1, self.memory)
         await session.close(self.version + 1)
         self.version += 1
         fleet.release(self.version if key is None else key)
@@ -66,7 +78,7 @@ class Rig:
     async def set_version(self, version: int) -> None:
         """Between tests: to the weights of this parity, nothing running."""
         while self.version % 2 != version % 2:
-            await self.update(self.fleet("block"), in_place=False)
+            await self.update(self.fleet("block"), "block")
 
     async def scores(self, prompt: list[int], completions: list[Completion], version: int) -> list[list[float]]:
         """Log-probs of the completions' tokens, computed afresh by the engine under the weights of `version`, no cache in use."""
@@ -131,7 +143,7 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
         fleet = rig.fleet(mode)
         first = rig.version
         running = await started(fleet, 3)
-        await rig.update(fleet, in_place=mode == "in_flight")
+        await rig.update(fleet, mode)
         groups = await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S)
         for completion in itertools.chain(*groups):
             assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == LONG.max_tokens
@@ -149,8 +161,8 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
         return groups
 
     groups = runner.run(body())
-    if mode == "in_flight":
-        return check_in_flight(rig, groups)
+    if mode in IN_PLACE:
+        return check_in_place(rig, groups, mode)
     for prompt, completions in zip(PROMPTS, groups):
         for version in sorted(set(itertools.chain(*(completion.versions for completion in completions)))):
             scored = runner.run(rig.scores(prompt, completions, version))
@@ -159,21 +171,19 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
                 assert difference([completion.logprobs[i] for i in at], [fresh[i] for i in at]) < TOLERANCE
 
 
-def check_in_flight(rig: Rig, groups: list[list[Completion]]) -> None:
+def check_in_place(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
     """Tokens sampled after the update have keys and values of the old weights behind them: the policy that sampled them is the new
-    weights on the old cache. Hugging Face's model computes it in the same way, the old weights' cache handed to the new ones."""
+    weights on the old cache, and in between a part of the new ones. Hugging Face's model computes it in the same way."""
     for prompt, completions in zip(PROMPTS, groups):
         for completion in completions:
-            old, new = (rig.models[version % 2] for version in sorted(set(completion.versions)))
-            tokens = prompt + completion.token_ids
-            switch = len(prompt) + completion.versions.index(max(completion.versions))  # the first token of the new weights
-            with torch.no_grad():
-                before = old(torch.tensor([tokens[: switch - 1]]), use_cache=True)
-                after = new(torch.tensor([tokens[switch - 1 : -1]]), past_key_values=before.past_key_values, use_cache=True)
-            logits = torch.cat([before.logits[0], after.logits[0]])[len(prompt) - 1 :]
-            expected = torch.log_softmax(logits.float(), -1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            assert difference(completion.logprobs, expected.tolist()) < TOLERANCE
-            forgotten = hf_logprobs(new, tokens).gather(-1, torch.tensor(tokens[1:])[:, None])[len(prompt) - 1 :, 0]
+            before, after = sorted(set(completion.versions))
+            old, new = (rig.models[version % 2] for version in (before, after))
+            models = [old, partly_updated(old, new, 1), new] if mode == IN_GROUPS else [old, new]
+            by = sampled_by(models, prompt, completion, TOLERANCE)
+            assert set(by) == set(range(len(models))), "some of each"
+            assert completion.versions == [after if each == len(models) - 1 else before for each in by]
+            forgotten = hf_logprobs(new, prompt + completion.token_ids)[len(prompt) - 1 :]
+            forgotten = forgotten.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert difference(completion.logprobs, forgotten.tolist()) > 0.01, "the old cache makes a difference that this test can see"
 
 
@@ -183,7 +193,7 @@ async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:
     prompt = (PROMPTS[3] * 4)[:40]
     running = [asyncio.create_task(fleet.generate(PROMPTS[0], LONG, 1))]
     await fleet.generate(prompt, SHORT, 1)  # leaves the prefix in the cache
-    await rig.update(fleet, in_place=mode == "in_flight", key=key)
+    await rig.update(fleet, mode, key)
     [completion] = await fleet.generate(prompt, SHORT, 1)
     await asyncio.gather(*running)
     assert completion.versions == [rig.version] * SHORT.max_tokens
@@ -210,8 +220,8 @@ def test_a_response_that_was_aborted_once_is_waited_for(rig):
         fleet = rig.fleet("abort")
         first = rig.version
         running = await started(fleet, 2)
-        await rig.update(fleet, in_place=False)
-        await rig.update(fleet, in_place=False)
+        await rig.update(fleet, "abort")
+        await rig.update(fleet, "abort")
         assert all(task.done() for task in running), "the second update waited for them"
         for completion in itertools.chain(*(task.result() for task in running)):
             assert set(completion.versions) == {first + 1}

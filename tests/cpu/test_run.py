@@ -34,6 +34,7 @@ def arguments(model, run_dir, *more: str) -> list[str]:
 
 
 STREAMING = ["async.capacity=null", "async.max_staleness=2", "async.partial_rollout=in_flight"]
+LAYER_BY_LAYER = ["weights.apply=in_flight", "weights.group_bytes=1"]
 
 
 @dataclass
@@ -44,10 +45,16 @@ class Resumed:
     ledger: Ledger  # of the checkpoint from which the second run goes on
     second: subprocess.CompletedProcess
 
+    @property
+    def start(self) -> int:
+        """The step with which it went on."""
+        return self.ledger.consumed_below // PROMPTS
+
 
 @pytest.fixture(scope="module")
 def resumed(model, tmp_path_factory):
-    """A run with trainer TP2 that was killed outright after its third step, one step behind, and started again, streaming."""
+    """A run with trainer TP2 that was killed outright after its third step, one step behind, and started again, streaming,
+    its weights applied layer by layer."""
     folder = tmp_path_factory.mktemp("resumed")
     run_dir = folder / "run"
     first = start(arguments(model, run_dir), folder / "first.log")
@@ -59,7 +66,7 @@ def resumed(model, tmp_path_factory):
     gone, alive = psutil.wait_procs(children, timeout=10)
     before = rows(run_dir)
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
-    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *STREAMING)))
+    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *STREAMING, *LAYER_BY_LAYER)))
 
 
 def trained_ordinals(run_dir: Path) -> list[list[int]]:
@@ -74,7 +81,7 @@ def test_a_killed_launcher_leaves_no_process_behind(resumed):
 
 def test_a_killed_run_goes_on_without_repeating_or_skipping_a_prompt(resumed):
     assert resumed.second.returncode == 0, resumed.second.stderr
-    after, before, start = rows(resumed.run_dir), resumed.before, resumed.ledger.consumed_below // PROMPTS
+    after, before, start = rows(resumed.run_dir), resumed.before, resumed.start
     assert [row["step"] for row in after] == list(range(6))
     assert [row["weights/version"] for row in after] == [1, 2, 3, 4, 5, 6]
     trained = trained_ordinals(resumed.run_dir)
@@ -93,10 +100,18 @@ def test_finished_rollouts_survive_a_kill(resumed):
     assert all(format_group(group) in texts for group in held)
 
 
-def test_every_step_reports_itself(resumed):
+def trace(run_dir: Path) -> list[dict]:
+    return json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+
+
+def layers(model: Path) -> int:
+    return json.loads((model / "config.json").read_text())["num_hidden_layers"]
+
+
+def test_every_step_reports_itself(resumed, model):
     expected = """step wall_s reward/mean loss grad_norm weights/version staleness/mean staleness/max is_ratio/mean is_ratio/clipped_fraction
-        time/train_s time/generate_s time/sync_s time/sync_pause_s time/trainer_wait_s time/generator_wait_s samples_per_s tokens_per_s
-        sync/bytes sync/audit_ok staleness/rejected time/due_wait_s prompts/buffered""".split()
+        time/train_s time/generate_s time/sync_s time/sync_pause_s time/sync_longest_pause_s time/trainer_wait_s time/generator_wait_s
+        samples_per_s tokens_per_s sync/bytes sync/audit_ok staleness/rejected time/due_wait_s prompts/buffered""".split()
     table = rows(resumed.run_dir)
     for row in table:
         assert set(expected) <= row.keys()
@@ -104,6 +119,10 @@ def test_every_step_reports_itself(resumed):
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= 2
         assert all(row[key] >= 0 for key in expected if key.startswith("time/"))
     assert [row["staleness/max"] for row in resumed.before[:3]] == [0, 1, 1], "capacity 1 runs one step behind"
+    assert all(row["time/sync_longest_pause_s"] == row["time/sync_pause_s"] > 0 for row in resumed.before)
+    assert all(0 < row["time/sync_longest_pause_s"] < row["time/sync_pause_s"] for row in table[resumed.start :])
+    pauses = [event for event in trace(resumed.run_dir) if event["name"] == "pause for weights 6"]
+    assert [event["args"]["group"] for event in pauses] == list(range(layers(model)))
     assert "pass@1" in resumed.second.stdout
     for name in ("config.yaml", "report.png", "trace.json", "rollouts/step_000005.txt", "logs/trainer.1.log", "eval/version_000006.json"):
         assert (resumed.run_dir / name).stat().st_size > 0, name

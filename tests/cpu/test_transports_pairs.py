@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from remote_object import RemoteObject
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
-from megarl.generator import update
+from megarl.generator.audit import AuditError, compare
 from megarl.generator.opening import Opened, open_engines
+from megarl.generator.update import WeightUpdate
+from megarl.generator.workers import Workers, connect, divide
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.nodes import Relay
+from megarl.reshard.schedule import groups
 from megarl.transports import mooncake
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
 
@@ -49,7 +53,7 @@ class Run:
         key.save(folder / "key")
         self.hub = Hub("generator.0", key)
         self.clients = [PipedEngine(process) for process in self.engines]
-        self.workers = update.Workers(self.clients, 1, self.hub, TIMEOUT_S)
+        self.workers = Workers(self.clients, 1, self.hub, TIMEOUT_S)
 
     def do(self, coroutine: Any) -> Any:
         try:
@@ -61,7 +65,7 @@ class Run:
     def open(self) -> Opened:
         for process, host in zip(self.engines, self.engine_hosts):
             process.call("move_to", host)
-        hosts = self.do(update.connect(self.workers, str(self.folder / "key")))
+        hosts = self.do(connect(self.workers, str(self.folder / "key")))
         assert hosts == self.engine_hosts
         self.opened = self.do(open_engines(self.workers, self.weights, plain_map(), self.trainer_hosts, hosts))
         texts = [endpoint.encode() for endpoint in self.opened.endpoints]
@@ -70,13 +74,31 @@ class Run:
             process.start("connect", self.weights.transport, host, texts, self.opened.ranks_per_host)
         return self.opened
 
-    def update(self, seed: int) -> list[dict[int, int]]:
+    def update(self, seed: int, group_bytes: int | None = None) -> list[Counter[int]]:
         """Bytes sent by each trainer rank, by generator rank. Audited, and compared with the model itself."""
+        group_of = groups(plain_map(), group_bytes)
+        self.do(divide(self.workers, plain_map().destination, group_of))
         for process in self.engines:
             process.call("scramble")
+        session = WeightUpdate(self.workers)
+        by_rank: list[Counter[int]] = [Counter() for _ in self.trainers]
+        for session.group in range(group_of[-1] + 1):
+            shares = []
+            for count, (sent, own) in zip(by_rank, self.update_group(seed, group_bytes, session)):
+                count.update(sent)
+                shares.append(own)
+            self.do(session.audit(shares, self.opened.map, [r for r in self.opened.relays if group_of[r.depth] == session.group]))
+        for rank, process in enumerate(self.engines):
+            memory = process.call("memory")
+            expected = shards(plain_map().destination, rank, seed)
+            assert memory.keys() == expected.keys()
+            assert [name for name in memory if not np.array_equal(memory[name], bits(expected[name]))] == []
+        return by_rank
+
+    def update_group(self, seed: int, group_bytes: int | None, session: WeightUpdate) -> list[Any]:
+        """What each trainer rank says of it."""
         for process in self.trainers:
-            process.start("write", seed)
-        session = update.WeightUpdate(self.workers)
+            process.start("write", seed, group_bytes, session.group)
         if self.opened.kinds.intersection(TWO_SIDED):
             self.do(session.receive())
         while self.connecting:
@@ -86,13 +108,7 @@ class Run:
             self.do(session.spread())
         if self.opened.relays:
             self.do(session.pass_on())
-        self.do(session.audit([shares for _, shares in sent], self.opened.map, self.opened.relays))
-        for rank, process in enumerate(self.engines):
-            memory = process.call("memory")
-            expected = shards(plain_map().destination, rank, seed)
-            assert memory.keys() == expected.keys()
-            assert [name for name in memory if not np.array_equal(memory[name], bits(expected[name]))] == []
-        return [by_rank for by_rank, _ in sent]
+        return sent
 
     def close(self) -> None:
         for process in self.trainers:
@@ -126,8 +142,8 @@ def test_each_pair_has_its_own_transport(processes, tmp_path, network):
     a, b = host("a", network), host("b", network)
     with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b]) as both:
         assert both.opened.kinds == {SHARED_MEMORY, network} and not both.opened.relays
-        for seed in (1, 2):
-            by_rank = both.update(seed)
+        for seed, group_bytes in ((1, None), (2, 1)):
+            by_rank = both.update(seed, group_bytes)
         assert all(by_rank[trainer][engine] > 0 for trainer in range(TRAINERS) for engine in range(ENGINES))
 
 
@@ -137,8 +153,8 @@ def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, 
     with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b]) as far:
         assert far.opened.kinds == {network} and far.opened.ranks_per_host == ENGINES
         of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
-        for seed in (1, 2):
-            by_rank = far.update(seed)
+        for seed, group_bytes in ((1, None), (2, 1)):
+            by_rank = far.update(seed, group_bytes)
             assert sum(sum(sent.values()) for sent in by_rank) == of_one_engine
         assert {relay.source_rank for relay in far.opened.relays} == {0, 1}  # they share the load
 
@@ -162,7 +178,7 @@ def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(proce
 def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     map, relay = plain_map(), Relay(0, 1, "model.norm.weight", 4, 128)
     shares = [{0: {"model.norm.weight": 7}}]
-    update.compare([{"model.norm.weight": 7}, {"model.norm.weight": 7}], shares, map, [relay])
+    compare([{"model.norm.weight": 7}, {"model.norm.weight": 7}], shares, map, [relay])
     found = "model.norm.weight on generator rank 1 is not what trainer rank 0 sent, passed on by generator rank 0"
-    with pytest.raises(update.AuditError, match=found):
-        update.compare([{"model.norm.weight": 7}, {"model.norm.weight": 8}], shares, map, [relay])
+    with pytest.raises(AuditError, match=found):
+        compare([{"model.norm.weight": 7}, {"model.norm.weight": 8}], shares, map, [relay])

@@ -24,11 +24,12 @@ from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.config.errors import ConfigError
 from megarl.generator.quantization import server_arguments
-from megarl.generator.update import LayoutError, Workers, connect, settle_layout
+from megarl.generator.workers import Workers, connect, settle_layout
 from megarl.messaging.link import Hub, RunKey
 from megarl.models import llama
 from megarl.models.registry import load_spec
 from megarl.plan.topology import GeneratorTopology
+from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.transports.mooncake import open_engine
@@ -176,7 +177,7 @@ async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
 def test_engine_holds_the_export_as_the_reference_quantises_it(
     setting: Setting, layout: str, engines, trainers, key_file, tmp_path, record_property
 ):
-    kinds = [(0, SHARED_MEMORY), *((1, kind) for kind in TRANSPORTS)]
+    kinds = [(0, SHARED_MEMORY), *((1, kind) for kind in TRANSPORTS)]  # version 0 a layer at a time, version 1 at once
     record_property("matrix", (str(setting), layout, TRANSPORTS))
     synced = engines.of(setting)
     with contextlib.ExitStack() as stack:
@@ -187,7 +188,7 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
             trainer=setting.trainer(layout),
             tp=setting.tp,
             ep=setting.ep,
-            syncs=[Sync(version, kind, hub.address) for (version, kind), hub in zip(kinds, hubs)],
+            syncs=[Sync(version, kind, hub.address, in_groups=version == 0) for (version, kind), hub in zip(kinds, hubs)],
             key_file=str(key_file),
             port=free_port(),
             folder=str(tmp_path),
@@ -213,7 +214,7 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
     """One update into noise, audited."""
     generator.set_version(sync.version - 1)
     generator.scramble()
-    generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
+    generator.take(receiver(job.plan(sync.transport, sync.in_groups), hub, job.key_file))
     return generator.memory(), generator.score(SEQUENCES)
 
 

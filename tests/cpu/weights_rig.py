@@ -22,7 +22,8 @@ from megarl.messaging.link import Hub, RunKey
 from megarl.channels.weights_receiver import WeightsReceiver
 from megarl.generator.client import EngineClient
 from megarl.generator.fleet import Fleet
-from megarl.generator.update import Workers, connect, open_memory
+from megarl.generator.memory import open_memory
+from megarl.generator.workers import Workers, connect
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
@@ -131,6 +132,9 @@ class Generator:
 
     async def hold(self) -> None:
         """Nothing is running."""
+
+    def stand_still(self, still: bool) -> None:
+        """Nobody counts idle time."""
 
     def release(self, version: int) -> None:
         self.version = version

@@ -19,6 +19,7 @@ import torch
 
 from megarl.messaging.link import Peer, RunKey
 from megarl.config.schema import (
+    AsyncConfig,
     GeneratorConfig,
     ModelConfig,
     ObserveConfig,
@@ -43,6 +44,7 @@ class Sync(msgspec.Struct, frozen=True):
     version: int
     transport: str
     hub: str  # where its receiving end listens
+    in_groups: bool = False  # weights.apply=in_flight, a layer at a time
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -62,7 +64,7 @@ class Job(msgspec.Struct, frozen=True):
     def export(self) -> Path:
         return Path(self.folder) / "export"
 
-    def plan(self, transport: str = "auto") -> RunPlan:
+    def plan(self, transport: str = "auto", in_groups: bool = False) -> RunPlan:
         """The run of these trainer ranks with one such engine."""
         config = RunConfig(
             model=ModelConfig(path=self.model, dtype=self.dtype),
@@ -70,7 +72,8 @@ class Job(msgspec.Struct, frozen=True):
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
-            weights=WeightsConfig(transport=transport),
+            weights=WeightsConfig(transport=transport, **(dict(apply="in_flight", group_bytes=1) if in_groups else {})),
+            async_=AsyncConfig(partial_rollout="in_flight" if in_groups else "block"),
             observe=ObserveConfig(probe_every=0, tensorboard=False),
             timeouts=TimeoutConfig(DEADLINE_S, DEADLINE_S, self.weights_s, DEADLINE_S),
             run_dir=self.folder,
@@ -132,7 +135,7 @@ def work(rank: int, job: Job) -> None:
             executor.step()
             executor.trainer.export_hf(str(job.export), job.model)
         links.append(Peer(f"trainer.{rank}", key, sync.hub))
-        senders.append(WeightsSender(job.plan(sync.transport), links[-1]))
+        senders.append(WeightsSender(job.plan(sync.transport, sync.in_groups), links[-1]))
         senders[-1].send(executor)
     for end in [*senders, *links]:
         end.close()

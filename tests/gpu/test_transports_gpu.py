@@ -8,7 +8,7 @@ import pytest
 import torch
 from remote_object import RemoteObject
 
-from megarl.generator.update import open_store
+from megarl.generator.memory import open_store
 from megarl.messaging.host import Host
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy

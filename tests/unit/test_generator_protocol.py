@@ -15,21 +15,44 @@ import pytest
 import torch
 
 from megarl.generator import commands
-from megarl.generator.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
+from megarl.generator.commands import Audit, Connect, Divide, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.generator.update import AuditError, LayoutError, Workers, check_layout, compare
+from megarl.generator.audit import AuditError, compare
 from megarl.generator.wire import content_of, tensor_payload
-from megarl.generator.worker_loader import as_arranged
+from megarl.generator.worker_loader import Worker, as_arranged
+from megarl.generator.workers import Workers, check_layout
+from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import LocalTensor
+from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.reshard.nodes import Relay
 from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming
 
 SETTINGS = EngineSettings("models/x", "float32", port=1234, context_length=64, max_running_requests=8, tp=2, device="cpu", cores=(0, 1))
+
+
+def test_post_load_work_of_a_group_is_done_on_what_it_has_written_and_nothing_else():
+    """It may not bear to be done twice: each weight has been through it when the next group arrives."""
+    layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)) for _ in range(3))
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "layers": layers})
+    worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
+
+    def processed() -> list[str]:
+        return [name for name, module in worker.arrived_part(model).named_modules() if not list(module.children())]
+
+    everything = processed()
+    assert len(everything) == 7
+    worker.audit(parameters, Audit())
+    assert processed() == everything, "an update at once"
+    worker.divide(parameters, Divide({name: 1 if "layers.2" in name else 0 for name in parameters}))
+    assert worker.audit(parameters, Audit(0)).keys() == {name for name in parameters if "layers.2" not in name}
+    assert processed() == [name for name in everything if "layers.2" not in name]
+    assert processed() == everything, "a session of somebody else"
+    assert worker.audit(parameters, Audit(1)).keys() == {name for name in parameters if "layers.2" in name}
+    assert processed() == ["layers.2.0", "layers.2.1"]
 
 
 def test_server_command_keeps_keys_out_of_argv():

@@ -1,0 +1,88 @@
+"""The engines' memory, opened to the trainer ranks' writes: once, before the first update, by every kind of transport in use."""
+
+from __future__ import annotations
+
+import socket
+from typing import Collection, Mapping, Optional
+
+import msgspec
+import torch.distributed as dist
+
+from megarl.generator import commands
+from megarl.generator.commands import Command, ExpectMessages, Register, ShareDevice, ShareMemory
+from megarl.generator.workers import Workers
+from megarl.reshard.box import Box
+from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.schedule import lands, waves
+from megarl.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY, TWO_SIDED, Endpoint, Members
+from megarl.transports.choice import Pairs, mooncake_protocol, this_host
+from megarl.transports.two_sided import Incoming
+
+Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it
+
+
+async def open_memory(
+    workers: Workers, kind: str, map: Optional[ReshardMap], writers: Optional[Writers] = None, protocol: Optional[str] = None
+) -> list[Endpoint]:
+    """Makes the live parameters writable by transports of `kind`, once; the endpoint of every generator rank in `writers`.
+
+    `writers` says which trainer ranks will write to which generator ranks in this way; None: all to all. `protocol` is Mooncake's;
+    None: what this host would use. `map` may be None for memory that is only mapped. Needs an open update session.
+    """
+    if writers is None:
+        writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
+    if kind == SHARED_MEMORY:
+        command: Command = ShareMemory()
+    elif kind == CUDA_IPC:
+        command = ShareDevice()
+    elif kind == MOONCAKE:
+        landing = {rank: _landing(map, rank, senders) for rank, senders in writers.items()}
+        command = Register(protocol or mooncake_protocol([this_host()]), landing)
+    else:
+        command = _meeting(workers, kind, map, writers)
+    opened = [msgspec.msgpack.decode(payload, type=commands.Opened) for payload in await workers.run_all(command)]
+    return [endpoint for endpoint in opened if endpoint is not None and endpoint.rank in writers]
+
+
+async def open_memories(workers: Workers, pairs: Pairs, map: ReshardMap, protocol: str) -> list[Endpoint]:
+    """Opens every generator rank in all ways that `pairs` asks for. Sharing moves parameters, so it comes before what pins them."""
+    endpoints: list[Endpoint] = []
+    for kind in (SHARED_MEMORY, CUDA_IPC, MOONCAKE, *TWO_SIDED):
+        of_rank = {rank: [t for t, each in enumerate(kinds) if each == kind] for rank, kinds in enumerate(pairs)}
+        writers = {rank: trainers for rank, trainers in of_rank.items() if trainers}
+        if writers:
+            endpoints += await open_memory(workers, kind, map, writers, protocol)
+    return endpoints
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """Listens on `host` alone; by itself torch would listen on every interface."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _landing(map: ReshardMap, rank: int, senders: Collection[int]) -> list[tuple[str, Box]]:
+    shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
+    return [
+        (copy.destination_tensor, copy.destination_box)
+        for copy in map.writes_to(rank)
+        if copy.source_rank in senders and lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])
+    ]
+
+
+def _meeting(workers: Workers, kind: str, map: ReshardMap, writers: Writers) -> ExpectMessages:
+    host = workers.hub.address.rpartition("/")[2].rpartition(":")[0]
+    workers.stores[kind] = open_store(host)
+    trainers = sorted({rank for senders in writers.values() for rank in senders})
+    members = Members(tuple(trainers), tuple(sorted(writers)), waves(map))
+    incoming = {
+        rank: [
+            Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, members.waves[copy.depth])
+            for copy in map.writes_to(rank)
+            if copy.source_rank in senders
+        ]
+        for rank, senders in writers.items()
+    }
+    return ExpectMessages(kind, f"{host}:{workers.stores[kind].port}", members, incoming, workers.timeout_s)
