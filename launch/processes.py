@@ -114,8 +114,11 @@ class ProcessGroup:
             self._children[name].send_signal(signal.SIGUSR1)
         time.sleep(0.5)
 
-    def stop(self, grace_s: float = 5.0) -> None:
-        """Ends every child and all of their descendants: SIGTERM, then SIGKILL after `grace_s`. Those that defer SIGTERM get no grace."""
+    def stop(self, grace_s: float = 1.0) -> None:
+        """Ends every child and all of their descendants: SIGTERM, then SIGKILL after `grace_s`. Those that defer SIGTERM get no grace.
+
+        An engine has nothing to save; SGLang looks for a SIGTERM every 5 s only, so there is no use in waiting for it.
+        """
         self._signal_all(signal.SIGTERM)
         for name in self._defers_termination & self._children.keys():
             self._signal(self._children[name], signal.SIGKILL)

@@ -14,9 +14,10 @@ per channel for experts.
 from __future__ import annotations
 
 import json
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
-import torch
+if TYPE_CHECKING:  # the launcher imports this module, and torch takes seconds
+    import torch
 
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True, "symmetric": True}
 _WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

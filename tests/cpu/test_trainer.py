@@ -72,7 +72,6 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
         *(checkpoint("save", name, layout) for name, (_, layout, _) in CHECKPOINTS.items()), *loads(2),
         dict(run="init", name="init.tp2", model=untied, topology=dict(tp=2), seed=3),
         train("tp2", tp=2), train("dp2", dp=2), logprobs(2),
-        dict(run="full_disk", name="full_disk", model=untied, topology=dict(tp=2), run_dir=str(out / "full_disk")),
     ])  # fmt: skip
     spawn(1, out, [
         *gradients(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,26 +17,20 @@ DEADLINE_S = 150
 
 
 def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0) -> None:
-    plan = out / f"scenarios.{world_size}.json"
+    plan, worker = out / f"scenarios.{world_size}.json", Path(__file__).with_name("trainer_worker.py")
     plan.write_text(json.dumps(scenarios))
-    worker = Path(__file__).with_name("trainer_worker.py")
-    logs = [out / f"world{world_size}.{rank}.log" for rank in range(world_size)]
-    processes = []
+    command = [sys.executable, str(worker), str(world_size), str(out / f"rendezvous.{world_size}"), str(plan), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, str(worker), str(rank), str(world_size), str(out / f"rendezvous.{world_size}"), str(plan), str(out)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            output = dict(stdout=log.open("w"), stderr=subprocess.STDOUT)
-            processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **output))
-        for process in processes:
-            process.wait(timeout=DEADLINE_S)
+        said, _ = ranks.communicate(timeout=DEADLINE_S)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    for process, log in zip(processes, logs):
-        assert process.returncode == expected_status, log.read_text()[-4000:]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    assert ranks.returncode == 0, said
+    for rank, status in enumerate(json.loads(said.splitlines()[-1])):
+        assert status == expected_status, (out / f"world{world_size}.{rank}.log").read_text()[-4000:]
 
 
 def saved(runs: Path, name: str) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""One rank of a real gloo trainer, for test_trainer.py: runs a list of scenarios and saves what it saw.
+"""The ranks of a real gloo trainer, for test_trainer.py: they run a list of scenarios and save what they saw.
 
-    trainer_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE SCENARIOS_JSON OUT_DIR
+    trainer_worker.py WORLD_SIZE RENDEZVOUS_FILE SCENARIOS_JSON OUT_DIR
 
-Scenarios run one after another in the same processes, each with a new MegatronTrainer. What a scenario function returns is
+Ranks are forked once everything is imported, and write to OUT_DIR/world<size>.<rank>.log. Scenarios run one after another in the same processes, each with a new MegatronTrainer. What a scenario function returns is
 saved as OUT_DIR/<scenario name>.<rank>.pt.
 """
 
@@ -290,16 +290,30 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, world_size, rendezvous, scenarios, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    torch.set_num_threads(1)
+    world_size, rendezvous, scenarios, out = int(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text()), Path(sys.argv[4])
     cpu_support.install()
+    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all ranks
+
+    ranks = []
+    for rank in range(world_size):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            log = os.open(out / f"world{world_size}.{rank}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, sys.stdout.fileno())
+            os.dup2(log, sys.stderr.fileno())
+            return run(rank, world_size, rendezvous, scenarios, out)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]))
+
+
+def run(rank: int, world_size: int, rendezvous: str, scenarios: list[dict[str, Any]], out: Path) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
     )
-    for scenario in json.loads(Path(scenarios).read_text()):
+    for scenario in scenarios:
         began = time.monotonic()
-        found = globals()["scenario_" + scenario["run"]](scenario, Path(out))
-        torch.save(found, Path(out) / f"{scenario['name']}.{rank}.pt")
+        found = globals()["scenario_" + scenario["run"]](scenario, out)
+        torch.save(found, out / f"{scenario['name']}.{rank}.pt")
         print(f"{scenario['name']} {time.monotonic() - began:.2f} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -46,6 +46,21 @@ def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
     assert done.stderr == "megarl: bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1\n[]\n"
 
 
+def test_launching_imports_no_torch() -> None:
+    """A run begins seconds earlier so."""
+    done = fresh_python("""
+        import sys
+        from importlib.metadata import version
+        from megarl.generator import cpu_support
+        from megarl.launch import commands
+        import megarl.observe.report
+        if version("torch").endswith("+cpu"):  # else it is asked whether there is a GPU
+            cpu_support.cuda_available()
+        print(sorted({"torch", "sglang", "megatron", "transformers", "datasets", "matplotlib"} & set(sys.modules)))
+    """)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_bad_config_ends_with_2_before_any_heavy_import(run_yaml: Path) -> None:
     done = fresh_python(MAIN_AND_IMPORTS, "train", str(run_yaml), "trainer.tp=3", "rollout.n=1")
     assert done.returncode == 2 and done.stdout == ""

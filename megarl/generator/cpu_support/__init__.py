@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import sys
@@ -19,6 +20,8 @@ _STAND_IN = "sgl_kernel"
 
 
 def cuda_available() -> bool:
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return False  # without importing it, which takes seconds
     import torch
 
     return torch.cuda.is_available()

@@ -1,0 +1,15 @@
+"""Rollouts that leave the machine's cores free most of the time: for tests of what happens beside a run."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megarl.environments.base import RolloutContext
+from megarl.environments.single_turn import single_turn
+from megarl.generator.completions import Sampling
+from megarl.types import Prompt, Sample
+
+
+async def after_a_second(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
+    await asyncio.sleep(1)
+    return await single_turn(context, prompt, sampling, n)
