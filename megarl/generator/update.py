@@ -29,7 +29,7 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.nodes import Relay
 from megarl.types import Version
 
-Pause = tuple[float, float]  # when it began and when it ended, by time.perf_counter
+Pause = tuple[float, float]  # when the first engine had stopped, and when the last went on, by time.perf_counter
 
 
 class VersionError(RuntimeError):
@@ -58,10 +58,16 @@ class WeightUpdate:
         self._serving = serving
         if serving is not None:
             await self._check_versions(serving, "was it restarted since the last update?")
-        self._began = time.perf_counter()
         mode = "in_place" if self.in_place else "retract"
         await self._each(lambda engine: engine.pause(self.workers.timeout_s, mode))
-        await self._each(lambda engine: engine.begin_update(self.workers.timeout_s))
+        stopped: list[float] = []
+
+        async def begin(engine: EngineClient) -> None:
+            await engine.begin_update(self.workers.timeout_s)  # answered when the step that still ran is over
+            stopped.append(time.perf_counter())
+
+        await self._each(begin)
+        self._began = min(stopped, default=time.perf_counter())
 
     async def let_go(self) -> None:
         """A group is in place, and others are to follow: ends the session, so that post-load work runs, and resumes.
