@@ -32,8 +32,8 @@ from megarl.models.registry import load_spec
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import trainer_layout
+from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.types import Batch, Group, Ordinal, Prompt, Sample, Version
 
 SPEC = {  # of no consequence: the channels ask for the map of some model

@@ -17,12 +17,12 @@ import torch
 from megarl.bench.sync_gather import Gather
 from megarl.bench.sync_media import BareMedia
 from megarl.models.registry import load_spec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import Layout
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import batches_from
+from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.transports.base import Endpoint, Sent, Transport, send, shapes_of
 from megarl.transports.choice import transport_class
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, indivisible, round_up, whole
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 _QKV, O = tuple(_L + f"self_attn.{x}_proj." for x in "qkv"), _L + "self_attn.o_proj.weight"

@@ -9,7 +9,7 @@ from megarl.models import attention, mlp, vocabulary
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 
 def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:

@@ -11,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 _PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}

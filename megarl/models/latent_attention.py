@@ -9,7 +9,7 @@ from megarl.config.errors import ConfigError
 from megarl.models.attention import INPUT_NORM
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, indivisible, whole
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 _A = "model.layers.{layer}.self_attn."
 Q_DOWN, Q_UP, KV_UP, O = (_A + f"{x}_proj.weight" for x in ("q_a", "q_b", "kv_b", "o"))

@@ -7,7 +7,7 @@ from typing import Optional
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 POST_NORM = _L + "post_attention_layernorm.weight"

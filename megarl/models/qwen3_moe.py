@@ -7,7 +7,7 @@ from megarl.models.dense import read_common
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODULE = "mlp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import FIRST, LAST, LogicalTensor, Parameter, Part, indivisible, padded_vocab_size, round_up, whole
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 SGLANG_PADDING = 64  # rows; sglang/srt/layers/vocab_parallel_embedding.py

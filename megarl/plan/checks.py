@@ -12,7 +12,7 @@ from megarl.models import ModelSpec
 from megarl.models.parameters import round_up
 from megarl.plan.quantisation import check_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
-from megarl.plan.topology import DP_ATTENTION_FAMILIES
+from megarl.topology import DP_ATTENTION_FAMILIES
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]

@@ -9,7 +9,7 @@ from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD, Parameter
 from megarl.models.registry import family
-from megarl.plan.topology import GeneratorTopology
+from megarl.topology import GeneratorTopology
 
 BLOCK = 128  # rows and columns of fp8_block
 _DECIDED = ("json_model_override_args", "load_format")  # by which SGLang is told the format

@@ -13,9 +13,9 @@ from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST
 from megarl.models.registry import family
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
 from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from megarl.config.errors import ConfigError
 from megarl.models.parameters import FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, indivisible, whole
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor, Piece
 from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 from megarl.reshard.scales import with_scales
 from megarl.reshard.shards import flat_shards, local_tensor
+from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 
 __all__ = ["Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "stage_of_layer", "trainer_layout"]
 

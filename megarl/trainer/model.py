@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import TrainerTopology
+from megarl.topology import TrainerTopology
 from megarl.trainer.layers import CausalAttention, RMSNorm
 from megarl.trainer.norm_names import norm_names
 from megarl.trainer.supported import rope_type

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megarl.plan.topology import TrainerTopology
+from megarl.topology import TrainerTopology
 
 
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:

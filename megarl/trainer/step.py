@@ -25,8 +25,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megarl.algorithms.base import LossOutput
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import trainer_layout
+from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
 from megarl.trainer.logprobs import token_logprobs
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches

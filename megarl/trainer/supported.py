@@ -5,8 +5,8 @@ from __future__ import annotations
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
 from megarl.plan.checks import ROPE_TYPES, TRAINED_FAMILIES
-from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import trainer_layout
+from megarl.topology import TrainerTopology
 
 DTYPES = ("float32", "bfloat16")
 

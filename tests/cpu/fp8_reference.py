@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.generator.quantization import CONFIGS
 from megarl.models import ModelSpec
-from megarl.plan.topology import GeneratorTopology
+from megarl.topology import GeneratorTopology
 
 _SMALLEST_AMAX = 2.0**-40 * (1 + 13 / 128)
 TILES: dict[str, tuple[Optional[int], Optional[int], float]] = {  # rows, columns (None: all), floor of the amax

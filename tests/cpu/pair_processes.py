@@ -15,11 +15,11 @@ from remote_object import RemoteObject
 from megarl.generator import commands
 from megarl.messaging.host import Host
 from megarl.models import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import Layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import relayed
 from megarl.reshard.schedule import groups, writes_by_group
+from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.pairwise import PairwiseTransport
 

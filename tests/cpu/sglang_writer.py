@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.models.registry import load_spec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
+from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.choice import transport_class
 from megarl.transports.shared_memory import SharedMemoryTransport

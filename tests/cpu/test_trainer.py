@@ -20,7 +20,7 @@ from trainer_worker import sequences
 from transformers import AutoModelForCausalLM  # after trainer_reference, which makes it importable without CUDA
 
 from megarl.executors.checkpoints import checkpoint_path, complete_checkpoints
-from megarl.plan.topology import TrainerTopology
+from megarl.topology import TrainerTopology
 
 BF16: list[tuple[str, dict[str, int]]] = [("untied", dict(tp=2)), ("mixtral", dict(dp=2, ep=2))]
 ADAM: dict[str, Any] = dict(

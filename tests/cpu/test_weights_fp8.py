@@ -28,9 +28,9 @@ from megarl.generator.workers import Workers, connect, settle_layout
 from megarl.messaging.link import Hub, RunKey
 from megarl.models import llama
 from megarl.models.registry import load_spec
-from megarl.plan.topology import GeneratorTopology
 from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
+from megarl.topology import GeneratorTopology
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.transports.mooncake import open_engine
 

@@ -11,8 +11,8 @@ from trainer_worker import DENOMINATOR, TEMPERATURE, sequences
 
 from megarl.generator import cpu_support
 from megarl.models.registry import load_spec
-from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import hf_layout, trainer_layout
+from megarl.topology import TrainerTopology
 from megarl.types import TrainSequence
 
 cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA

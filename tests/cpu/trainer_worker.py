@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megarl.algorithms.base import LossOutput
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.registry import load_spec
-from megarl.plan.topology import TrainerTopology
+from megarl.topology import TrainerTopology
 from megarl.trainer import cpu_support, hf_io
 from megarl.types import TrainSequence
 

@@ -10,7 +10,7 @@ import torch
 
 from megarl.models import ModelSpec
 from megarl.models.parameters import padded_vocab_size
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 HF = dict[str, torch.Tensor]
 

@@ -7,8 +7,8 @@ import pytest
 from megarl.generator.opening import ranks_per_host
 from megarl.messaging.host import Host
 from megarl.models import ModelSpec
-from megarl.plan.topology import GeneratorTopology
 from megarl.reshard.layout import generator_layout
+from megarl.topology import GeneratorTopology
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 

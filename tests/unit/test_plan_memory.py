@@ -18,8 +18,8 @@ from megarl.planner.hardware import GIB, GPUS
 from megarl.planner.sizes import elements, generator_weights, rank_bytes, stages_held, trainer_held
 from megarl.planner.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
 from megarl.planner.workload import Workload
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 H100 = GPUS["H100"]

@@ -17,9 +17,9 @@ from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.plan.checks import check_pipeline, check_tensor_parallel
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.topology import TrainerTopology
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.topology import TrainerTopology
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072

@@ -16,7 +16,6 @@ from reshard_reference import HF, full_tensors, megatron, sglang
 
 from megarl.models import ModelSpec
 from megarl.models.registry import family
-from megarl.plan.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.reshard.amax import amax_parts, peers
 from megarl.reshard.audit import MASK, hash_slice, hash_tensor
 from megarl.reshard.execute import AmaxTable, apply_copy, payload
@@ -26,6 +25,7 @@ from megarl.reshard.proof import prove_copies, prove_exactly_once
 from megarl.reshard.quantise import quantise
 from megarl.reshard.quantise_rules import CHANNEL, TENSOR, Rule, block_rule
 from megarl.reshard.schedule import batches_from
+from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}

@@ -11,17 +11,17 @@ import pytest
 from msgspec import structs
 
 from megarl.models import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.box import Box
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
+from megarl.reshard.relays import relayed
 from megarl.reshard.report import to_json
 from megarl.reshard.rows import Holder, Row, coalesce
-from megarl.reshard.relays import relayed
 from megarl.reshard.schedule import batches_from, batches_to, depth_bytes, groups, writes_by_group
 from megarl.reshard.table import render
 from megarl.reshard.turns import Service
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 TINY = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)

@@ -10,7 +10,6 @@ import torch
 from reshard_reference import full_tensors, megatron, sglang
 
 from megarl.models import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.box import Box
 from megarl.reshard.execute import apply_copy
 from megarl.reshard.layout import generator_layout, trainer_layout
@@ -18,6 +17,7 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.nodes import Nodes, forward_inside_nodes
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import lands, messages
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 

@@ -9,7 +9,6 @@ import torch
 from msgspec import structs
 
 from megarl.models import ModelSpec
-from megarl.plan.topology import GeneratorTopology, TrainerTopology
 from megarl.reshard.amax import amax_parts, peers
 from megarl.reshard.box import Box
 from megarl.reshard.execute import AmaxTable, payload
@@ -17,6 +16,7 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
 from megarl.reshard.quantise_rules import CHANNEL, block_rule
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 DENSE = ModelSpec("llama", 2, 12, 24, 8, 4, 4, 100, 64, False, 1e-6, 1e4)
 MOE = dataclasses.replace(DENSE, family="mixtral", intermediate_size=0, num_experts=4, expert_intermediate_size=24)

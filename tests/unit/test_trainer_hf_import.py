@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
-from megarl.plan.topology import TrainerTopology
 from megarl.reshard.layout import hf_layout, trainer_layout
+from megarl.topology import TrainerTopology
 from megarl.trainer.hf_io import load_hf
 
 SPEC = ModelSpec("llama", 2, 16, 24, 4, 2, 4, 11, 64, False, 1e-5, 10000.0)

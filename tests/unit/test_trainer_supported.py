@@ -11,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.models.registry import load_spec
 from megarl.plan.resolve import resolve
-from megarl.plan.topology import TrainerTopology
+from megarl.topology import TrainerTopology
 from megarl.trainer.supported import check_supported
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
