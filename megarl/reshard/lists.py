@@ -9,60 +9,63 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 import numpy as np
 
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
 from megarl.reshard.box import Box
 from megarl.reshard.copies import Copy, Quantisation
-from megarl.reshard.kinds import Kind, LocalTensor, Seats
+from megarl.reshard.kinds import Kind, Layout, LocalTensor, Seats
 from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import ZEROS, Holder, Row
 from megarl.reshard.scales import of_whole_tensor
-
-if TYPE_CHECKING:
-    from megarl.reshard.map import ReshardMap
+from megarl.reshard.turns import Turns
 
 Shelf = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list that such copies belong to
 _Served = list[tuple[int, int, int, int]]  # instance, index into row.holders, sender, receiver; by instance
 
 
-def sent(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+def sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
     """What `rank` of the source sends, in forward order: by depth, then as rows stand."""
-    depths = _depths(map)
-    put_sent(map, rank, rows, lambda depth, sender, receiver: depths[depth])
+    depths = _depths(turns)
+    put_sent(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
     return list(chain.from_iterable(depths))
 
 
-def received(map: ReshardMap, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+def received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
     """What `rank` of the destination receives, in forward order."""
-    depths = _depths(map)
-    put_received(map, rank, rows, lambda depth, sender, receiver: depths[depth])
+    depths = _depths(turns)
+    put_received(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
     return list(chain.from_iterable(depths))
 
 
-def put_sent(map: ReshardMap, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
+def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
     """Appends what `rank` of the source sends to the lists that `shelf` gives: each list has its copies as rows stand."""
-    seats = map.source.seats(rank)
+    seats = turns.source.seats(rank)
     own = [row for row in rows if any([(holder.kind, holder.shard) in seats for holder in row.holders])]
-    _write(map, own, shelf, lambda row: _given(map, rank, seats, row))
+    _write(turns, own, shelf, lambda row: _given(turns, rank, seats, row))
 
 
-def put_received(map: ReshardMap, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
+def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
     """The same of what `rank` of the destination receives."""
-    seats = map.destination.seats(rank)
+    seats = turns.destination.seats(rank)
     own = [row for row in rows if (row.kind, row.shard) in seats]
-    _write(map, own, shelf, lambda row: _taken(map, rank, seats, row))
+    _write(turns, own, shelf, lambda row: _taken(turns, rank, seats, row))
 
 
-def _depths(map: ReshardMap) -> list[list[Copy]]:
-    return [[] for _ in range(map.destination.num_layers + 2)]
+def of_experts(destination: Layout, row: Row) -> bool:
+    """Such rows are written out expert by expert."""
+    return destination.kinds[row.kind].shards[row.shard].experts is not None
 
 
-def _given(map: ReshardMap, rank: int, seats: Seats, row: Row) -> _Served:
+def _depths(turns: Turns) -> list[list[Copy]]:
+    return [[] for _ in range(turns.destination.num_layers + 2)]
+
+
+def _given(turns: Turns, rank: int, seats: Seats, row: Row) -> _Served:
     only = row.holders[0] if len(row.holders) == 1 else None
-    service = map.service(row, stages=None if only is None else [stage for stage, _ in seats[only.kind, only.shard]])
+    service = turns.service(row, stages=None if only is None else [stage for stage, _ in seats[only.kind, only.shard]])
     of_class: dict[int, list[tuple[int, int]]] = {}
     own = np.nonzero(service.senders == rank)  # class, replica
     for c, holder, receiver in zip(own[0].tolist(), service.holders[own].tolist(), service.receivers[own].tolist()):
@@ -71,11 +74,11 @@ def _given(map: ReshardMap, rank: int, seats: Seats, row: Row) -> _Served:
     return [(i, h, rank, receiver) for i, c in enumerate(classes) if c in of_class for h, receiver in of_class[c]]
 
 
-def _taken(map: ReshardMap, rank: int, seats: Seats, row: Row) -> _Served:
+def _taken(turns: Turns, rank: int, seats: Seats, row: Row) -> _Served:
     served: _Served = []
     for stage, replica in seats[row.kind, row.shard]:
-        service = map.service(row, replica)
-        here = np.flatnonzero(map.destination.kinds[row.kind].stages == stage)
+        service = turns.service(row, replica)
+        here = np.flatnonzero(turns.destination.kinds[row.kind].stages == stage)
         classes = service.class_of[here]
         senders, holders = service.senders[classes, 0].tolist(), service.holders[classes, 0].tolist()
         served += [(i, h, s, rank) for i, h, s in zip(here.tolist(), holders, senders)]
@@ -106,16 +109,16 @@ class _Share:
         return self._hows[asked]
 
 
-def _write(map: ReshardMap, rows: list[Row], shelf: Shelf, served: Callable[[Row], _Served]) -> None:
+def _write(turns: Turns, rows: list[Row], shelf: Shelf, served: Callable[[Row], _Served]) -> None:
     """`served`: the rank's part in a row, and in all that are served alike."""
     shares: dict[tuple, _Share] = {}
     for row in rows:
-        kind = map.destination.kinds[row.kind]
-        alike = map.destination.depth(kind, 0), kind.first_layer, map.alike(row)
+        kind = turns.destination.kinds[row.kind]
+        alike = turns.destination.depth(kind, 0), kind.first_layer, turns.alike(row)
         if alike not in shares:
             shares[alike] = _share(*alike[:2], shelf, served(row))
         if shares[alike].copies:
-            (_add_experts if row.transform != ZEROS and map.of_experts(row) else _add)(map, row, shares[alike])
+            (_add_experts if row.transform != ZEROS and of_experts(turns.destination, row) else _add)(turns, row, shares[alike])
 
 
 def _share(first_depth: int, first_layer: int, shelf: Shelf, served: _Served) -> _Share:
@@ -130,45 +133,45 @@ def _share(first_depth: int, first_layer: int, shelf: Shelf, served: _Served) ->
     return _Share(layers, copies)
 
 
-def _add(map: ReshardMap, row: Row, share: _Share) -> None:
-    target, transform, box = map.destination.kinds[row.kind], row.transform, row.box
+def _add(turns: Turns, row: Row, share: _Share) -> None:
+    target, transform, box = turns.destination.kinds[row.kind], row.transform, row.box
     dtype, names = target.shards[row.shard].dtype, share.names(target.name)
     if transform == ZEROS:
         for n, _, s, r, depth, put in share.copies:
             put(Copy(s, None, None, r, names[n], box, transform, dtype, depth))
         return
-    origins = [(share.names(map.source.kinds[holder.kind].name), holder.box) for holder in row.holders]
-    hows = _hows(map, row, share)
+    origins = [(share.names(turns.source.kinds[holder.kind].name), holder.box) for holder in row.holders]
+    hows = _hows(turns, row, share)
     for n, h, s, r, depth, put in share.copies:
         source_names, here = origins[h]
         put(Copy(s, source_names[n], here, r, names[n], box, transform, dtype, depth, hows[n]))
 
 
-def _add_experts(map: ReshardMap, row: Row, share: _Share) -> None:
-    target, hows = map.destination.kinds[row.kind], _hows(map, row, share)
+def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
+    target, hows = turns.destination.kinds[row.kind], _hows(turns, row, share)
     dtype, names = target.shards[row.shard].dtype, share.names(target.name)
     made: dict[tuple[int, int], list] = {}  # what goes to one replica goes to another
     for n, h, s, r, depth, put in share.copies:
         if (n, h) not in made:
-            source_name = share.names(map.source.kinds[row.holders[h].kind].name)[n]
-            made[n, h] = list(_of_each_expert(map, row, row.holders[h], source_name, names[n], hows[n]))
+            source_name = share.names(turns.source.kinds[row.holders[h].kind].name)[n]
+            made[n, h] = list(_of_each_expert(turns, row, row.holders[h], source_name, names[n], hows[n]))
         for source_name, here, name, box, how in made[n, h]:
             put(Copy(s, source_name, here, r, name, box, row.transform, dtype, depth, how))
 
 
-def _hows(map: ReshardMap, row: Row, share: _Share) -> Sequence[Optional[Quantisation]]:
+def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Optional[Quantisation]]:
     if row.logical is None:
         return [None] * len(share.layers)
-    weights = map.destination.kinds[row.weights]
+    weights = turns.destination.kinds[row.weights]
     assert weights.rule is not None
     return share.hows(weights.rule, tile_space(weights, row.logical_name), row.logical.start[-2:], row.cut)
 
 
 def _of_each_expert(
-    map: ReshardMap, row: Row, held: Holder, source_name: str, name: str, how: Optional[Quantisation]
+    turns: Turns, row: Row, held: Holder, source_name: str, name: str, how: Optional[Quantisation]
 ) -> Iterator[tuple[str, Box, str, Box, Optional[Quantisation]]]:
     """(source tensor, its box, destination tensor, its box, how) of the row's experts at one layer."""
-    here, there = map.source.kinds[held.kind].shards[held.shard], map.destination.kinds[row.kind].shards[row.shard]
+    here, there = turns.source.kinds[held.kind].shards[held.shard], turns.destination.kinds[row.kind].shards[row.shard]
     assert held.box is not None
     for e in range(row.box.shape[0]):
         source_expert, source_box = _one_expert(here, held.box, e)

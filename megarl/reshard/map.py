@@ -13,10 +13,10 @@ import numpy as np
 from megarl.models.parameters import EXPERT_FIELD
 from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
-from megarl.reshard.lists import received, sent
+from megarl.reshard.lists import of_experts, received, sent
 from megarl.reshard.nodes import Nodes
 from megarl.reshard.rows import ZEROS, Row, coalesce, join
-from megarl.reshard.turns import Service, Turns
+from megarl.reshard.turns import Turns
 
 __all__ = ["Copy", "Quantisation", "ReshardMap", "Summary"]
 
@@ -63,19 +63,19 @@ class ReshardMap:
 
     def copies_from(self, rank: int) -> list[Copy]:
         """What `rank` of the source sends, in forward order."""
-        return sent(self, rank, self.rows)
+        return sent(self.turns, rank, self.rows)
 
     def copies_to(self, rank: int) -> list[Copy]:
         """What `rank` of the destination receives, in forward order."""
-        return received(self, rank, self.rows)
+        return received(self.turns, rank, self.rows)
 
     def writes_from(self, rank: int) -> list[Copy]:
         """`copies_from`, joined."""
-        return sent(self, rank, self.write_rows)
+        return sent(self.turns, rank, self.write_rows)
 
     def writes_to(self, rank: int) -> list[Copy]:
         """`copies_to`, joined."""
-        return received(self, rank, self.write_rows)
+        return received(self.turns, rank, self.write_rows)
 
     @cached_property
     def write_rows(self) -> tuple[Row, ...]:
@@ -95,14 +95,6 @@ class ReshardMap:
                 digest.update(kind.ranks.astype(np.int64).tobytes())
         return digest.hexdigest()
 
-    def service(self, row: Row, replica: Optional[int] = None, stages: Optional[list[int]] = None) -> Service:
-        """Who sends a row to whom: see `Turns.service`."""
-        return self._turns.service(row, replica, stages)
-
-    def alike(self, row: Row) -> tuple:
-        """Rows of which this is equal are served alike: see `Turns.alike`."""
-        return self._turns.alike(row)
-
     def routes(self) -> list[tuple[Row, int]]:
         """Rows of equal route as one, and their bytes at one instance and replica."""
         per_route: dict[tuple, tuple[Row, int]] = {}
@@ -116,7 +108,7 @@ class ReshardMap:
         sent = np.zeros(self.source.world_size, dtype=np.int64)
         received = np.zeros(self.destination.world_size, dtype=np.int64)
         for row, size in self.routes():
-            service = self.service(row)
+            service = self.turns.service(row)
             copies = np.repeat(size * service.sizes, service.senders.shape[1])  # bytes, of each class and replica
             np.add.at(sent, service.senders.ravel(), copies)
             np.add.at(received, service.receivers.ravel(), copies)
@@ -144,15 +136,12 @@ class ReshardMap:
     def times(self, row: Row) -> int:
         """Copies that a row stands for."""
         target = self.destination.kinds[row.kind]
-        apart = row.transform != ZEROS and self.of_experts(row)
+        apart = row.transform != ZEROS and of_experts(self.destination, row)
         return target.instances * target.replicas * (row.box.shape[0] if apart else 1)
 
-    def of_experts(self, row: Row) -> bool:
-        """Rows of experts are written out expert by expert."""
-        return self.destination.kinds[row.kind].shards[row.shard].experts is not None
-
     @cached_property
-    def _turns(self) -> Turns:
+    def turns(self) -> Turns:
+        """Who sends what: which of the ranks that hold a box, to which replica."""
         return Turns(self.source, self.destination, self.rows, self.nodes)
 
 

@@ -21,7 +21,7 @@ def traffic(map: ReshardMap, most_cells: int = MOST_CELLS) -> np.ndarray:
     shape = [-(-layout.world_size // n) for layout, n in zip((map.source, map.destination), per)]
     matrix = np.zeros(shape[0] * shape[1], dtype=np.int64)
     for row, size in map.routes():
-        service = map.service(row)
+        service = map.turns.service(row)
         cells = service.senders // per[0] * shape[1] + service.receivers // per[1]
         np.add.at(matrix, cells, size * service.sizes[:, None])
     return matrix.reshape(shape)

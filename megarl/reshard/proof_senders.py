@@ -18,7 +18,7 @@ def check_senders(map: ReshardMap, row: Row) -> None:
 
     Checked class by class, after the instances of a class are found to live on the same stages.
     """
-    target, service = map.destination.kinds[row.kind], map.service(row)
+    target, service = map.destination.kinds[row.kind], map.turns.service(row)
     seats = len(service.first), target.replicas
     if len(service.class_of) != target.instances or not service.holders.shape == service.senders.shape == seats:
         raise ProofError(f"{target.name}: senders of shape {service.senders.shape} for {target.instances} instances")

@@ -117,7 +117,7 @@ def _runs(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
     """What source rank `rank` sends, in the order it sends."""
     writes: _Writes = defaultdict(list)
-    put_sent(map, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, receiver])
+    put_sent(map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, receiver])
     receivers = map.destination.world_size
     return _batches(writes, waves(map, wave_bytes), rank * receivers // map.source.world_size, receivers)
 
@@ -134,7 +134,7 @@ def writes_by_group(map: ReshardMap, rank: int, group_of: Sequence[int]) -> list
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
     """What destination rank `rank` receives, wave by wave."""
     writes: _Writes = defaultdict(list)
-    put_received(map, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, sender])
+    put_received(map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, sender])
     return _batches(writes, waves(map, wave_bytes), 0, map.source.world_size)
 
 

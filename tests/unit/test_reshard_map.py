@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from megarl.reshard.report import to_json
 from megarl.reshard.rows import Holder, Row, coalesce
 from megarl.reshard.schedule import batches_from, batches_to, depth_bytes, groups, writes_by_group
 from megarl.reshard.table import render
-from megarl.reshard.turns import Service
+from megarl.reshard.turns import Service, Turns
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 TINY = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
@@ -138,9 +139,12 @@ def nobody(service: Service) -> Service:
     ],
 )
 def test_proof_refuses_senders_that_do_not_hold_the_layer_and_other_receivers(damage, message):
-    class Wrong(ReshardMap):
+    class WrongTurns(Turns):
         def service(self, row, replica=None, stages=None):
             return damage(super().service(row, replica, stages))
+
+    class Wrong(ReshardMap):
+        turns = cached_property(lambda map: WrongTurns(map.source, map.destination, map.rows, map.nodes))
 
     map = tiny_map()
     with pytest.raises(ProofError, match=message):
