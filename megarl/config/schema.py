@@ -131,7 +131,9 @@ class AsyncConfig:
         one_of("block", "in_flight", "retract", "abort", "resume"),
     )
     chunk_tokens: Optional[int] = setting(
-        None, "with partial_rollout=resume, most tokens of one request: longer responses are cut there, too; null: a quarter of rollout.max_tokens", at_least(1)
+        None,
+        "with partial_rollout=resume, most tokens of one request: longer responses are cut there, too; null: a quarter of rollout.max_tokens",
+        at_least(1),
     )
 
 

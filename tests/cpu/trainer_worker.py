@@ -2,8 +2,8 @@
 
     trainer_worker.py WORLD_SIZE RENDEZVOUS_FILE SCENARIOS_JSON OUT_DIR
 
-Ranks are forked once everything is imported, and write to OUT_DIR/world<size>.<rank>.log. Scenarios run one after another in the same processes, each with a new MegatronTrainer. What a scenario function returns is
-saved as OUT_DIR/<scenario name>.<rank>.pt.
+Ranks are forked once everything is imported, and write to OUT_DIR/world<size>.<rank>.log. Scenarios run one after another in the same
+processes, each with a new MegatronTrainer. What a scenario function returns is saved as OUT_DIR/<scenario name>.<rank>.pt.
 """
 
 from __future__ import annotations
