@@ -41,7 +41,10 @@ except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
 SHAPE = dict(hidden_size=192, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
-EXPERTS = dict(moe_intermediate_size=256)
+OF_FAMILY = {
+    "qwen2": dict(hidden_size=512),  # its heads are hidden_size / num_attention_heads wide, whatever head_dim says
+    "qwen3_moe": dict(moe_intermediate_size=256),
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": dict(tp=2),
@@ -130,7 +133,7 @@ class Synced:
 @contextlib.contextmanager
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
     folder = folder / str(setting)
-    shape = {**SHAPE, **(EXPERTS if setting.family == "qwen3_moe" else {})}
+    shape = SHAPE | OF_FAMILY.get(setting.family, {})
     checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
     # The engine is given a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
