@@ -57,9 +57,9 @@ def _no_room(plan: RunPlan, mine: NodePlan, parameters: int) -> Iterator[str]:
         yield f"run_dir={plan.config.run_dir} has {free / 2**30:.1f} GiB free; {checkpoints} checkpoints take {needed / 2**30:.1f} GiB"
 
 
-def dead_ports() -> Iterator[str]:
+def dead_ports(devices: Path = INFINIBAND) -> Iterator[str]:
     """An InfiniBand port that is there but down makes NCCL and Mooncake fall back, or hang, without a word."""
-    for state in sorted(INFINIBAND.glob("*/ports/*/state")):
+    for state in sorted(devices.glob("*/ports/*/state")):
         text = state.read_text().strip()
         if not text.endswith("ACTIVE"):
             yield f"InfiniBand port {state.parts[-4]}:{state.parts[-2]} is {text}"

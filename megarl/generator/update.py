@@ -22,8 +22,9 @@ import msgspec
 
 from megarl.generator import commands
 from megarl.generator.audit import compare
-from megarl.generator.client import EngineClient, EngineError
+from megarl.generator.client import EngineClient
 from megarl.generator.commands import Audit, PassOn, Receive, Spread
+from megarl.generator.completions import EngineError
 from megarl.generator.workers import Workers
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.nodes import Relay

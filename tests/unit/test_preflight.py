@@ -28,10 +28,9 @@ def test_nodes_whose_gpus_are_linked_alike_or_not_at_all_pass(text):
     assert list(preflight.dead_nvlinks(text)) == []
 
 
-def test_an_infiniband_port_that_is_down_is_named(tmp_path, monkeypatch):
+def test_an_infiniband_port_that_is_down_is_named(tmp_path):
     for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
         port = tmp_path / device / "ports/1"
         port.mkdir(parents=True)
         (port / "state").write_text(state)
-    monkeypatch.setattr(preflight, "INFINIBAND", tmp_path)
-    assert list(preflight.dead_ports()) == ["InfiniBand port mlx5_1:1 is 1: DOWN"]
+    assert list(preflight.dead_ports(tmp_path)) == ["InfiniBand port mlx5_1:1 is 1: DOWN"]
