@@ -11,7 +11,7 @@ from torch import Tensor
 class LossOutput(NamedTuple):
     """A loss as a sum, so that it adds up over microbatches and ranks; the caller divides by the batch's denominator."""
 
-    loss: Tensor  # scalar, sum over the unmasked tokens, to be minimised
+    loss: Tensor  # scalar, sum over the unmasked tokens or over the rows, to be minimised
     sums: dict[str, Tensor]  # detached scalars, each a sum over the unmasked tokens; "tokens" counts them
 
 
@@ -38,16 +38,10 @@ class Algorithm(Protocol):
         """Loss of one microbatch from the trainer's log-probs [b, s] of its tokens."""
         ...
 
+    def denominator(self, tokens: int, samples: int) -> float:
+        """What the losses' sum over a batch of so many samples and tokens of the policy is divided by."""
+        ...
+
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """What a step reports, from the losses' sums over the global batch."""
         ...
-
-
-def group_advantages(rewards: Tensor) -> Tensor:
-    """Reward minus the mean reward of the prompt's samples (LlamaRL, section 6).
-
-    Args: rewards [G, n]. Returns: advantages [G, n], exactly 0 in groups whose rewards are all equal,
-    whatever the rounding of the mean: those groups can then be left out of training.
-    """
-    undecided = (rewards != rewards[:, :1]).any(dim=1, keepdim=True)
-    return torch.where(undecided, rewards - rewards.mean(dim=1, keepdim=True), 0.0)

@@ -7,6 +7,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from megarl.algorithms.base import Algorithm
 from megarl.types import Batch, Prompt, Sample, TrainSequence, Version
 
 
@@ -18,25 +19,28 @@ def batch_rewards(batch: Batch) -> Tensor:
 
 
 def policy_tokens(batch: Batch) -> int:
-    """Tokens of all responses that the policy produced: the denominator of the token mean."""
+    """Tokens of all responses that the policy produced."""
     return sum(sample.policy_tokens for group in batch.groups for sample in group.samples)
 
 
-def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> tuple[list[TrainSequence], float]:
-    """Sequences to train on, in the batch's order, and the denominator of their summed loss.
+def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> list[TrainSequence]:
+    """Sequences to train on, in the batch's order.
 
     Args: advantages [G, n], one per sample (constant over its tokens: LlamaRL, section 6).
-    With `skip_zero`, samples of zero advantage are left out: they add nothing to the AIPO gradient. The denominator
-    counts the response tokens of the whole batch either way, so the gradient is the same. The list may then be empty.
-    (`Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero advantage.)
+    With `skip_zero`, samples of zero advantage are left out: they add nothing to the gradient, which `denominator` keeps the
+    same. The list may then be empty. (`Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero advantage.)
     """
-    sequences = [
+    return [
         _train_sequence(group.prompt, sample, advantage)
         for group, row in zip(batch.groups, advantages.tolist(), strict=True)
         for sample, advantage in zip(group.samples, row, strict=True)
         if advantage != 0.0 or not skip_zero
     ]
-    return sequences, float(policy_tokens(batch))
+
+
+def denominator(batch: Batch, algorithm: Algorithm) -> float:
+    """Of the summed loss: counts the whole batch, whatever is left out of training."""
+    return algorithm.denominator(policy_tokens(batch), sum(len(group.samples) for group in batch.groups))
 
 
 def _train_sequence(prompt: Prompt, sample: Sample, advantage: float) -> TrainSequence:

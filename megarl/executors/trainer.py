@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.channels.weights_sender import SyncReport
@@ -91,11 +91,11 @@ class TrainerExecutor:
         started = time.monotonic()
         with self.trace.span(f"train step {batch.step}"):
             advantages = self.algorithm.advantages(batch_rewards(batch))
-            sequences, denominator = to_train_sequences(batch, advantages, self.algorithm.skip_zero)
+            sequences = to_train_sequences(batch, advantages, self.algorithm.skip_zero)
             temperature = config.rollout.temperature
             reference = self.trainer.token_logprobs(sequences, "reference", temperature) if self.algorithm.needs_reference else None
             result = self.trainer.train_step(
-                sequences, self.algorithm.loss, denominator, temperature=temperature, reference_logprobs=reference
+                sequences, self.algorithm.loss, denominator(batch, self.algorithm), temperature=temperature, reference_logprobs=reference
             )
         self.curr_step += 1
         if self.metrics is not None:

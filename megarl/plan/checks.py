@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Callable, Iterable
 
+from megarl.algorithms import recipes
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import round_up
@@ -228,6 +229,10 @@ def check_apply(config: RunConfig) -> Iterable[str]:
         yield "weights.audit=false: must be true with weights.apply=in_flight, which uses each group of layers as soon as it is written"
 
 
+def check_algorithm(config: RunConfig) -> Iterable[str]:
+    return recipes.problems(config.algorithm)
+
+
 def check_eval(config: RunConfig) -> Iterable[str]:
     if config.eval.every and config.data.eval is None:
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
@@ -255,6 +260,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_batch,
     check_partial_rollout,
     check_apply,
+    check_algorithm,
     check_eval,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_blocks, check_pipeline, check_lengths)

@@ -1,4 +1,4 @@
-"""AIPO against independent references: hand-computed values, the written-out formula in float64, exact expectations."""
+"""AIPO and its relatives against independent references: hand-computed values, the papers' objectives in float64, exact expectations."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.aipo import Aipo, aipo_loss
-from megarl.algorithms.base import group_advantages
+from megarl.algorithms.advantages import leave_one_out, mean_baseline, normalized
+from megarl.algorithms.base import LossOutput
 from megarl.algorithms.nll import nll_loss
-from megarl.algorithms.registry import make_algorithm
-from megarl.config.errors import ConfigError
+from megarl.algorithms.recipes import RECIPES, problems
+from megarl.algorithms.registry import RULES, make_algorithm
 from megarl.config.schema import AlgorithmConfig
 
 F64 = torch.float64
 
 
+def loss_of(logprobs, mu, advantages, mask, reference=None, **settings) -> LossOutput:
+    """That of the algorithm with these settings (AIPO by default), all tensors [b, s]."""
+    microbatch = SimpleNamespace(mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=reference)
+    return make_algorithm(AlgorithmConfig(**settings)).loss(logprobs, microbatch)
+
+
 def gradient(loss: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(loss, variable)[0]
+    return torch.autograd.grad(loss, variable, retain_graph=True)[0]
 
 
 def test_hand_computed_values():
     logprobs = torch.log(torch.tensor([[0.5, 0.8, 0.1]], dtype=F64)).requires_grad_()
     mu = torch.log(torch.tensor([[0.25, 0.1, 0.2]], dtype=F64))  # ratios 2, 8, 0.5
     advantages = torch.tensor([[1.0, 1.0, -2.0]], dtype=F64)
-    out = aipo_loss(logprobs, mu, advantages, torch.tensor([[True, True, True]]), rho=4.0)
+    out = loss_of(logprobs, mu, advantages, torch.tensor([[True, True, True]]), rho=4.0)
     # -(2 * 1 * log .5 + 4 * 1 * log .8 + .5 * -2 * log .1)
     assert out.loss.item() == pytest.approx(-(2 * math.log(0.5) + 4 * math.log(0.8) - math.log(0.1)))
     assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([-2.0, -4.0, 1.0])
@@ -52,7 +58,7 @@ def test_gradient_is_the_paper_formula(seed: int, rho: float, spread: float):
     logprobs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[..., None])[..., 0]
     mu = logprobs.detach().numpy() + spread * rng.normal(size=(b, s))
 
-    out = aipo_loss(logprobs, torch.tensor(mu), torch.tensor(advantages), torch.tensor(mask), rho)
+    out = loss_of(logprobs, torch.tensor(mu), torch.tensor(advantages), torch.tensor(mask), rho=rho)
     got = gradient(out.loss, logits).numpy()
 
     x = logits.detach().numpy()
@@ -74,7 +80,7 @@ def test_float32_agrees_with_float64():
     for dtype in (F64, torch.float32):
         x = logits.to(dtype).requires_grad_()
         logprobs = torch.log_softmax(x, -1)[..., 3]
-        out = aipo_loss(logprobs, mu.to(dtype), advantages.to(dtype), torch.ones(4, 16, dtype=torch.bool), 2.0)
+        out = loss_of(logprobs, mu.to(dtype), advantages.to(dtype), torch.ones(4, 16, dtype=torch.bool), rho=2.0)
         grads.append(gradient(out.loss, x).to(F64))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
 
@@ -83,7 +89,7 @@ def test_extreme_and_infinite_log_ratios_stay_finite():
     inf = math.inf
     logprobs = torch.tensor([[-1.0, -1.0, -inf, -inf, -700.0, 0.0]], requires_grad=True)
     mu = torch.tensor([[-1e30, -inf, -1.0, -inf, 0.0, -800.0]])
-    out = aipo_loss(logprobs, mu, torch.ones(1, 6), torch.ones(1, 6, dtype=torch.bool), rho=4.0)
+    out = loss_of(logprobs, mu, torch.ones(1, 6), torch.ones(1, 6, dtype=torch.bool), rho=4.0)
     assert torch.isfinite(out.loss) and all(torch.isfinite(value) for value in out.sums.values())
     assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([-4.0, -4.0, 0.0, 0.0, 0.0, -4.0])
     assert out.sums["is_ratio_clipped"] == 3
@@ -93,7 +99,7 @@ def test_masked_garbage_does_not_reach_loss_or_gradient():
     nan = math.nan
     logprobs = torch.tensor([[nan, -0.5, -math.inf]], requires_grad=True)
     garbage = torch.tensor([[nan, -0.5, math.inf]])
-    out = aipo_loss(logprobs, garbage, torch.tensor([[nan, 2.0, nan]]), torch.tensor([[False, True, False]]), 4.0, 0.1, garbage)
+    out = loss_of(logprobs, garbage, torch.tensor([[nan, 2.0, nan]]), torch.tensor([[False, True, False]]), garbage, kl_coef=0.1)
     assert out.loss.item() == pytest.approx(1.0)
     assert gradient(out.loss, logprobs)[0].tolist() == [0.0, -2.0, 0.0]
     assert out.sums["tokens"] == 1
@@ -103,7 +109,7 @@ def test_masked_garbage_does_not_reach_loss_or_gradient():
 def test_nan_on_a_trained_token_is_not_hidden(where: str):
     tensors = {"logprobs": torch.tensor([[-1.0]]), "mu": torch.tensor([[-1.0]]), "advantages": torch.tensor([[1.0]])}
     tensors[where] = torch.tensor([[math.nan]])
-    out = aipo_loss(tensors["logprobs"], tensors["mu"], tensors["advantages"], torch.tensor([[True]]), 4.0)
+    out = loss_of(tensors["logprobs"], tensors["mu"], tensors["advantages"], torch.tensor([[True]]))
     assert torch.isnan(out.loss)
 
 
@@ -111,7 +117,7 @@ def test_no_gradient_through_the_ratio():
     """On policy the ratio is 1, and the gradient is the plain policy gradient, not twice it."""
     logprobs = torch.tensor([[-0.3, -1.2]], dtype=F64, requires_grad=True)
     advantages = torch.tensor([[0.5, -0.25]], dtype=F64)
-    out = aipo_loss(logprobs, logprobs.detach(), advantages, torch.ones(1, 2, dtype=torch.bool), rho=4.0)
+    out = loss_of(logprobs, logprobs.detach(), advantages, torch.ones(1, 2, dtype=torch.bool), rho=4.0)
     assert torch.equal(gradient(out.loss, logprobs), -advantages)
 
 
@@ -130,8 +136,8 @@ def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
     expected_gradient, expected_value = torch.zeros_like(theta), 0.0
     for y in range(6):
         logprobs = torch.log_softmax(theta, 0)[y].view(1, 1)
-        out = aipo_loss(logprobs, mu[y].view(1, 1), torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=torch.bool), 1e9, 1.0,
-                        reference[y].view(1, 1))
+        out = loss_of(logprobs, mu[y].view(1, 1), torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=torch.bool),
+                      reference[y].view(1, 1), rho=1e9, kl_coef=1.0)
         expected_gradient += mu[y].exp() * gradient(out.loss, theta)
         expected_value += (mu[y].exp() * out.sums["kl"]).item()
         assert out.sums["kl"] >= 0
@@ -151,7 +157,7 @@ def test_importance_weighting_makes_the_off_policy_gradient_unbiased():
         total = torch.zeros_like(theta)
         for y in range(5):
             logprobs = torch.log_softmax(theta, 0)[y].view(1, 1)
-            out = aipo_loss(logprobs, mu[y].view(1, 1), advantage[y].view(1, 1), torch.ones(1, 1, dtype=torch.bool), rho)
+            out = loss_of(logprobs, mu[y].view(1, 1), advantage[y].view(1, 1), torch.ones(1, 1, dtype=torch.bool), rho=rho)
             total += mu[y].exp() * gradient(out.loss, theta)
         return total
 
@@ -162,25 +168,25 @@ def test_importance_weighting_makes_the_off_policy_gradient_unbiased():
 def test_kl_without_a_reference_is_refused():
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="kl_coef is 0.5"):
-        aipo_loss(one, one, one, torch.ones(1, 1, dtype=torch.bool), 4.0, kl_coef=0.5)
+        loss_of(one, one, one, torch.ones(1, 1, dtype=torch.bool), kl_coef=0.5)
 
 
 def test_group_advantages_subtract_the_mean_of_the_prompt():
-    got = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]]))
+    got = mean_baseline(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]]))
     assert got.tolist() == [[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25]]
 
 
 @settings(max_examples=50, deadline=None)
 @given(value=st.floats(-10, 10), n=st.integers(1, 9))
 def test_equal_rewards_have_exactly_zero_advantage(value: float, n: int):
-    assert group_advantages(torch.full((2, n), value, dtype=F64)).count_nonzero() == 0
+    assert mean_baseline(torch.full((2, n), value, dtype=F64)).count_nonzero() == 0
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=5))
 def test_advantages_against_numpy(rewards: list[list[float]]):
     r = np.array(rewards)
-    np.testing.assert_allclose(group_advantages(torch.tensor(r)).numpy(), r - r.mean(1, keepdims=True), atol=1e-12)
+    np.testing.assert_allclose(mean_baseline(torch.tensor(r)).numpy(), r - r.mean(1, keepdims=True), atol=1e-12)
 
 
 def test_nll():
@@ -203,11 +209,166 @@ def test_algorithm_objects_read_the_microbatch():
 
 
 def test_zero_advantages_are_kept_when_there_is_a_kl_penalty():
-    assert Aipo(rho=4.0).skip_zero and not Aipo(rho=4.0).needs_reference
-    assert not Aipo(rho=4.0, kl_coef=0.1).skip_zero and Aipo(rho=4.0, kl_coef=0.1).needs_reference
-    assert not Aipo(rho=4.0, skip_zero_advantage=False).skip_zero
+    plain, penalised = make_algorithm(AlgorithmConfig()), make_algorithm(AlgorithmConfig(kl_coef=0.1))
+    assert plain.skip_zero and not plain.needs_reference
+    assert not penalised.skip_zero and penalised.needs_reference
+    assert not make_algorithm(AlgorithmConfig(skip_zero_advantage=False)).skip_zero
 
 
-def test_registry_refuses_what_it_does_not_know():
-    with pytest.raises(ConfigError, match="algorithm.name=ppo: must be aipo"):
-        make_algorithm(AlgorithmConfig(name="ppo"))
+# -- the relatives
+
+
+def random_batch(seed: int, spread: float = 0.5):
+    """logits [b, s, v], tokens, mu_logprobs, advantages (one a row), mask: some rows have no token, some but a few."""
+    rng = np.random.default_rng(seed)
+    b, s, v = 6, 7, 5
+    logits = torch.tensor(rng.normal(size=(b, s, v)), requires_grad=True)
+    tokens = torch.tensor(rng.integers(v, size=(b, s)))
+    mask = torch.tensor(rng.random((b, s)) < 0.6)
+    mask[0] = False
+    mu = logprobs_of(logits, tokens).detach() + spread * torch.tensor(rng.normal(size=(b, s)))
+    advantages = torch.tensor(rng.choice([-1.5, -0.5, 0.5, 1.5], size=(b, 1))).expand(b, s)
+    return logits, tokens, mu, advantages, mask
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
+
+
+def rows_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def ppo_objective(ratio, advantages, low: float, high: float):
+    """min(r A, clip(r) A), and no less than 3 A where A is negative: as published, to be differentiated through the ratio."""
+    least = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    return torch.where(advantages < 0, torch.maximum(least, 3.0 * advantages), least)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 3.0), low=st.floats(0.0, 0.95), high=st.floats(1.05, 2.5))
+def test_grpo_has_the_gradient_of_the_clipped_objective(seed: int, spread: float, low: float, high: float):
+    logits, tokens, mu, advantages, mask = random_batch(seed, spread)
+    logprobs = logprobs_of(logits, tokens)
+    objective = rows_mean(ppo_objective((logprobs - mu).exp(), advantages, low, high), mask).sum()
+    out = loss_of(logprobs, mu, advantages, mask, name="grpo", rho_min=low, rho=high)
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 3.0), low=st.floats(0.0, 0.95), high=st.floats(1.05, 2.5))
+def test_gspo_has_the_gradient_of_its_sequences_objective(seed: int, spread: float, low: float, high: float):
+    """GSPO, equation 5: one ratio a response, the geometric mean of its tokens'."""
+    logits, tokens, mu, advantages, mask = random_batch(seed, spread)
+    logprobs = logprobs_of(logits, tokens)
+    ratio = rows_mean(logprobs - mu, mask).exp()
+    objective = ppo_objective(ratio, advantages[:, 0], low, high).sum()
+    out = loss_of(logprobs, mu, advantages, mask, name="gspo", rho_min=low, rho=high)
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_topr_weighs_good_responses_by_one_and_bad_ones_by_their_whole_ratio(seed: int):
+    logits, tokens, mu, advantages, mask = random_batch(seed)
+    logprobs = logprobs_of(logits, tokens)
+    expected = torch.zeros(())
+    for row in range(len(tokens)):
+        whole = ((logprobs - mu)[row] * mask[row]).sum().exp().item()
+        weight = 1.0 if advantages[row, 0] > 0 else min(whole, 1.0)
+        expected = expected - weight * advantages[row, 0] * (logprobs[row] * mask[row]).sum()
+    out = loss_of(logprobs, mu, advantages, mask, name="topr")
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(expected, logits), rtol=1e-9, atol=1e-12)
+
+
+def test_icepop_drops_what_is_outside_its_bounds():
+    ratios = torch.tensor([[0.49, 0.51, 1.0, 4.9, 5.1]], dtype=F64)
+    logprobs = torch.full((1, 5), -1.0, dtype=F64, requires_grad=True)
+    out = loss_of(logprobs, -1.0 - ratios.log(), torch.ones(1, 5, dtype=F64), torch.ones(1, 5, dtype=torch.bool), name="icepop")
+    assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([0.0, -0.51, -1.0, -4.9, 0.0])
+    assert out.sums["is_ratio_clipped"] == 2
+
+
+def test_a_lower_bound_makes_cispo_of_aipo():
+    ratios = torch.tensor([[0.1, 0.9, 9.0]], dtype=F64)
+    logprobs = torch.full((1, 3), -1.0, dtype=F64, requires_grad=True)
+    advantages, mask = torch.tensor([[1.0, -1.0, 1.0]], dtype=F64), torch.ones(1, 3, dtype=torch.bool)
+    out = loss_of(logprobs, -1.0 - ratios.log(), advantages, mask, rho_min=0.8, rho=1.3)
+    assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([-0.8, 0.9, -1.3])
+    assert out.sums["is_ratio_clipped"] == 2
+
+
+def test_reinforce_believes_that_nothing_is_stale():
+    logits, tokens, mu, advantages, mask = random_batch(0, 2.0)
+    logprobs = logprobs_of(logits, tokens)
+    out = loss_of(logprobs, mu, advantages, mask, name="reinforce")
+    assert out.loss.item() == pytest.approx(-(advantages * logprobs * mask).sum().item())
+    assert out.sums["is_ratio_clipped"] == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_on_policy_all_are_the_plain_policy_gradient(name: str):
+    logits, tokens, _, advantages, mask = random_batch(1)
+    logprobs = logprobs_of(logits, tokens)
+    out = loss_of(logprobs, logprobs.detach(), advantages, mask, name=name, loss_mean="token")
+    assert torch.allclose(gradient(out.loss, logprobs), -advantages * mask, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_algorithm_overflows_or_reads_masked_garbage(name: str):
+    inf, nan = math.inf, math.nan
+    logprobs = torch.tensor([[-1.0, -1.0, -inf, -inf, -700.0, 0.0, nan], [-1.0] * 7], requires_grad=True)
+    mu = torch.tensor([[-1e30, -inf, -1.0, -inf, 0.0, -800.0, inf], [-1.0] * 7])
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 6] = False
+    for advantage in (1.0, -1.0):
+        advantages = torch.full((2, 7), advantage)
+        advantages[0, 6] = nan
+        out = loss_of(logprobs, mu, advantages, mask, name=name)
+        assert torch.isfinite(out.loss) and torch.isfinite(gradient(out.loss, logprobs)).all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("where", ["logprobs", "advantages"])
+def test_no_algorithm_hides_nan(name: str, where: str):
+    tensors = {"logprobs": torch.tensor([[-1.0, -1.0]]), "mu": torch.tensor([[-1.0, -1.0]]), "advantages": torch.tensor([[1.0, 1.0]])}
+    tensors[where] = torch.tensor([[math.nan, math.nan]])
+    assert torch.isnan(loss_of(**tensors, mask=torch.ones(1, 2, dtype=torch.bool), name=name).loss)
+
+
+def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
+    """The gradient of the batch: rows' token means, summed, over all samples, also those that were left out."""
+    mask = torch.tensor([[True, True, True, True], [True, False, False, False]])
+    logprobs = torch.full((2, 4), -1.0, dtype=F64, requires_grad=True)
+    out = loss_of(logprobs, logprobs.detach(), torch.ones(2, 4, dtype=F64), mask, loss_mean="sequence")
+    assert gradient(out.loss, logprobs).tolist() == [[-0.25] * 4, [-1.0, 0.0, 0.0, 0.0]]
+    assert make_algorithm(AlgorithmConfig(loss_mean="sequence")).denominator(tokens=5, samples=3) == 3.0
+    assert make_algorithm(AlgorithmConfig()).denominator(tokens=5, samples=3) == 5.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_other_advantages_against_numpy(rewards: list[list[float]]):
+    r = np.array(rewards)
+    others = (r.sum(1, keepdims=True) - r) / 3
+    np.testing.assert_allclose(leave_one_out(torch.tensor(r)).numpy(), r - others, atol=1e-12)
+    expected = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(normalized(torch.tensor(r)).numpy(), expected, atol=1e-9)
+
+
+def test_every_recipe_has_a_rule_and_bounds_that_fit():
+    assert RULES.keys() == RECIPES.keys()
+    for name in RECIPES:
+        assert list(problems(AlgorithmConfig(name=name))) == []
+
+
+@pytest.mark.parametrize(
+    "config, problem",
+    [
+        (AlgorithmConfig(name="reinforce", rho=2.0), "algorithm.rho=2.0: must be null: reinforce has no such bound"),
+        (AlgorithmConfig(name="topr", rho_min=0.5), "algorithm.rho_min=0.5: must be null: topr has no such bound"),
+        (AlgorithmConfig(rho_min=4.0), "algorithm.rho_min=4.0: must be below algorithm.rho=4.0"),
+        (AlgorithmConfig(name="grpo", rho=0.5), "algorithm.rho_min=0.8: must be below algorithm.rho=0.5"),
+    ],
+)
+def test_bounds_that_mean_nothing_are_refused(config: AlgorithmConfig, problem: str):
+    assert list(problems(config)) == [problem]

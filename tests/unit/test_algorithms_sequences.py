@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from msgspec.structs import replace
 
-from megarl.algorithms.aipo import aipo_loss
-from megarl.algorithms.base import group_advantages
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
+from megarl.algorithms.advantages import mean_baseline
+from megarl.algorithms.registry import make_algorithm
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
+from megarl.config.schema import AlgorithmConfig
 from megarl.types import Batch, Group, Prompt, Sample, TrainSequence
+
+AIPO = make_algorithm(AlgorithmConfig())
 
 
 def sample(tokens: list[int], reward: float, versions: list[int] | None = None, finish: str = "stop") -> Sample:
@@ -40,8 +45,9 @@ def batch() -> Batch:
 
 def test_positions_are_masked_and_aligned():
     b = batch()
-    sequences, denominator = to_train_sequences(b, group_advantages(batch_rewards(b)), skip_zero=False)
-    assert denominator == 2 + 3 + 2 + 4 + 1 + 2
+    sequences = to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=False)
+    assert denominator(b, AIPO) == 2 + 3 + 2 + 4 + 1 + 2
+    assert denominator(b, make_algorithm(AlgorithmConfig(loss_mean="sequence"))) == 6
     assert len(sequences) == 6
     assert sequences[1] == TrainSequence(
         token_ids=[1, 4, 5, 7, 8, 2], loss_mask=[False] * 3 + [True] * 3,
@@ -49,15 +55,16 @@ def test_positions_are_masked_and_aligned():
     )
 
 
-def model_gradient(sequences: list[TrainSequence], denominator: float) -> torch.Tensor:
+def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tensor:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
     for s in sequences:
         logits = model(torch.tensor(s.token_ids[:-1]))
         logprobs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(s.token_ids[1:])[:, None]).T
-        rows = [torch.tensor([field[1:]], dtype=torch.float64) for field in (s.mu_logprobs, s.advantages)]
-        out = aipo_loss(logprobs, *rows, torch.tensor([s.loss_mask[1:]]), rho=4.0)
-        (out.loss / denominator).backward()
+        mu, advantages = (torch.tensor([field[1:]], dtype=torch.float64) for field in (s.mu_logprobs, s.advantages))
+        mask = torch.tensor([s.loss_mask[1:]])
+        microbatch = SimpleNamespace(mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=None)
+        (AIPO.loss(logprobs, microbatch).loss / divisor).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -75,9 +82,9 @@ def batch_of_turns(garbage: float = 0.0) -> Batch:
 def test_the_environments_tokens_are_context_and_nothing_else():
     """Against the written-out sum over the policy's tokens alone, in float64: gradient, and what garbage beside them changes."""
     b = batch_of_turns()
-    advantages = group_advantages(batch_rewards(b))
-    sequences, denominator = to_train_sequences(b, advantages, skip_zero=False)
-    assert denominator == 3 + 3 + 3 + 2
+    advantages = mean_baseline(batch_rewards(b))
+    sequences, tokens = to_train_sequences(b, advantages, skip_zero=False), denominator(b, AIPO)
+    assert tokens == 3 + 3 + 3 + 2
     masks = [[F, F, F, T, T, F, F, T], [F, F, F, T, T, T], [F, F, T, F, T, F, T], [F, F, T, T, F]]
     assert [s.loss_mask for s in sequences] == masks
 
@@ -92,11 +99,11 @@ def test_the_environments_tokens_are_context_and_nothing_else():
                     logprob = torch.log_softmax(model(torch.tensor(context[-1])), -1)[token]
                     loss -= torch.exp(logprob.detach() - mu).clamp(max=4.0) * advantage * logprob
                 context.append(token)
-    (loss / denominator).backward()
+    (loss / tokens).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(model_gradient(sequences, denominator), expected, rtol=0, atol=1e-15)
-    assert to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False) == (sequences, denominator)
+    torch.testing.assert_close(model_gradient(sequences, tokens), expected, rtol=0, atol=1e-15)
+    assert to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False) == sequences
     for s in sequences:
         assert all(mine or (mu == 0.0 and a == 0.0) for mine, mu, a in zip(s.loss_mask, s.mu_logprobs, s.advantages))
 
@@ -111,18 +118,18 @@ def test_metrics_of_turns():
 
 def test_skipping_zero_advantages_leaves_the_gradient_unchanged():
     b = batch()
-    advantages = group_advantages(batch_rewards(b))
-    every, denominator = to_train_sequences(b, advantages, skip_zero=False)
-    kept, same_denominator = to_train_sequences(b, advantages, skip_zero=True)
-    assert len(every) == 6 and len(kept) == 4 and denominator == same_denominator == 14
-    expected = model_gradient(every, denominator)
+    advantages = mean_baseline(batch_rewards(b))
+    every, kept = (to_train_sequences(b, advantages, skip_zero) for skip_zero in (False, True))
+    assert len(every) == 6 and len(kept) == 4
+    expected = model_gradient(every, 14)
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(model_gradient(kept, same_denominator), expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(model_gradient(kept, denominator(b, AIPO)), expected, rtol=0, atol=1e-15)
 
 
 def test_a_batch_without_signal_gives_no_sequences_but_a_denominator():
     b = Batch(step=0, groups=[group(0, [1], [sample([2], 1.0), sample([3, 2], 1.0)])], generate_s=0.0, generator_wait_s=0.0)
-    assert to_train_sequences(b, group_advantages(batch_rewards(b)), skip_zero=True) == ([], 3.0)
+    assert to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=True) == []
+    assert denominator(b, AIPO) == 3.0
 
 
 def test_metrics():

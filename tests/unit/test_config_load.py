@@ -112,7 +112,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
             "async.partial_rollout=wait",
             "async.partial_rollout=wait: must be one of block, in_flight, retract, abort, resume",
         ),
-        ("algorithm.name=ppo", "algorithm.name=ppo: must be aipo"),
+        ("algorithm.name=ppo", "algorithm.name=ppo: must be one of aipo, grpo, gspo, icepop, topr, reinforce"),
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
         ("reward.name=vibes", "reward.name=vibes: must be one of math, last_number"),
         ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),

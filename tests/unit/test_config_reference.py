@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algorithms.registry import ALGORITHMS
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.registry import RULES
 from megarl.config.keys import Setting, settings
 from megarl.config.reference import reference
 
@@ -25,5 +26,5 @@ def test_every_key_has_a_meaning_and_an_allowed_default(setting: Setting) -> Non
 
 
 def test_allowed_algorithms_are_those_that_exist() -> None:
-    allowed = settings()["algorithm.name"].limit
-    assert allowed is not None and all(map(allowed.accepts, ALGORITHMS))
+    for key, there in (("algorithm.name", RULES), ("algorithm.advantage", ADVANTAGES)):
+        assert settings()[key].limit.text == "one of " + ", ".join(there)

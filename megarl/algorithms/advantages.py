@@ -1,0 +1,34 @@
+"""From the rewards of a prompt's samples to their advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_SMALLEST_STD = 1e-6
+
+
+def mean_baseline(rewards: Tensor) -> Tensor:
+    """Reward minus the mean reward of the prompt's samples (LlamaRL, section 6; Dr. GRPO, arXiv:2503.20783).
+
+    Args: rewards [G, n]. Returns: advantages [G, n], exactly 0 in groups whose rewards are all equal,
+    whatever the rounding of the mean: those groups can then be left out of training.
+    """
+    undecided = (rewards != rewards[:, :1]).any(dim=1, keepdim=True)
+    return torch.where(undecided, rewards - rewards.mean(dim=1, keepdim=True), 0.0)
+
+
+def normalized(rewards: Tensor) -> Tensor:
+    """The same, divided by the standard deviation of the prompt's rewards (n - 1 in its denominator): GRPO, arXiv:2402.03300."""
+    return mean_baseline(rewards) / (rewards.std(dim=1, keepdim=True) + _SMALLEST_STD)
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """Reward minus the mean reward of the prompt's other samples (RLOO, arXiv:2402.14740)."""
+    n = rewards.shape[1]
+    return mean_baseline(rewards) * (n / (n - 1))
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_baseline, "normalized": normalized, "leave_one_out": leave_one_out}

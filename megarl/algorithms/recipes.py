@@ -1,0 +1,53 @@
+"""What each algorithm is, as data: which bounds its importance ratios have, and what it takes for advantage and for mean.
+
+All of them are one loss (`policy_gradient`) with other weights (`weights`). Without torch, so that a configuration is checked at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Iterator, Optional
+
+from megarl.config.schema import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, and it cannot be set."""
+
+    rho_min: Optional[float]
+    rho: Optional[float]
+    advantage: str = "mean"
+    loss_mean: str = "token"
+
+
+# The bounds are those of the papers, which docs/algorithms.md names.
+RECIPES = {
+    "aipo": Recipe(0.0, 4.0),
+    "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence"),
+    "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence"),
+    "icepop": Recipe(0.5, 5.0, advantage="normalized"),
+    "topr": Recipe(None, 1.0),
+    "reinforce": Recipe(None, None),
+}
+
+
+def recipe_of(config: AlgorithmConfig) -> Recipe:
+    """That of `config.name`, with what the configuration sets in place of its own."""
+    own = {key: value for key in _KEYS if (value := getattr(config, key)) is not None}
+    return replace(RECIPES[config.name], **own)
+
+
+_KEYS = ("rho_min", "rho", "advantage", "loss_mean")
+
+
+def problems(config: AlgorithmConfig) -> Iterator[str]:
+    """Bounds that the algorithm does not have, or that leave nothing between them."""
+    for key in ("rho_min", "rho"):
+        value = getattr(config, key)
+        if value is not None and getattr(RECIPES[config.name], key) is None:
+            yield f"algorithm.{key}={value}: must be null: {config.name} has no such bound"
+            return
+    recipe = recipe_of(config)
+    if recipe.rho_min is not None and recipe.rho is not None and recipe.rho_min >= recipe.rho:
+        yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"
