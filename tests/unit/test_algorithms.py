@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from megarl.algorithms.registry import RULES, make_algorithm
 from megarl.config.schema import AlgorithmConfig
 
 F64 = torch.float64
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def loss_of(logprobs, mu, advantages, mask, reference=None, **settings) -> LossOutput:
@@ -372,3 +374,11 @@ def test_every_recipe_has_a_rule_and_bounds_that_fit():
 )
 def test_bounds_that_mean_nothing_are_refused(config: AlgorithmConfig, problem: str):
     assert list(problems(config)) == [problem]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_page_says_what_each_takes(name: str):
+    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |"))
+    recipe = RECIPES[name]
+    bounds = [f"{bound:g}" if bound is not None else "–" for bound in (recipe.rho_min, recipe.rho)]
+    assert [cell.strip() for cell in row.split("|")[3:6]] == [", ".join(bounds).replace("–, –", "–"), recipe.advantage, recipe.loss_mean]
