@@ -411,12 +411,16 @@ def test_an_engine_that_was_restarted_between_two_updates(site, hub):
 
 @pytest.mark.parametrize("kind", REST_IN_MATRIX)
 def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
-    """It takes the engine with it."""
+    """It takes the engine with it. (One that dies before it is connected to: tests/unit/test_transports_dead_owner.py.)"""
     processes = site.generator.engine.processes()
     (worker,) = (process for process in processes if "scheduler_TP1" in " ".join(process.cmdline()))
+    connected = Event()  # trainer rank 1
 
     def kill(rank: int, writes: int, copy: Any, values: torch.Tensor) -> torch.Tensor:
-        if rank == 0 and writes == faulty_transports.FIRST_WRITES:
+        if rank == 1:
+            connected.set()
+        elif writes == faulty_transports.FIRST_WRITES:
+            assert connected.wait(DEADLINE_S)
             worker.kill()
             while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.01)
