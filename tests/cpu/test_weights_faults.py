@@ -111,7 +111,7 @@ class Site:
         generator = self.generator
         generator.run(generator.client.close())
         generator.use(generator.run(_client(generator)))
-        if generator.engine.process.poll() is not None:
+        if not generator.engine.process.is_running():
             self.start()
         with contextlib.suppress(EngineError):  # no session is open
             generator.run(generator.client.end_update(DEADLINE_S))
