@@ -14,8 +14,8 @@ import pytest
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 LINGER_S = 2.0  # for children that were told to end and are on their way out
-# Both serve multiprocessing for as long as this process lives, and end with it.
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+# They serve for as long as this process lives, and end with it.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager", "nursery.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -139,7 +139,8 @@ def _die_with(parent: int) -> None:
         sys.exit("the launcher of this engine is gone")
 
 
-def _main() -> None:
+def main() -> None:
+    """Of the engine's first process."""
     launcher = int(os.environ[_LAUNCHER])
     os.environ[_LAUNCHER] = str(os.getpid())  # of the workers that this process spawns
     _die_with(launcher)
@@ -157,4 +158,4 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__mp_main__":
     _die_with(int(os.environ[_LAUNCHER]))
 if __name__ == "__main__":
-    _main()
+    main()

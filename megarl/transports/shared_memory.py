@@ -61,16 +61,20 @@ class SharedMemoryTransport:
     def _check_owners(self) -> None:
         """A mapping outlives the process that it was made with: what is written into it then is lost without an error."""
         for endpoint, file in self._files:
-            if file_at(endpoint.address) != file:
+            if file is None or file_at(endpoint.address) != file:
                 ranks = f"trainer rank {self._rank} to generator rank {endpoint.rank}"
                 raise OwnerGone(f"weights from {ranks}: the engine process that owned {endpoint.address} has ended")
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
+        """Where its process has ended by now, in memory that is none: as of one that ends a moment later, the checks tell, and whoever
+        may go on without it writes nowhere."""
         try:
             storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
         except RuntimeError as error:
-            ranks = f"trainer rank {self._rank} cannot map the weights of generator rank {endpoint.rank}"
-            raise RuntimeError(f"{ranks} ({endpoint.address}): do they share a host? {error}") from error
+            if file_at(endpoint.address) is not None:
+                ranks = f"trainer rank {self._rank} cannot map the weights of generator rank {endpoint.rank}"
+                raise RuntimeError(f"{ranks} ({endpoint.address}): {error}") from error
+            storage = torch.UntypedStorage(endpoint.size_bytes, device="meta")
         return {tensor.name: view_at(storage, tensor) for tensor in endpoint.tensors}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any, Iterator, Sequence
 
 import psutil
 import torch
+from nursery import PARENT, Nursery
 
 from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
@@ -23,6 +25,7 @@ from megarl.generator.completions import Completion
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.rendezvous import free_ports
 
+ENGINES = Nursery("setproctitle:getproctitle", "megarl.generator.cpu_support:install", "sglang.srt.entrypoints.http_server")
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT = 96
 
@@ -137,7 +140,7 @@ def free_port() -> int:
 
 @dataclass
 class Engine:
-    process: subprocess.Popen
+    process: psutil.Process
     url: str
     keys: EngineKeys
     tp: int
@@ -152,11 +155,10 @@ class Engine:
         return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60)
 
     def died(self) -> str | None:
-        return None if self.process.poll() is None else f"exited with {self.process.returncode}"
+        return None if self.process.is_running() else "has ended"
 
     def processes(self) -> list[psutil.Process]:
-        main = psutil.Process(self.process.pid)
-        return [main, *main.children(recursive=True)]
+        return [self.process, *self.process.children(recursive=True)]
 
 
 def start_engine(
@@ -167,17 +169,17 @@ def start_engine(
     settings = EngineSettings(
         model_path=str(model), dtype=dtype, port=port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep
     )
-    argv, env = server_command(settings, keys, extra)
+    (*_, arguments), env = server_command(settings, keys, extra)
     with open(log, "wb") as output:
-        process = subprocess.Popen(argv, env={**os.environ, **env}, stdout=output, stderr=subprocess.STDOUT)
+        process = ENGINES.start("megarl.generator.server:main", [arguments], {**env, "MEGARL_ENGINE_LAUNCHER": PARENT}, output)
     engine = Engine(process, f"http://127.0.0.1:{port}", keys, tp, log)
     try:
         yield engine
     finally:
-        children = engine.processes() if process.poll() is None else []
-        process.kill()
-        process.wait(10)
-        psutil.wait_procs(children, timeout=10)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = engine.processes()
+            process.kill()
+            psutil.wait_procs(processes, timeout=10)
 
 
 def write_as_trainer(

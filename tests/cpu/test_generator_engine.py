@@ -21,7 +21,7 @@ from megarl.messaging.link import Hub, RunKey
 from megarl.generator.audit import AuditError
 from megarl.generator.client import EngineClient
 from megarl.generator.commands import Arrange
-from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.completions import Completion, EngineError, Sampling
 from megarl.generator.memory import open_memory
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import WeightUpdate
@@ -67,6 +67,14 @@ def with_client(engine, body):
             await client.close()
 
     return asyncio.run(run())
+
+
+async def under_way(client: EngineClient) -> asyncio.Task[list[Completion]]:
+    """A long request that samples by now."""
+    running = asyncio.create_task(client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True), 32))
+    await asyncio.sleep(0.01)
+    await client.generate(PROMPTS[1], Sampling(max_tokens=2, ignore_eos=True))  # queued behind it
+    return running
 
 
 def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
@@ -196,8 +204,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         assert difference_to_hf(stale) > 1e-3
 
         # The whole update, with requests in flight: none is lost, and their tokens say under which weights they were sampled.
-        running = [asyncio.create_task(client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True))) for _ in range(8)]
-        await asyncio.sleep(0.15)
+        running = await under_way(client)
         update = WeightUpdate(workers)
         await update.open()
         await update.audit(shares, map)
@@ -207,7 +214,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         assert fresh.versions == [7] * 12
         [(began, ended)] = update.pauses
         assert began < ended
-        for [completion] in await asyncio.gather(*running):
+        for completion in await running:
             assert len(completion.token_ids) == 80
             assert completion.versions == sorted(completion.versions) and set(completion.versions) == {-1, 7}
 
@@ -274,8 +281,7 @@ def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
 
     async def kill_while_generating(client: EngineClient) -> None:
-        running = asyncio.create_task(client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True), 32))
-        await asyncio.sleep(0.1)
+        running = await under_way(client)
         scheduler.send_signal(signal.SIGKILL)
         with pytest.raises(EngineError, match=engine.url):
             await running

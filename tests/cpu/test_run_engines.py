@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
+from waiting_transport import ASK, FOLDER, REACHED, SETTINGS
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 DEADLINE_S = 240
@@ -23,14 +24,16 @@ def engine(process, number: int) -> psutil.Process:
 
 
 @pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.sample, id="killed"), pytest.param(True, id="killed, then stopped")])
-def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path):
-    """Two engines: the first is killed, the second then made to hang; each comes back, with the weights of the moment.
+def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path, monkeypatch):
+    """Two engines: the first is killed in the middle of an update, the second then made to hang; each comes back, with the weights
+    of the moment.
 
     Rollouts take their time, so that the run leaves room for an engine to start.
     """
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["generator.engines=2", "generator.health_s=15", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0"]
-    more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1", "rollout.name=slow_rollouts:after_a_second"]
+    more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1", "rollout.name=slow_rollouts:after_a_second", *SETTINGS]
+    monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
     process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
     driver_log = run_dir / "logs/generator.0.log"
@@ -40,7 +43,10 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path):
 
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
+        (tmp_path / ASK).touch()
+        wait_until((tmp_path / REACHED).exists, process, "an update in its middle")
         engine(process, 0).kill()
+        (tmp_path / ASK).unlink()
         wait_until(lambda: said("engine 0 is lost, 1 are left"), process, "notice of the loss", DEADLINE_S)
         wait_until(lambda: said("engines [0] serve version"), process, "return of engine 0", DEADLINE_S)
         if hangs:

@@ -34,8 +34,9 @@ from weights_worker import DEADLINE_S, Job, Sync
 from megarl.channels.weights_sender import check_held, weights_map
 from megarl.config.errors import ConfigError
 from megarl.generator.audit import AuditError
-from megarl.generator.client import EngineClient
+from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.fleet import Fleet
 from megarl.generator.update import VersionError
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
@@ -96,15 +97,8 @@ class Site:
         settings = dict(model=str(self.checkpoint), dtype=DTYPE, trainer=TRAINER, tp=TP, ep=1, key_file=str(self.key_file), port=0)
         return Job(**{**settings, **changes}, syncs=syncs, folder=str(self.folder))
 
-    def restart(self) -> None:
-        """Another engine, where the one before was: the same port and keys, and the same client of it."""
-        processes = self.generator.engine.processes()
-        self.generator.engine.process.kill()
-        self.generator.engine.process.wait(10)
-        assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
-        self.start()
-
     def start(self) -> None:
+        """Another engine, where the one before was: the same port and keys, and the same client of it."""
         log = self.folder / f"engine.{time.monotonic():.0f}.log"
         begin = contextlib.contextmanager(start_engine)
         engine = self.stack.enter_context(begin(self.checkpoint, DTYPE, TP, log, instead_of=self.generator.engine))
@@ -117,7 +111,7 @@ class Site:
         generator = self.generator
         generator.run(generator.client.close())
         generator.use(generator.run(_client(generator)))
-        if generator.engine.process.poll() is not None:
+        if not generator.engine.process.is_running():
             self.start()
         with contextlib.suppress(EngineError):  # no session is open
             generator.run(generator.client.end_update(DEADLINE_S))
@@ -186,17 +180,6 @@ def take(site: Site, job: Job, hub: Hub, generator: Generator | None = None) -> 
 
 
 @contextlib.contextmanager
-def running(site: Site) -> Iterator[None]:
-    """Around an update that fails: the request that runs meanwhile fails with it."""
-    generator = site.generator
-    request = generator.runner.get_loop().create_task(generator.client.generate(PROMPT, LONG))
-    generator.run(asyncio.sleep(0.2))
-    yield
-    with pytest.raises(EngineError, match="must not be used any more: its weights may be old or half-written"):
-        generator.run(_outcome(request))
-
-
-@contextlib.contextmanager
 def beside(generator: Generator) -> Iterator[list[asyncio.Task]]:
     """Around an update: a request is on its way when it begins."""
     requests: list[asyncio.Task] = []
@@ -247,9 +230,12 @@ async def _impatient(generator: Generator) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit(site, hub, kind, monkeypatch):
     monkeypatch.setattr(faulty_transports, "before_write", faulty_transports.flip_one_bit)
-    job = site.job(hub, HOOKED[kind])
-    with threads(as_thread(0, job), as_thread(1, job), hub=hub), unusable_after(site), running(site), pytest.raises(AuditError) as failure:
-        take(site, job, hub)
+    generator, job = site.generator, site.job(hub, HOOKED[kind])
+    with threads(as_thread(0, job), as_thread(1, job), hub=hub), unusable_after(site), beside(generator) as requests:
+        with pytest.raises(AuditError) as failure:
+            take(site, job, hub)
+    with pytest.raises(EngineError, match="must not be used any more: its weights may be old or half-written"):
+        generator.run(_outcome(requests[0]))
     assert str(failure.value).splitlines()[1:] == [f"{faulty_transports.FLIPPED} on generator rank 1 is not what trainer rank 1 sent"]
 
 
@@ -343,6 +329,7 @@ def test_a_trainer_rank_dies_in_mid_transfer(site, hub, kind):
     message = {GLOO: r"(?s)generator rank \d failed at Receive.*weights from trainer rank 1 to generator rank \d, "}
     expected = message.get(kind, "generator.0 waited 8 s for trainer.1 to write weights version 0")
     dying = as_process(1, job, "die")
+    assert hub.wait(DEADLINE_S)  # it has started: the other rank's offer waits for its no longer than WRITE_S
     with threads(as_thread(0, job), hub=hub), unusable_after(site), pytest.raises((RuntimeError, TimeoutError), match=expected):
         take(site, job, hub)
     assert dying.wait(10) == -signal.SIGKILL
@@ -394,32 +381,69 @@ def test_an_engine_that_goes_by_another_version_after_the_update(site, hub, monk
     assert f"engine {client.url} holds weights version 4, not 0" in str(failure.value)
 
 
-def test_an_engine_that_was_restarted_between_two_updates(site, hub):
-    """By shared memory its old memory would still be there to be written to, as long as a trainer rank has it mapped."""
-    job = site.job(hub, versions=(0, 1))
-    ends, go = receiver(job.plan(SHARED_MEMORY), hub, job.key_file), Event()
-    ranks = [as_thread(rank, job, go) for rank in range(2)]
-    with threads(*ranks, hub=hub):
+def test_an_engine_that_no_longer_holds_what_it_was_given(site, hub):
+    """As one that was restarted (see below): by shared memory its old memory would still be there to be written to, as long as a trainer
+    rank has it mapped."""
+    job, client, go = site.job(hub, versions=(0, 1)), site.generator.client, Event()
+    ends = receiver(job.plan(SHARED_MEMORY), hub, job.key_file)
+    with threads(*(as_thread(rank, job, go) for rank in range(2)), hub=hub):
         site.generator.take(ends)
-        site.restart()
         go.set()
+        site.generator.run(client.set_version(-1, DEADLINE_S))
         with pytest.raises(VersionError, match="holds weights version -1, not 0: was it restarted since the last update?"):
             site.generator.take(ends)
         with pytest.raises(EngineError, match="must not be used any more"):
             site.generator.score([PROMPT])
 
 
+def test_an_engine_dies_between_two_groups_and_comes_back(site, hub, monkeypatch):
+    """weights.apply=in_flight, where a run goes on without a lost engine: the update ends without it. Started again, it is given all
+    of the next before it serves."""
+    generator, client, new, go = site.generator, site.generator.client, site.other, Event()
+    generator.fleet = Fleet([client], elastic=True)
+    processes, pass_a_step = generator.engine.processes(), client.pass_a_step
+
+    async def die_instead(timeout_s: float) -> None:
+        assert not requests[0].done(), "it has gone on with the first group"
+        kill_worker(processes)
+        await pass_a_step(timeout_s)
+
+    monkeypatch.setattr(client, "pass_a_step", die_instead)
+    job = site.job(hub, SHARED_MEMORY, versions=(0, 1), in_groups=True, model=str(new))
+    ends = receiver(job.plan(SHARED_MEMORY, in_groups=True), hub, job.key_file)
+    with threads(*(as_thread(rank, job, go) for rank in range(2)), hub=hub):
+        with beside(generator) as requests:
+            generator.take(ends)
+        with pytest.raises(EngineUnreachable):
+            generator.run(_outcome(requests[0]))  # the fleet's to finish elsewhere
+        assert generator.fleet.serving == set() and generator.fleet.lost.keys() == {0}
+        assert psutil.wait_procs(processes, timeout=15)[1] == []
+        monkeypatch.undo()
+        site.start()
+        assert generator.run(client.version(DEADLINE_S)) == -1
+        generator.fleet.come_back(0)
+        go.set()
+        generator.take(ends)
+    assert generator.fleet.serving == {0} and generator.run(client.version(DEADLINE_S)) == 1
+    generator.map_memory(site.key_file)
+    written, scored = generator.memory(), generator.score([PROMPT])
+    generator.scramble()
+    generator.load(new)
+    assert unequal(written, generator.memory()) == [] and generator.score([PROMPT]) == scored != site.started_with
+
+
 @pytest.mark.parametrize("kind", REST_IN_MATRIX)
 def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
-    """It takes the engine with it."""
+    """It takes the engine with it. (One that dies before it is connected to: tests/unit/test_transports_dead_owner.py.)"""
     processes = site.generator.engine.processes()
-    (worker,) = (process for process in processes if "scheduler_TP1" in " ".join(process.cmdline()))
+    connected = Event()  # trainer rank 1
 
     def kill(rank: int, writes: int, copy: Any, values: torch.Tensor) -> torch.Tensor:
-        if rank == 0 and writes == faulty_transports.FIRST_WRITES:
-            worker.kill()
-            while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.01)
+        if rank == 1:
+            connected.set()
+        elif writes == faulty_transports.FIRST_WRITES:
+            assert connected.wait(DEADLINE_S)
+            kill_worker(processes)
         return values
 
     monkeypatch.setattr(faulty_transports, "before_write", kill)
@@ -433,6 +457,14 @@ def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
         with pytest.raises((RuntimeError, TimeoutError), match=message[kind]):
             take(site, job, hub)
     assert psutil.wait_procs(processes, timeout=15)[1] == []
+
+
+def kill_worker(processes: list[psutil.Process]) -> None:
+    """That of rank 1. It takes the engine with it, a moment later."""
+    (worker,) = (process for process in processes if "scheduler_TP1" in " ".join(process.cmdline()))
+    worker.kill()
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
 
 
 def _source(job: Job):

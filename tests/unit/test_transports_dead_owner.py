@@ -7,8 +7,11 @@ import sys
 import time
 
 import pytest
+import torch
 
-from megarl.transports.base import Endpoint
+from megarl.reshard.box import Box
+from megarl.reshard.map import Copy
+from megarl.transports.base import Endpoint, OwnerGone, RemoteTensor
 from megarl.transports.choice import this_host
 from megarl.transports.pairwise import PairwiseTransport
 from megarl.transports.shared_memory import SharedMemoryTransport
@@ -32,6 +35,24 @@ def test_writes_to_the_memory_of_a_process_that_has_ended_are_an_error():
     forgiving.prepare([])  # where a run can go on without an engine, its generator sees that it is lost
     forgiving.fence()
     owner.communicate()
+
+
+def test_memory_of_a_process_that_ended_before_it_was_mapped():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    address = f"/proc/{owner.pid}/fd/{int(owner.stdout.readline())}"
+    owner.communicate()
+    tensors = [RemoteTensor("w", (4, 8), "float32", (8, 1), offset_bytes=64)]
+    endpoint = Endpoint(2, "shared_memory", address, 256, tensors, host=this_host())
+    transport = SharedMemoryTransport(3, 5)
+    transport.connect([endpoint])
+    with pytest.raises(OwnerGone, match=f"trainer rank 3 to generator rank 2: the engine process that owned {address} has ended"):
+        transport.prepare([])
+    forgiving = PairwiseTransport("shared_memory", this_host(), 3, 5, may_lose=True)
+    forgiving.connect([endpoint])
+    forgiving.prepare([])
+    box = Box((1, 0), (2, 8))
+    forgiving.write(Copy(3, "v", box, 2, "w", box, "identity", "float32", 0), torch.ones(2, 8))
+    forgiving.fence()
 
 
 def until_it_raises(step) -> None:
