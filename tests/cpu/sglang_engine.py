@@ -28,7 +28,7 @@ CONTEXT = 96
 
 
 def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, family: str = "llama", **shape: Any) -> Path:
-    """A random model, llama | qwen2 | qwen3 | qwen3_moe, whose vocabulary (500) is not a multiple of SGLang's padding (64)."""
+    """A random model, of `family`, whose vocabulary (500) is not a multiple of SGLang's padding (64)."""
     cpu_support.install()
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,15 +47,19 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    config = AutoConfig.for_model(family, **{**common, **(experts if family == "qwen3_moe" else {}), **shape})
+    experts = {
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        "mixtral": {"num_local_experts": 4, "intermediate_size": 64},
+    }
+    own = {"num_experts_per_tok": 2, **experts[family]} if family in experts else {}
+    config = AutoConfig.for_model(family, **{**common, **own, **shape})
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # all ones or zeros otherwise: one that was not written would go unnoticed
             parameter.data.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    if "num_local_experts" in config:  # as transformers 5 calls it; checkpoints that are out there say num_experts
+    if family == "qwen3_moe" and "num_local_experts" in config:  # as transformers 5 calls it; checkpoints that are out there say num_experts
         config["num_experts"] = config.pop("num_local_experts")
         (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -34,7 +34,8 @@ try:
 except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
-FAMILIES = {"llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}  # → tied embeddings
+FAMILIES = {"llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False, "mixtral": False}  # → tied embeddings
+OF_EXPERTS = ("qwen3_moe", "mixtral")
 DTYPES = ("float32", "bfloat16")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
@@ -69,12 +70,12 @@ class Setting:
 
     @property
     def layouts(self) -> list[str]:
-        return [name for name in LAYOUTS if self.family == "qwen3_moe" or name not in EXPERT_LAYOUTS]
+        return [name for name in LAYOUTS if self.family in OF_EXPERTS or name not in EXPERT_LAYOUTS]
 
     def trainer(self, layout: str) -> dict[str, Any]:
         """Experts want sequence parallelism with tensor parallelism."""
         sizes = LAYOUTS[layout]
-        return {**sizes, "sequence_parallel": self.family == "qwen3_moe" and sizes.get("tp", 1) > 1}
+        return {**sizes, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
 
 
 SETTINGS = [
@@ -82,7 +83,7 @@ SETTINGS = [
     for family in FAMILIES
     for dtype in DTYPES
     for tp, ep in ((1, 1), (2, 1), (2, 2))
-    if ep == 1 or family == "qwen3_moe"
+    if ep == 1 or family in OF_EXPERTS
 ]
 SAMPLE = {  # each value of each axis
     Setting("llama", "float32", 1): ("TP2xPP2", "DP2-zero1"),

@@ -154,3 +154,16 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
         load_spec({**config, "decoder_sparse_step": 2})
     with pytest.raises(ConfigError, match=r"mlp_only_layers = \[0\]"):
         load_spec({**config, "mlp_only_layers": [0]})
+
+
+@pytest.mark.parametrize(
+    "model, change, message",
+    [
+        ("mixtral-8x7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
+        ("mixtral-8x7b", {"rope_scaling": SCALING}, "only a rope_theta that is a whole number is supported"),
+    ],
+)
+def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        load_spec({**config, **change})
