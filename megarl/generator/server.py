@@ -96,6 +96,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "log_level": settings.log_level,
         "custom_weight_loader": [LOADER],
         "weight_version": "-1",  # none of ours yet: an engine that was restarted is told by it
+        "disable_shared_experts_fusion": True,  # weights are written to shared experts apart from the routed ones
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "sampling_defaults": "openai",  # not generation_config.json: the policy's distribution is what the request says
         **quantization.server_arguments(settings.quantization),

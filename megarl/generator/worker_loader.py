@@ -169,17 +169,17 @@ class Worker:
         self.arrived = set(tensors) if self.groups else None
         return {name: hash_tensor(values) for name, values in tensors.items()}
 
-    def arrived_part(self, model: torch.nn.Module) -> Any:
-        """The model, for SGLang's post-load work; of an update in groups, as much of it as that asks for: the modules just written."""
+    def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
+        """SGLang's post-load work on all modules: of an update in groups, on those of the group alone. What the others hold has been
+        through it, and need not bear it twice.
+
+        Then the model's own: DeepSeek's attention computes with tensors that are made of kv_b_proj. SGLang makes them anew only where no
+        loader has run, and a custom one counts as one.
+        """
         arrived, self.arrived = self.arrived, None
-        if arrived is None:
-            return model
-        written = [
-            (name, module)
-            for name, module in model.named_modules()
-            if any(f"{name}.{own}" in arrived for own, _ in module.named_parameters(recurse=False))
-        ]
-        return SimpleNamespace(named_modules=lambda: written)
+        original(model if arrived is None else _written_part(model, arrived), device)
+        if hasattr(model, "post_load_weights"):
+            model.post_load_weights(weight_names=arrived)
 
 
 _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
@@ -217,9 +217,18 @@ _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader by its import p
 
 
 def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:
-    """Around SGLang's post-load work on all modules: of an update in groups, on those of the group alone. What the others hold has been
-    through it, and need not bear it twice."""
-    original(_worker.arrived_part(model), device)
+    """Around SGLang's post-load work."""
+    _worker.finish(original, model, device)
+
+
+def _written_part(model: torch.nn.Module, arrived: set[str]) -> Any:
+    """As much of the model as post-load work asks for: the modules just written."""
+    written = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(f"{name}.{own}" in arrived for own, _ in module.named_parameters(recurse=False))
+    ]
+    return SimpleNamespace(named_modules=lambda: written)
 
 
 def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

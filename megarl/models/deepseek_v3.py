@@ -6,6 +6,7 @@ started with disable_shared_experts_fusion: by itself it may keep the shared exp
 
 from __future__ import annotations
 
+from megarl.config.errors import ConfigError
 from megarl.models import experts, latent_attention, mlp, vocabulary
 from megarl.models.attention import sglang_norm
 from megarl.models.dense import read_common
@@ -15,11 +16,23 @@ from megarl.models.spec import ModelSpec
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+_ALLOWED = {
+    "attention_bias": False,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "rms_norm_eps": 1e-6,  # what Hugging Face takes for the two norms inside attention, whatever is said; SGLang takes what is said
+}
+_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    for key, allowed in (("attention_bias", False), ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)):
+    for key, allowed in _ALLOWED.items():
         reader.expect(key, allowed, allowed)
+    _, scaling = reader.rope()
+    if missing := [key for key in _YARN if scaling and key not in scaling]:  # defaults differ between Hugging Face and SGLang
+        raise ConfigError(f"{reader.source}: rope_scaling lacks {', '.join(missing)}")
     nope, rope = reader.integer("qk_nope_head_dim"), reader.integer("qk_rope_head_dim")
     expert_rows = reader.integer("moe_intermediate_size")
     return read_common(

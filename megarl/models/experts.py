@@ -28,7 +28,7 @@ def logical(spec: ModelSpec, module: str = "mlp", layers: Optional[Layers] = Non
     count, rows, hidden = spec.num_experts, spec.expert_intermediate_size, spec.hidden_size
     tensors = [LogicalTensor(_router(module), (count, hidden), LAYER, layers)]
     if spec.router_bias:
-        tensors.append(LogicalTensor(_router_bias(module), (count,), LAYER, layers))
+        tensors.append(LogicalTensor(_router_bias(module), (count,), LAYER, layers, dtype="float32"))
     for name, shape in ((gate, (rows, hidden)), (up, (rows, hidden)), (down, (hidden, rows))):
         tensors.append(LogicalTensor(name, shape, LAYER, layers, count))
     return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.errors import ConfigError
 from megarl.models import attention, experts, sparse
 from megarl.models.dense import read_common
 from megarl.models.parameters import LogicalTensor, Parameter
@@ -14,8 +15,9 @@ MODULE = "block_sparse_moe"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
+    """Raises ConfigError also for heads of another width, and for rotary embeddings, that SGLang would serve otherwise without a word."""
     reader.expect("sliding_window", None, None)
-    return read_common(
+    spec = read_common(
         reader,
         "mixtral",
         intermediate_size=0,
@@ -23,6 +25,11 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         experts_per_token=reader.integer("num_experts_per_tok"),
         expert_intermediate_size=reader.integer("intermediate_size"),
     )
+    if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
+        raise ConfigError(f"{reader.source}: head_dim = {spec.head_dim} is not hidden_size / num_attention_heads")
+    if spec.rope_scaling is not None or spec.rope_theta != int(spec.rope_theta):
+        raise ConfigError(f"{reader.source}: only a rope_theta that is a whole number is supported, without rope_scaling")
+    return spec
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:

@@ -35,6 +35,7 @@ class LogicalTensor:
     place: str  # FIRST | LAYER | LAST: the pipeline stage that needs it
     layers: Optional[Layers] = None  # which layers have it; None: all
     experts: int = 0  # how many experts have one each; 0: not of an expert
+    dtype: Optional[str] = None  # where it is not the checkpoint's
 
 
 @dataclass(frozen=True)

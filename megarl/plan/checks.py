@@ -11,7 +11,7 @@ from megarl.algorithms import recipes
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import round_up
-from megarl.plan.quantisation import check_blocks, check_evaluated_format, check_format_arguments
+from megarl.plan.quantisation import check_blocks, check_evaluated_format, check_format_arguments, check_latent_format
 from megarl.plan.resume import check_resume
 from megarl.topology import DP_ATTENTION_FAMILIES
 
@@ -19,8 +19,6 @@ ConfigCheck = Callable[[RunConfig], Iterable[str]]
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
 
 SGLANG_VOCAB_PADDING = 64
-ROPE_TYPES = ("default", "linear", "llama3")
-TRAINED_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 SERVER_ARGS_BY_KEY = {
     "model_path": "model.path",
     "dtype": "model.dtype",
@@ -67,11 +65,6 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     yield from _indivisible("generator.ep", generator.ep, {"experts": spec.num_experts})
     if generator.tp % generator.ep:
         yield f"generator.ep={generator.ep}: must divide generator.tp={generator.tp}"
-
-
-def check_trained_family(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    if spec.family not in TRAINED_FAMILIES:
-        yield f"model.path={config.model.path}: a {spec.family} model cannot be trained; can be: {', '.join(TRAINED_FAMILIES)}"
 
 
 def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -190,10 +183,33 @@ def check_batch(config: RunConfig) -> Iterable[str]:
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    if rope_type(spec) not in rope_types(spec):
+        yield f"model.path={config.model.path}: its rope_scaling of type {rope_type(spec)} must be one of {', '.join(rope_types(spec))}"
+
+
+def rope_type(spec: ModelSpec) -> str:
     scaling = spec.rope_scaling or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        yield f"model.path={config.model.path}: its rope_scaling of type {rope_type} must be one of {', '.join(ROPE_TYPES)}"
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def rope_types(spec: ModelSpec) -> tuple[str, ...]:
+    """That can be trained: latent attention has rotary embeddings of its own."""
+    return ("default", "yarn") if spec.kv_lora_rank else ("default", "linear", "llama3")
+
+
+def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    yield from (f"model.path={config.model.path}: {problem}" for problem in router_problems(spec))
+
+
+def router_problems(spec: ModelSpec) -> Iterable[str]:
+    """Routers that Megatron computes otherwise than Hugging Face and SGLang, or cannot train."""
+    if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
+        # Megatron scores a group by num_experts_per_tok // topk_group of its experts, the others by two.
+        yield f"num_experts_per_tok = {spec.experts_per_token} must be twice topk_group = {spec.topk_groups}"
+    if spec.score_function == "sigmoid" and not spec.norm_topk_prob:
+        yield "norm_topk_prob must be true for a router of sigmoid scores"
+    if spec.num_experts and spec.experts_per_token == 1 and spec.norm_topk_prob:
+        yield "norm_topk_prob=true with one expert per token: the router would never learn"
 
 
 def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -264,7 +280,8 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_blocks, check_pipeline, check_lengths)
-RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_trained_family, check_expert_sequences)  # not of commands that only plan
+# Not of commands that only plan.
+RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_latent_format, check_expert_sequences)
 PLANNING_COMMANDS = ("plan", "reshard")
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_trainer_features, check_sft_command),

@@ -29,6 +29,13 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
         yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
 
 
+def check_latent_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """SGLang makes the tensors that latent attention computes with out of kv_b_proj, and does not expect to find it transposed."""
+    quantization = config.generator.quantization
+    if spec.kv_lora_rank and quantization not in (None, "fp8_block"):
+        yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
+
+
 def check_blocks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """As SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod: what is fused or cut must be whole blocks."""
     generator = config.generator

@@ -28,7 +28,7 @@ _DENSE, _EXPERT, _ATTENTION = "dense", "expert", "attention"  # the meshes
 def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
     """One rank that holds the HF checkpoint: every logical tensor under its own name. For import and export."""
     logical = family(spec).logical_tensors(spec)
-    parameters = [whole(tensor.name, tensor.place, tensor.name, layers=tensor.layers) for tensor in logical]
+    parameters = [whole(tensor.name, tensor.place, tensor.name, layers=tensor.layers, dtype=tensor.dtype) for tensor in logical]
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers, dtype=np.int64)
     return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {_DENSE: ranks, _EXPERT: ranks}, (1, 1))))

@@ -33,8 +33,8 @@ _MODULES = """
   optimizer optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer optimizer_param_scheduler
   parallel_state pipeline_parallel.p2p_communication pipeline_parallel.schedules tensor_parallel.layers
   tensor_parallel.mappings tensor_parallel.random transformer.moe.experts transformer.moe.moe_layer transformer.moe.moe_utils
-  transformer.moe.router transformer.moe.shared_experts transformer.moe.token_dispatcher transformer.transformer_block
-  transformer.utils utils
+  transformer.moe.router transformer.moe.shared_experts transformer.moe.token_dispatcher transformer.multi_latent_attention
+  transformer.transformer_block transformer.utils utils
 """.split()
 
 # Compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
@@ -189,6 +189,12 @@ def _patch_experts() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
 
 
+def _patch_latent_attention() -> None:
+    """It takes Transformer Engine for installed, because Megatron's extension for it can be imported, and asks for its classes."""
+    latent = sys.modules["megatron.core.transformer.multi_latent_attention"]
+    latent.HAVE_TE = isinstance(latent.TELinear, type)  # type: ignore[attr-defined]
+
+
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """For a function, which other modules imported by name."""
     for module in _megatron_modules():
@@ -250,6 +256,7 @@ def install() -> None:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
     _patch_experts()
+    _patch_latent_attention()
     _patch_type_checks()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

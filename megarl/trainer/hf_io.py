@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from safetensors import safe_open
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
 from megarl.reshard.box import Box
+from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
 from megarl.trainer.folders import written_together
 
@@ -68,7 +70,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
         for piece in tensor.pieces:
             local = parameter[piece.local.slices()]
             if local.dim() == 1:
-                local.fill_(0.0 if piece.logical_name.endswith(".bias") else 1.0)
+                local.fill_(0.0 if piece.logical_name.endswith("bias") else 1.0)
             else:
                 local.copy_(_random_rows(piece, shapes[piece.logical_name][1], seed))
 
@@ -131,11 +133,10 @@ class _Place:
 
 def _file_plan(spec: ModelSpec, dtype: str, max_file_bytes: int) -> tuple[dict[str, _Place], dict[str, bytes]]:
     """(place of every tensor, header of every file). Format: 8 bytes header length, JSON header, data."""
-    item_bytes = torch.empty((), dtype=getattr(torch, dtype)).element_size()
     groups: list[list[LocalTensor]] = [[]]
     size = 0
     for tensor in hf_layout(spec, dtype).tensors(0):
-        nbytes = torch.Size(tensor.shape).numel() * item_bytes
+        nbytes = _bytes(tensor)
         if groups[-1] and size + nbytes > max_file_bytes:
             groups.append([])
             size = 0
@@ -146,15 +147,20 @@ def _file_plan(spec: ModelSpec, dtype: str, max_file_bytes: int) -> tuple[dict[s
         file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for tensor in group:
-            nbytes = torch.Size(tensor.shape).numel() * item_bytes
-            entries[tensor.name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": tensor.shape, "data_offsets": [offset, offset + nbytes]}
+        for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):  # so that wide elements lie aligned
+            nbytes = _bytes(tensor)
+            offsets = [offset, offset + nbytes]
+            entries[tensor.name] = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
             places[tensor.name] = _Place(file, offset, nbytes, tensor.shape)
             offset += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
     return {n: _Place(p.file, p.offset + len(headers[p.file]), p.nbytes, p.shape) for n, p in places.items()}, headers
+
+
+def _bytes(tensor: LocalTensor) -> int:
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
 def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:

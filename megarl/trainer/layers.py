@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
@@ -46,6 +47,7 @@ class CausalAttention(MegatronModule):
         softmax_scale: Optional[float] = None,
         cp_comm_type: Optional[str] = None,
         pg_collection: Any = None,
+        **_: Any,
     ):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
@@ -73,3 +75,24 @@ class CausalAttention(MegatronModule):
         grouped = q.size(1) != k.size(1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class LatentAttention(CausalAttention):
+    """Causal attention whose keys end in a part that all heads share, of all tensor ranks (DeepSeek-V2, section 2.1.3).
+
+    Megatron's local spec hands every rank the whole of that part, and would give each the gradient by its own heads alone.
+    """
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """query and key [s, b, heads, d], value [s, b, heads, v] -> [s, b, heads * v]."""
+        own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
+        if shared.requires_grad and self.config.tensor_model_parallel_size > 1:
+            # (Megatron's own copy_to_tensor_model_parallel_region sums a copy of what is not contiguous, and returns the unsummed.)
+            shared.register_hook(_summed_over_tensor_ranks)
+        return super().forward(query, torch.cat([own, shared], dim=-1), value, *args, **kwargs)
+
+
+def _summed_over_tensor_ranks(grad: torch.Tensor) -> torch.Tensor:
+    total = grad.contiguous()
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return total

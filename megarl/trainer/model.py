@@ -9,19 +9,32 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
+from megarl.plan.checks import rope_type
 from megarl.topology import TrainerTopology
-from megarl.trainer.layers import CausalAttention, RMSNorm
+from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
 from megarl.trainer.norm_names import norm_names
-from megarl.trainer.supported import rope_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+YARN_KEYS = {  # MLATransformerConfig's → those of config.json
+    "rotary_scaling_factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
 
 
 def transformer_config(
@@ -30,7 +43,7 @@ def transformer_config(
     """Megatron's configuration of the decoder; fused CUDA kernels are asked for only where CUDA is."""
     cuda, fused = torch.cuda.is_available(), norm_names() == "te"
     recompute_all: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return TransformerConfig(
+    return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.intermediate_size or spec.expert_intermediate_size,
@@ -43,7 +56,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
+        qk_layernorm=spec.qk_norm or spec.kv_lora_rank > 0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=topology.tp,
@@ -66,7 +79,7 @@ def transformer_config(
         persist_layer_norm=fused,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and not spec.kv_lora_rank,
         attention_softmax_in_fp32=True,
         # Microbatches differ in shape, so pipeline stages exchange shapes first.
         variable_seq_lengths=topology.pp > 1,
@@ -80,11 +93,13 @@ def transformer_config(
         calculate_per_token_loss=True,
         **(recompute_all if recompute else {}),
         **(_expert_settings(spec, topology) if spec.num_experts else {}),
+        **(_latent_settings(spec) if spec.kv_lora_rank else {}),
     )
 
 
 def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, Any]:
     """No loss but the algorithm's: neither load balancing nor a z-loss, and no token is dropped."""
+    limited = spec.topk_groups < spec.num_expert_groups
     return dict(
         num_moe_experts=spec.num_experts,
         moe_ffn_hidden_size=spec.expert_intermediate_size,
@@ -97,6 +112,30 @@ def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, An
         moe_grouped_gemm=norm_names() == "te",
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp,
+        # (A list, even of ones, would change how checkpoints name layers.)
+        moe_layer_freq=[int(layer >= spec.first_dense_layers) for layer in range(spec.num_layers)] if spec.first_dense_layers else 1,
+        moe_shared_expert_intermediate_size=spec.shared_intermediate_size or None,
+        moe_router_num_groups=spec.num_expert_groups if limited else None,
+        moe_router_group_topk=spec.topk_groups if limited else None,
+        moe_router_topk_scaling_factor=spec.routed_scaling_factor,
+        # The bias balanced the experts while the model was pretrained; here it stays as it is.
+        moe_router_enable_expert_bias=spec.router_bias,
+        moe_router_bias_update_rate=0.0,
+    )
+
+
+def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
+    """Latent attention, and its own rotary embedding: YaRN as DeepSeek has it, or a plain one."""
+    yarn = spec.rope_scaling
+    return dict(
+        q_lora_rank=spec.q_lora_rank,
+        kv_lora_rank=spec.kv_lora_rank,
+        qk_head_dim=spec.qk_nope_head_dim,
+        qk_pos_emb_head_dim=spec.qk_rope_head_dim,
+        v_head_dim=spec.v_head_dim,
+        rotary_base=spec.rope_theta,
+        rope_type="yarn" if yarn else "rope",
+        **({ours: yarn[theirs] for ours, theirs in YARN_KEYS.items()} if yarn else {}),
     )
 
 
@@ -139,11 +178,13 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: Optional[int
     return model if not torch.cuda.is_available() else model.cuda()
 
 
-def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters; layers and experts are counted over the whole model, not over the chunk and the rank."""
-    named = {}
+def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
+    """This rank's parameters, and the routers' biases, which no gradient moves; layers and experts are counted over the whole model,
+    not over the chunk and the rank."""
+    named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+        for name, parameter in (*chunk.named_parameters(), *biases):
             found = _LAYER.match(name)
             if found:
                 layer = chunk.decoder.layers[int(found[1])]
@@ -163,14 +204,27 @@ def _global_expert(name: str, layer: torch.nn.Module) -> str:
 
 
 def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: Optional[int]) -> ModuleSpec | TransformerBlockSubmodules:
-    own = dict(num_experts=spec.num_experts or None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=spec.qk_norm)
     if norm_names() == "te":
-        return get_gpt_layer_with_transformer_engine_spec(**own)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **own)
+        if spec.first_dense_layers:
+            return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+        own = dict(num_experts=spec.num_experts or None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(**own, multi_latent_attention=spec.kv_lora_rank > 0)
+    first, count = get_transformer_layer_offset(config, vp_stage=stage), get_num_layers_to_build(config, vp_stage=stage)
+    dense, sparse = (_local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None))
+    layers = [dense if layer < spec.first_dense_layers else sparse for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: Optional[int]) -> ModuleSpec:
+    """One layer of Megatron's own modules, with our norms and attention."""
+    latent = spec.kv_lora_rank > 0
+    layer = get_gpt_layer_local_spec(
+        experts, config.moe_grouped_gemm, config.qk_layernorm, multi_latent_attention=latent, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
-    if spec.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm)
+    attention.core_attention = LatentAttention if latent else CausalAttention
+    for norm in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ():
+        setattr(attention, norm, RMSNorm)
+    return layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
-from megarl.plan.checks import ROPE_TYPES, TRAINED_FAMILIES
+from megarl.plan.checks import rope_type, rope_types, router_problems
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 
@@ -23,12 +23,10 @@ def check_supported(spec: ModelSpec, topology: TrainerTopology, dtype: str, sequ
         problems.append(f"trainer.vpp={t.vpp}: needs trainer.pp of at least 2; it is 1")
     if dtype not in DTYPES:
         problems.append(f"model.dtype={dtype}: allowed are {', '.join(DTYPES)}")
-    if spec.family not in TRAINED_FAMILIES:
-        problems.append(f"model.path: family {spec.family!r} cannot be trained; can be: {', '.join(TRAINED_FAMILIES)}")
     if spec.num_kv_heads % t.tp:
         problems.append(f"trainer.tp={t.tp}: must divide the model's key/value heads ({spec.num_kv_heads})")
-    if rope_type(spec) not in ROPE_TYPES:
-        problems.append(f"model.path: rope_scaling type {rope_type(spec)!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    if rope_type(spec) not in rope_types(spec):
+        problems.append(f"model.path: rope_scaling type {rope_type(spec)!r} is not supported; supported are {', '.join(rope_types(spec))}")
     problems += _expert_problems(spec, t, sequence_parallel)
     try:
         trainer_layout(spec, t, "float32")
@@ -36,11 +34,6 @@ def check_supported(spec: ModelSpec, topology: TrainerTopology, dtype: str, sequ
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-
-
-def rope_type(spec: ModelSpec) -> str:
-    scaling = spec.rope_scaling or {}
-    return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
 def _expert_problems(spec: ModelSpec, topology: TrainerTopology, sequence_parallel: bool) -> list[str]:
@@ -51,6 +44,4 @@ def _expert_problems(spec: ModelSpec, topology: TrainerTopology, sequence_parall
     if topology.tp > 1 and not sequence_parallel:
         # Without it every tensor rank would send the same tokens to the experts.
         problems.append(f"trainer.sequence_parallel=false: must be true for a model with experts at trainer.tp={topology.tp}")
-    if spec.experts_per_token == 1 and spec.norm_topk_prob:
-        problems.append("model.path: norm_topk_prob=true with one expert per token: the router would never learn")
-    return problems
+    return problems + [f"model.path: {problem}" for problem in router_problems(spec)]

@@ -25,8 +25,8 @@ TILES: dict[str, tuple[Optional[int], Optional[int], float]] = {  # rows, column
     "fp8_channel": (1, None, _SMALLEST_AMAX),
     "fp8_tensor": (None, None, _SMALLEST_AMAX),
 }
-_FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]  # share one scale per tensor
-_ALONE = [("o_proj",), ("down_proj",)]
+_FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")]  # share one scale per tensor
+_ALONE = [(name,) for name in ("o_proj", "down_proj", "w2", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
 
 
 class Quantised:
@@ -34,7 +34,7 @@ class Quantised:
 
     def __init__(self, tensors: HF, quantization: str):
         self.quantization = quantization
-        self.tensors = {name: values.bfloat16() for name, values in tensors.items()}
+        self.tensors = {name: values if name.endswith("correction_bias") else values.bfloat16() for name, values in tensors.items()}
         self.codes: HF = {}
         self.scales: HF = {}
         self.spread: HF = {}

@@ -28,10 +28,19 @@ from megarl.launch.rendezvous import free_ports
 ENGINES = Nursery("setproctitle:getproctitle", "megarl.generator.cpu_support:install", "sglang.srt.entrypoints.http_server")
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT = 96
+DEEPSEEK_V3: dict[str, Any] = dict(
+    num_key_value_heads=4, head_dim=8, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, moe_intermediate_size=64,
+    routed_scaling_factor=2.5, norm_topk_prob=True, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, rms_norm_eps=1e-6,
+    rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+        mscale_all_dim=0.7,
+    ),
+)  # fmt: skip
 
 
 def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, family: str = "llama", **shape: Any) -> Path:
-    """A random model, llama | qwen2 | qwen3 | qwen3_moe, whose vocabulary (500) is not a multiple of SGLang's padding (64)."""
+    """A random model, of `family`, whose vocabulary (500) is not a multiple of SGLang's padding (64)."""
     cpu_support.install()
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,15 +59,23 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    config = AutoConfig.for_model(family, **{**common, **(experts if family == "qwen3_moe" else {}), **shape})
+    experts = {
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        "mixtral": {"num_local_experts": 4, "intermediate_size": 64},
+        "deepseek_v3": DEEPSEEK_V3,
+    }
+    own = {"num_experts_per_tok": 2, **experts[family]} if family in experts else {}
+    config = AutoConfig.for_model(family, **{**common, **own, **shape})
     model = AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.uniform_(-0.1, 0.1)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # all ones or zeros otherwise: one that was not written would go unnoticed
             parameter.data.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    if "num_local_experts" in config:  # as transformers 5 calls it; checkpoints that are out there say num_experts
+    if family == "qwen3_moe" and "num_local_experts" in config:  # as transformers 5 calls it; other checkpoints say num_experts
         config["num_experts"] = config.pop("num_local_experts")
         (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -44,7 +44,13 @@ SHAPE = dict(hidden_size=192, intermediate_size=256, num_attention_heads=8, num_
 OF_FAMILY = {
     "qwen2": dict(hidden_size=512),  # its heads are hidden_size / num_attention_heads wide, whatever head_dim says
     "qwen3_moe": dict(moe_intermediate_size=256),
-}
+    "mixtral": dict(hidden_size=512),
+    "deepseek_v3": dict(
+        num_attention_heads=4, head_dim=64, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64,
+        moe_intermediate_size=256,
+    ),
+}  # fmt: skip
+OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": dict(tp=2),
@@ -70,12 +76,12 @@ class Setting:
 
     @property
     def layouts(self) -> list[str]:
-        return [name for name in LAYOUTS if self.family == "qwen3_moe" or name != "EP2"]
+        return [name for name in LAYOUTS if self.family in OF_EXPERTS or name != "EP2"]
 
     def trainer(self, layout: str) -> dict[str, Any]:
         """Experts want sequence parallelism with tensor parallelism."""
         sizes = LAYOUTS[layout]
-        return {**sizes, "sequence_parallel": self.family == "qwen3_moe" and sizes.get("tp", 1) > 1}
+        return {**sizes, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
 
 
 # SGLang's loader of Llama looks for `weight_scale_inv` under another name and leaves the scales as they were: only what is written
@@ -95,6 +101,8 @@ SETTINGS = [
     Setting("llama", "fp8_channel", 2),
     Setting("llama", "fp8_tensor", 2),
     Setting("qwen3_moe", "fp8_tensor", 2, 2),
+    Setting("mixtral", "fp8_block", 2),
+    Setting("deepseek_v3", "fp8_block", 2, 2),
 ]
 CASES = [
     pytest.param(

@@ -7,13 +7,31 @@ from typing import Any
 
 import torch
 import trainer_reference  # noqa: F401  makes transformers importable without CUDA
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 50  # padded to 128 per tensor rank: at tp=2 the second rank holds padding only
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 COMMON: dict[str, Any] = dict(
     hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, rms_norm_eps=1e-5, initializer_range=0.2,
+)  # fmt: skip
+YARN = dict(
+    rope_type="yarn", factor=16.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.7,
+)  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = dict(
+    q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, rope_parameters=dict(rope_theta=500.0, **YARN),
+    first_k_dense_replace=1, intermediate_size=48, moe_intermediate_size=24, n_shared_experts=1, n_routed_experts=8,
+    num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=True,
+    topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1,
 )  # fmt: skip
 UNTIED = dict(tie_word_embeddings=False, vocab_size=VOCAB)
 MODELS: dict[str, PretrainedConfig] = {
@@ -27,6 +45,7 @@ MODELS: dict[str, PretrainedConfig] = {
         moe_intermediate_size=24, head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False, **UNTIED, **COMMON
     ),
     "mixtral": MixtralConfig(intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **UNTIED, **COMMON),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK_V3, **UNTIED, **COMMON | dict(num_key_value_heads=4, rms_norm_eps=1e-6)),
 }
 SP = dict(sequence_parallel=True)
 # name -> (world size, topology, trainer settings)
@@ -62,6 +81,7 @@ TESTED = {
     "qwen3": "single tp2 tp2_cp2",
     "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
     "mixtral": "single ep2",
+    "deepseek_v3": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2",
 }
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
 
@@ -82,5 +102,8 @@ def save_model(name: str, folder: Path) -> None:
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") else 1.0, 0.1)
+    for key, buffer in model.named_buffers():
+        if key.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.1)
     # One model in several files with an index, the others in a single file.
     model.save_pretrained(folder, max_shard_size="20KB" if name == "untied" else "1GB")

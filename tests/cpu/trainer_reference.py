@@ -54,7 +54,7 @@ def hf_loss(model: PreTrainedModel, batch: list[TrainSequence], temperature: flo
 
 def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """By the names of the checkpoint: transformers stacks the experts of a layer, [expert, gate and up, hidden], and renames Mixtral's."""
-    names = {t.name for t in hf_layout(load_spec(folder), "float32").tensors(0)}
+    names = {t.name for t in hf_layout(load_spec(folder), "float32").tensors(0) if is_trained(t.name)}
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
     if any("block_sparse_moe" in name for name in names):
         block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
@@ -71,12 +71,18 @@ def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[s
     return found
 
 
+def is_trained(name: str) -> bool:
+    """All but the biases of DeepSeek's routers, which have no gradient."""
+    return not name.endswith(("e_score_correction_bias", "expert_bias"))
+
+
 def hf_gradients(folder: Path, topology: TrainerTopology, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The ranks' gradients as tensors of the HF model. Padding must be exactly 0; copies must agree."""
     spec = load_spec(folder)
-    whole = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in hf_layout(spec, "float32").tensors(0)}
+    trained = [t for t in hf_layout(spec, "float32").tensors(0) if is_trained(t.name)]
+    whole = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in trained}
     for rank, grads in enumerate(ranks):
-        for tensor in trainer_layout(spec, topology, "float32").tensors(rank):
+        for tensor in (t for t in trainer_layout(spec, topology, "float32").tensors(rank) if is_trained(t.name)):
             left = grads[tensor.name].clone()
             for piece in tensor.pieces:
                 here, target = grads[tensor.name][piece.local.slices()].double(), whole[piece.logical_name][piece.logical.slices()]

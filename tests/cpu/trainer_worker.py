@@ -99,6 +99,8 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     buffers = [(b, dense) for chunk in trainer.ddp for b in chunk.buffers]
     buffers += [(b, expert) for chunk in trainer.ddp for b in chunk.expert_parallel_buffers]
     for name, parameter in parameters_by_name(trainer.chunks).items():
+        if not parameter.requires_grad:  # a router's bias
+            continue
         grad = parameter.main_grad.detach().float().clone()
         ((buffer, (rank, size)),) = [entry for entry in buffers if parameter in entry[0].param_index_map]
         if t.zero == 1 and size > 1:

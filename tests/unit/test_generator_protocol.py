@@ -39,9 +39,17 @@ def test_post_load_work_of_a_group_is_done_on_what_it_has_written_and_nothing_el
     layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)) for _ in range(3))
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "layers": layers})
     worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
+    rederived: list[set[str] | None] = []  # what DeepSeek's own post-load work was told has changed
+    model.post_load_weights = lambda weight_names: rederived.append(weight_names)
 
     def processed() -> list[str]:
-        return [name for name, module in worker.arrived_part(model).named_modules() if not list(module.children())]
+        found: list[str] = []
+
+        def process(part, device) -> None:
+            found.extend(name for name, module in part.named_modules() if not list(module.children()))
+
+        worker.finish(process, model, torch.device("cpu"))
+        return found
 
     everything = processed()
     assert len(everything) == 7
@@ -53,6 +61,8 @@ def test_post_load_work_of_a_group_is_done_on_what_it_has_written_and_nothing_el
     assert processed() == everything, "a session of somebody else"
     assert worker.audit(parameters, Audit(1)).keys() == {name for name in parameters if "layers.2" in name}
     assert processed() == ["layers.2.0", "layers.2.1"]
+    last = {name for name in parameters if "layers.2" in name}
+    assert rederived == [None, None, parameters.keys() - last, None, last]
 
 
 def test_server_command_keeps_keys_out_of_argv():

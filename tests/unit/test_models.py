@@ -154,3 +154,18 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
         load_spec({**config, "decoder_sparse_step": 2})
     with pytest.raises(ConfigError, match=r"mlp_only_layers = \[0\]"):
         load_spec({**config, "mlp_only_layers": [0]})
+
+
+@pytest.mark.parametrize(
+    "model, change, message",
+    [
+        ("mixtral-8x7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
+        ("mixtral-8x7b", {"rope_scaling": SCALING}, "only a rope_theta that is a whole number is supported"),
+        ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks original_max_position_embeddings, "),
+        ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06 is"),
+    ],
+)
+def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        load_spec({**config, **change})

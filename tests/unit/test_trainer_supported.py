@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def problems(model: str, *, sequence_parallel: bool = True, dtype: str = "bfloat
         ("qwen3-8b", dict(tp=8)),
         ("qwen3-30b-a3b", dict(tp=4, ep=8, dp=2, pp=2, vpp=2)),
         ("mixtral-8x7b", dict(tp=2, etp=2, ep=4, dp=4)),
+        ("deepseek-v3", dict(tp=8, pp=4, ep=8, dp=2, first_stage_layers=15, last_stage_layers=14)),
     ],
 )
 def test_builds(model: str, topology: dict[str, Any]) -> None:
@@ -43,7 +45,6 @@ def test_builds(model: str, topology: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "topology", "wanted"),
     [
-        ("deepseek-v3", dict(), "family 'deepseek_v3' cannot be trained"),
         ("llama-3.1-8b", dict(fsdp="rows"), "trainer.fsdp=rows"),
         ("llama-3.1-8b", dict(vpp=2), "trainer.vpp=2: needs trainer.pp"),
         ("llama-3.1-8b", dict(ep=2), "trainer.ep=2: must be 1: a llama model has no experts"),
@@ -61,7 +62,7 @@ def test_refuses(model: str, topology: dict[str, Any], wanted: str) -> None:
     ("model", "settings", "wanted"),
     [
         ("mixtral-8x7b", ["trainer.tp=2", "generator.tp=8"], "trainer.sequence_parallel=false: must be true for a model with experts"),
-        ("deepseek-v3", ["generator.tp=8"], "a deepseek_v3 model cannot be trained"),
+        ("deepseek-v3", ["generator.tp=8", "generator.quantization=fp8_channel"], "fp8_channel: must be null or fp8_block"),
         ("llama-3.1-8b", ["trainer.fsdp=flat"], "trainer.fsdp=flat: only null can be trained"),
     ],
 )
@@ -69,4 +70,19 @@ def test_a_run_is_refused_before_it_starts(model: str, settings: list[str], want
     spec = CONFIGS / "models" / model
     with pytest.raises(ConfigError) as raised:
         resolve(load_config(str(CONFIGS / "quickstart.yaml"), [f"model.path={spec}", *settings]), "train")
+    assert any(wanted in problem for problem in raised.value.problems), raised.value.problems
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (dict(experts_per_token=6), "num_experts_per_tok = 6 must be twice topk_group = 4"),
+        (dict(norm_topk_prob=False), "norm_topk_prob must be true for a router of sigmoid scores"),
+        (dict(rope_scaling={"rope_type": "llama3"}), "rope_scaling type 'llama3' is not supported; supported are default, yarn"),
+    ],
+)
+def test_refuses_routers_and_embeddings_that_megatron_computes_otherwise(change: dict[str, Any], wanted: str) -> None:
+    spec = dataclasses.replace(load_spec(CONFIGS / "models" / "deepseek-v3"), **change)
+    with pytest.raises(ConfigError) as raised:
+        check_supported(spec, TrainerTopology(), "bfloat16", True)
     assert any(wanted in problem for problem in raised.value.problems), raised.value.problems

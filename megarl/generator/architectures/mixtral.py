@@ -1,0 +1,1 @@
+from sglang.srt.models.mixtral import EntryClass  # noqa: F401  the name SGLang's registry looks for

@@ -1,0 +1,63 @@
+"""DeepSeek-V3 in SGLang without CUDA: one way through latent attention, plain rotary embedding, the router as GPUs compute it."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+import torch
+import torch.nn.functional as F
+
+from megarl.generator.cpu_support.fp8 import dequantised
+
+
+def register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    model = "sglang.srt.models.deepseek_v2."
+    loader = "sglang.srt.models.deepseek_common.deepseek_weight_loader."
+    HookRegistry.register(loader + "block_quant_to_tensor_quant", whole, HookType.AROUND)
+    HookRegistry.register(model + "DeepseekV2AttentionMLA.dispatch_attn_forward_method", always_absorbed, HookType.AFTER)
+    HookRegistry.register(model + "MoEGate.forward", router_logits, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rope, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.moe.topk.biased_grouped_topk_impl", uncompiled, HookType.AROUND)
+
+
+def always_absorbed(result: Any, *_: Any) -> Any:
+    """After the choice of a form of attention. SGLang takes prompts through keys and values of all heads, which `torch_native` would look
+    for in a cache that holds latents only; the absorbed form reads and writes those."""
+    return type(result).MLA
+
+
+def router_logits(original: Callable[..., torch.Tensor], gate: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """float32 [T, E] of hidden states [T, H]: GPUs keep the products of bf16 in float32, where the original would round the scores."""
+    return F.linear(hidden_states.float(), gate.weight.float())
+
+
+def rope(
+    original: Callable[..., Any],
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool = True,
+    rope_scaling: Optional[dict[str, Any]] = None,
+    *options: Any,
+) -> Any:
+    """Around the choice of a rotary embedding, which knows DeepSeek's YaRN alone."""
+    shape = (head_size, rotary_dim, max_position, base, is_neox_style)
+    if rope_scaling is not None:
+        return original(*shape, rope_scaling, *options)
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    return get_rope(*shape)
+
+
+def whole(original: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, None]:
+    """Around the one scale for all of kv_b_proj that SGLang rounds it to elsewhere: on GPUs it is multiplied out, to bf16."""
+    return dequantised(codes, scales, (block[0], block[1])).to(torch.bfloat16), None
+
+
+def uncompiled(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around a function that torch would compile, with a C++ compiler that may not be there."""
+    with torch.compiler.set_stance("force_eager"):
+        return original(*args, **kwargs)
