@@ -4,8 +4,10 @@ Every run is a `megarl train` of its own with the shipped program; runs with the
 complete are not repeated, and one that was cut off goes on, so the same command continues an interrupted table.
 
 With capacity 0 nothing is ever stale, and with capacity 1 nothing is older than 1 step whatever the bound, so these have one row each; the
-first is the baseline. *noise* is the standard error of the difference
-of two means over seeds, from the spread of the baseline's and the row's seeds: sqrt((s0^2 + s1^2) / seeds).
+first is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start. *noise* is the standard error
+of the mean difference over seeds, its variance pooled over the settings: three differences alone say too little about it. A setting does
+as well as the baseline if its mean difference is within two of these and no seed differs by more than APART. The second, since one run
+that collapses also widens the noise that it would be judged by; settings with such a run are not pooled.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
 
 LAST = 10  # steps whose mean reward counts
+APART = 0.05  # of reward: more than runs of one seed that learn differ by
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ class Result:
     rejected: float  # groups too old, generated again
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Of a setting with the baseline: differences of reward between runs with the same seed."""
+
+    capacity: Optional[int]
+    max_staleness: Optional[int]
+    difference: float  # mean over seeds
+    noise: float  # standard error of it
+    furthest: float  # of the seed that differs most
+    same: bool
+
+
 def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: bool) -> None:
     """Prints a table, or one JSON object. `runs`: the folder of all runs. Raises ConfigError, RuntimeError where a run fails."""
     jobs = [(setting, seed) for seed in range(seeds) for setting in SETTINGS]
@@ -70,7 +85,9 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
         for command in ("sft", "train"):
             _megarl(command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir))
         results.append(_result(*job, plan))
-    facts = {"config": config, "overrides": list(overrides), "last_steps": LAST, "runs": [asdict(result) for result in results]}
+    rows = [asdict(result) for result in results]
+    compared = [asdict(comparison) for comparison in compare(results)]
+    facts = {"config": config, "overrides": list(overrides), "last_steps": LAST, "runs": rows, "compared": compared}
     print(json.dumps(facts) if as_json else render(facts))
 
 
@@ -107,37 +124,61 @@ def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
     )
 
 
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """Every setting but the baseline, in the order of `results`. Raises: KeyError if a run has no baseline of its seed."""
+    rewards: dict[Setting, dict[int, float]] = {}
+    for result in results:
+        rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = result.reward
+    baseline = rewards.pop(SYNCHRONOUS)
+    differences = {setting: [each - baseline[seed] for seed, each in by_seed.items()] for setting, by_seed in rewards.items()}
+    noise = paired_noise([each for each in differences.values() if max(map(abs, each)) <= APART])
+    return [_comparison(setting, each, noise) for setting, each in differences.items()]
+
+
+def _comparison(setting: Setting, differences: Sequence[float], noise: float) -> Comparison:
+    mean, furthest = statistics.fmean(differences), max(differences, key=abs)
+    same = abs(furthest) <= APART and abs(mean) <= 2 * noise  # never with one seed: its noise is not known
+    return Comparison(setting.capacity, setting.max_staleness, mean, noise, furthest, same)
+
+
+def paired_noise(differences: Sequence[Sequence[float]]) -> float:
+    """Standard error of a mean over seeds of `differences` [settings, seeds], of pooled variance; NaN with none, or with one seed."""
+    if not differences or min(map(len, differences)) < 2:
+        return math.nan
+    return math.sqrt(statistics.fmean(statistics.variance(each) / len(each) for each in differences))
+
+
 def render(facts: Mapping[str, Any]) -> str:
-    """A Markdown table, a row a setting."""
+    """A Markdown table, a row a setting, and a sentence that judges it."""
     by_setting: dict[tuple, list[Mapping[str, Any]]] = {}
     for result in facts["runs"]:
         by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)
-    baseline = [result["reward"] for result in by_setting[SYNCHRONOUS.capacity, SYNCHRONOUS.max_staleness]]
+    compared = {(each["capacity"], each["max_staleness"]): each for each in facts["compared"]}
     lines = [
-        f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | mean | difference | noise | pass@1 "
-        "| staleness mean / max | rejected |",
-        "|" + "---|" * 9,
+        f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | mean | difference | noise | furthest seed "
+        "| same | pass@1 | staleness mean / max | rejected |",
+        "|" + "---|" * 11,
+        *(_row(capacity, bound, results, compared.get((capacity, bound))) for (capacity, bound), results in by_setting.items()),
     ]
-    for (capacity, bound), results in by_setting.items():
-        rewards = [result["reward"] for result in results]
-        mean = {name: statistics.fmean(result[name] for result in results) for name in ("pass_at_1", "staleness_mean", "rejected")}
-        cells = [
-            "unbounded" if capacity is None else capacity,
-            "–" if bound is None else bound,
-            " ".join(f"{reward:.3f}" for reward in rewards),
-            f"{statistics.fmean(rewards):.3f}",
-            f"{statistics.fmean(rewards) - statistics.fmean(baseline):+.3f}",
-            f"{noise(baseline, rewards):.3f}",
-            f"{mean['pass_at_1']:.3f}",
-            f"{mean['staleness_mean']:.2f} / {max(result['staleness_max'] for result in results):.0f}",
-            f"{mean['rejected']:.1f}",
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+    same = sum(each["same"] for each in compared.values())
+    verdict = f"{same} of {len(compared)} settings reach the first row's reward: within 2 x noise, and no seed further off than {APART}."
+    return "\n".join([*lines, "", verdict])
 
 
-def noise(baseline: Sequence[float], rewards: Sequence[float]) -> float:
-    """Standard error of the difference of the two means; NaN with one seed."""
-    if min(len(baseline), len(rewards)) < 2:
-        return math.nan
-    return math.sqrt(statistics.variance(baseline) / len(baseline) + statistics.variance(rewards) / len(rewards))
+def _row(capacity: Optional[int], bound: Optional[int], results: Sequence[Mapping[str, Any]], compared: Optional[Mapping[str, Any]]) -> str:
+    mean = {name: statistics.fmean(result[name] for result in results) for name in ("reward", "pass_at_1", "staleness_mean", "rejected")}
+    judged = ["–"] * 4
+    if compared is not None:
+        judged = [f"{compared['difference']:+.3f}", f"{compared['noise']:.3f}", f"{compared['furthest']:+.3f}"]
+        judged.append("yes" if compared["same"] else "no")
+    cells = [
+        "unbounded" if capacity is None else str(capacity),
+        "–" if bound is None else str(bound),
+        " ".join(f"{result['reward']:.3f}" for result in results),
+        f"{mean['reward']:.3f}",
+        *judged,
+        f"{mean['pass_at_1']:.3f}",
+        f"{mean['staleness_mean']:.2f} / {max(result['staleness_max'] for result in results):.0f}",
+        f"{mean['rejected']:.1f}",
+    ]
+    return "| " + " | ".join(cells) + " |"

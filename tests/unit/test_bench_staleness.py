@@ -1,0 +1,69 @@
+"""`megarl bench staleness`: what counts as the same reward. Pure; the runs themselves are those of `megarl train`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from megarl.bench.staleness import APART, SETTINGS, SYNCHRONOUS, Comparison, Result, Setting, compare, render
+
+BASELINE = (0.98, 0.90, 0.95)  # seeds differ by more than settings do
+
+
+def results(**differences: tuple[float, ...]) -> list[Result]:
+    """Of the baseline and, by name, of settings that differ from it by so much, seed by seed."""
+    settings = {setting.name: setting for setting in SETTINGS}
+    rows = {SYNCHRONOUS.name: (0.0,) * len(BASELINE), **differences}
+    return [
+        Result(settings[name].capacity, settings[name].max_staleness, seed, BASELINE[seed] + each, 1.0, 1.0, 2.0, 0.0)
+        for name, row in rows.items()
+        for seed, each in enumerate(row)
+    ]
+
+
+def judged(**differences: tuple[float, ...]) -> dict[str, Comparison]:
+    return {Setting(each.capacity, each.max_staleness).name: each for each in compare(results(**differences))}
+
+
+ONE, FOUR, FREE = (setting.name for setting in (Setting(1, 1), Setting(4, 8), Setting(None, 8)))
+
+
+def test_noise_is_that_of_pairs_pooled_over_settings():
+    rows = {ONE: (0.002, -0.006, 0.001), FOUR: (-0.004, 0.012, -0.02), FREE: (0.0, 0.001, -0.001)}
+    got = judged(**rows)
+    pooled = np.var(list(rows.values()), axis=1, ddof=1).mean()
+    for name, row in rows.items():
+        assert got[name].noise == pytest.approx(math.sqrt(pooled / 3)) and got[name].difference == pytest.approx(np.mean(row))
+        assert got[name].same  # a spread over seeds of 0.04 is not in it, or anything would be
+    assert got[FOUR].furthest == pytest.approx(-0.02)
+
+
+def test_a_small_loss_that_all_seeds_share_is_a_difference():
+    got = judged(**{ONE: (0.002, -0.003, 0.001), FOUR: (-0.021, -0.02, -0.019)})
+    assert got[ONE].same and not got[FOUR].same
+
+
+def test_one_collapsed_seed_does_not_hide_in_its_own_noise():
+    """Its mean, -0.26, is within two standard errors of its own, 0.26."""
+    got = judged(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0), FREE: (-0.021, -0.02, -0.019)})
+    assert not got[FOUR].same and got[FOUR].furthest == pytest.approx(-0.77)
+    assert got[ONE].same and not got[FREE].same, "and does not excuse others"
+    assert not judged(**{FOUR: (APART + 0.001, 0.0, 0.0)})[FOUR].same
+
+
+def test_nothing_is_the_same_by_one_seed():
+    got = judged(**{ONE: (0.0,)})[ONE]
+    assert math.isnan(got.noise) and not got.same
+
+
+def test_the_table_says_which_settings_are_the_same():
+    runs = results(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0)})
+    facts = {"last_steps": 10, "runs": [asdict(run) for run in runs], "compared": [asdict(each) for each in compare(runs)]}
+    *table, empty, verdict = render(facts).splitlines()
+    assert len(table) == 2 + 3 and empty == "" and verdict.startswith("1 of 2 settings")
+    assert all(one.count("|") == other.count("|") for one, other in pairwise(table))
+    assert "0.980 0.130 0.950" in table[4] and "| -0.770 | no |" in table[4] and "| yes |" in table[3]
