@@ -34,7 +34,8 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path, 
     """
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["generator.engines=2", "generator.health_s=15", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0"]
-    more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1", "rollout.name=slow_rollouts:after_a_second", *SETTINGS]
+    more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1"]
+    more += ["rollout.name=slow_rollouts:after_a_second", *SETTINGS]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
     process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
