@@ -25,7 +25,7 @@ from megarl.launch.processes import ProcessGroup
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import NodePart
 from megarl.launch.stopping import Stopped, StopOrder
-from megarl.launch.watch import termination_as_exit, watch
+from megarl.launch.watch import RunWatch, termination_as_exit
 from megarl.messaging.link import RunKey
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import parameter_count
@@ -77,7 +77,7 @@ def launch(
             workers, trainers = _start(processes, keeper, here, job)
             if job.stops:
                 order.arm(trainers)
-            _follow(processes, keeper, workers, meeting, working, poll, order)
+            RunWatch(processes, keeper, meeting, order, poll).follow(workers, working)
             if order.given:
                 raise Stopped
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
@@ -197,30 +197,3 @@ def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: J
         if part.parts == 1:  # the parts of one that spans nodes could only be started again together
             keeper.keep(spec, here.report.address, here.rendezvous.engine_ports[part.engine], here.rendezvous.engine_key)
     return {spec.name for spec in workers}, {spec.name for spec in trainers}
-
-
-def _follow(
-    processes: ProcessGroup,
-    keeper: EngineKeeper,
-    workers: set[str],
-    meeting: Meeting,
-    working: list[int],
-    poll: Callable[[], None],
-    order: StopOrder,
-) -> None:
-    """Until the workers of all nodes are done: engines serve the last of them. Where the run is stopped, only trainer ranks matter."""
-
-    def poll_all() -> None:
-        poll()
-        meeting.poll()
-        order.poll()
-        if not order.given:
-            keeper.poll()
-
-    def among() -> set[str]:
-        trainers = order.among()
-        return processes.names - keeper.names if trainers is None else trainers
-
-    watch(processes, workers, poll_all, among=among)
-    meeting.finish()
-    watch(processes, workers, poll_all, until=lambda: meeting.all_finished(working), among=among)

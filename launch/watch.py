@@ -6,10 +6,45 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from megarl.launch.engines import EngineKeeper
+from megarl.launch.meeting import Meeting
 from megarl.launch.processes import ProcessFailed, ProcessGroup
+from megarl.launch.stopping import StopOrder
 
 POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class RunWatch:
+    """This node's part of a run. `show` is called about ten times a second."""
+
+    processes: ProcessGroup
+    keeper: EngineKeeper
+    meeting: Meeting
+    order: StopOrder
+    show: Callable[[], None]
+
+    def follow(self, workers: set[str], working: list[int]) -> None:
+        """Until the workers of all nodes, those that are `working`, are done: engines serve the last of them.
+
+        Where the run is stopped, only trainer ranks matter.
+        """
+        watch(self.processes, workers, self._poll, among=self._among)
+        self.meeting.finish()
+        watch(self.processes, workers, self._poll, until=lambda: self.meeting.all_finished(working), among=self._among)
+
+    def _poll(self) -> None:
+        self.show()
+        self.meeting.poll()
+        self.order.poll()
+        if not self.order.given:
+            self.keeper.poll()
+
+    def _among(self) -> set[str]:
+        trainers = self.order.among()
+        return self.processes.names - self.keeper.names if trainers is None else trainers
 
 
 def watch(

@@ -13,12 +13,13 @@ import msgspec
 
 from megarl.channels.admission import run_ahead
 from megarl.channels.engine_sessions import EngineSessions, Session
+from megarl.channels.offers import Offers
 from megarl.channels.weights_sender import is_probe_version
 from megarl.generator.fleet import Fleet
 from megarl.generator.update import Pause
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWanted, WeightsWritten
+from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWanted, WeightsWritten
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
@@ -54,7 +55,7 @@ class WeightsReceiver:
         self.settled: Version = -1  # taken, and done with all that follows an update
         self._sessions = EngineSessions(plan, source, link, key_file)
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]
-        self._offers: dict[int, set[str]] = {}  # version → trainer ranks that have offered it
+        self._offers = Offers(link, self._trainers, plan.config.timeouts.weights_s)
         self._hosts: list[Host] = []  # of the trainer ranks
         self._busy = False  # an update is on its way
         self._updates = 0
@@ -87,7 +88,7 @@ class WeightsReceiver:
 
     async def _join_beside(self, after: asyncio.Future[None], executor: Executor) -> None:
         """Until `after` is done, or an engine was taken back."""
-        offer = asyncio.ensure_future(self._offer(executor, again=True))
+        offer = asyncio.ensure_future(self._offers.next(executor.version, again=True))
         try:
             await asyncio.wait({after, offer}, return_when=asyncio.FIRST_COMPLETED)
             if offer.done():
@@ -103,7 +104,7 @@ class WeightsReceiver:
 
     async def take(self, executor: Executor) -> None:
         """Waits for the next version on offer, and brings it into the engines; into those that have come back, what the others serve."""
-        while (version := await self._offer(executor)) == executor.version:
+        while (version := await self._offers.next(executor.version)) == executor.version:
             await self._join(executor, version)
         self._busy = True
         with executor.trace.span(f"take weights {version}", track="weights"):
@@ -147,22 +148,6 @@ class WeightsReceiver:
     def _tell(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
         for name in self._trainers:
             self._link.send(name, message)
-
-    async def _offer(self, executor: Executor, again: bool = False) -> Version:
-        """The next version that every trainer rank stands still for; `again`: only the one that is served.
-
-        The first rank may take its time: who needs the weights has a deadline. Then the others must follow.
-        """
-        while True:
-            for version, ranks in self._offers.items():
-                if len(ranks) == len(self._trainers) and (not again or version == executor.version):
-                    del self._offers[version]
-                    return version
-            missing = ", ".join(name for name in self._trainers if name not in set().union(*self._offers.values()))
-            timeout_s = self._plan.config.timeouts.weights_s if self._offers and missing else None
-            awaited = f"weights newer than version {executor.version} from {missing}"
-            sender, offer = await self._link.arrival(WeightsOffer, timeout_s, awaited)
-            self._offers.setdefault(offer.version, set()).add(sender)
 
     async def _update(self, executor: Executor, version: Version) -> Taken:
         """Brings `version` into all engines that there are."""

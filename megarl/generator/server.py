@@ -117,6 +117,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "max_total_tokens": tokens,
         "sleep_on_idle": True,  # without it every idle worker spins on a core
+        "skip_server_warmup": True,  # there is nothing to compile, and SGLang looks once a second whether it is up
     }
 
 

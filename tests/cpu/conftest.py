@@ -1,5 +1,5 @@
-"""What came of the weights matrix (test_weights_matrix.py, test_weights_fp8.py): a table at the end of the tests, and by
---matrix-report a document."""
+"""What the tests of the weights matrix (test_weights_matrix.py, test_weights_fp8.py) share: the trainer ranks, and what came of it: a
+table at the end of the tests, and by --matrix-report a document."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from weights_rig import Trainers
 
 VERSIONS = ("torch", "megatron-core", "sglang", "mooncake-transfer-engine-non-cuda", "transformers")
 INTRODUCTION = """\
@@ -37,6 +41,14 @@ class Cell:
 
     def __str__(self) -> str:
         return (str(len(self.transports)) if self.transports else "equal") if self.passed else "FAILED"
+
+
+@pytest.fixture(scope="session")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
+    from weights_rig import open_trainers  # here: it imports torch, and more
+
+    with open_trainers(tmp_path_factory.mktemp("trainers")) as trainers:
+        yield trainers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +12,8 @@ import pytest
 
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, SETTINGS
+
+from megarl.executors.checkpoints import complete_checkpoints
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 DEADLINE_S = 240
@@ -26,13 +28,14 @@ def engine(process, number: int) -> psutil.Process:
 @pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.sample, id="killed"), pytest.param(True, id="killed, then stopped")])
 def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path, monkeypatch):
     """Two engines: the first is killed in the middle of an update, the second then made to hang; each comes back, with the weights
-    of the moment.
+    of the moment. In the end a trainer rank hangs too: one SIGTERM waits for it, a second ends the run at once.
 
     Rollouts take their time, so that the run leaves room for an engine to start.
     """
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["generator.engines=2", "generator.health_s=15", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0"]
-    more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1", "rollout.name=slow_rollouts:after_a_second", *SETTINGS]
+    more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1"]
+    more += ["rollout.name=slow_rollouts:after_a_second", *SETTINGS]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
     process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
@@ -55,12 +58,17 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path, 
             wait_until(lambda: said("engines [1] serve version"), process, "return of engine 1", DEADLINE_S)
         done = len(rows(run_dir))
         wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=150)
+        next(child for child in descendants(process) if "trainer 1" in " ".join(child.cmdline())).suspend()
+        process.terminate()
+        wait_until(lambda: any(run_dir.glob(".launch/train/*/stop")), process, "the order to stop")
+        time.sleep(0.5)
+        assert process.poll() is None, "it waits for the step"
+        process.terminate()
+        process.wait(timeout=15)
     finally:
         kill(process)
     output = log.read_text()
-    assert process.returncode == 143, output
+    assert process.returncode == 143 and complete_checkpoints(run_dir) == [], output
     assert "engine.0 was killed by SIGKILL; started again (1 of generator.max_restarts=3)" in output
     assert ("engine.1 has answered nothing for" in output) == hangs
     table = rows(run_dir)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,8 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 def test_sigterm_saves_the_running_step_and_the_same_command_goes_on(model, tmp_path, monkeypatch):
     """Trainer TP2, checkpoints only at the end. All processes get the signal, as in a Slurm step, while the engine has a half of an
-    update: the run that goes on gives it all of the weights first. (In a wait for samples: test_run_engines.py.)"""
+    update: the run that goes on gives it all of the weights first. (In a wait for samples:
+    tests/unit/test_rollouts_channel.py; a second signal: test_run_engines.py.)"""
     run_dir, log, in_groups = tmp_path / "run", tmp_path / "log", [*SETTINGS, "async.partial_rollout=in_flight"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     process = start(arguments(model, run_dir, *in_groups, "max_steps=100000"), log)
@@ -56,22 +56,3 @@ def test_sigterm_saves_the_running_step_and_the_same_command_goes_on(model, tmp_
     assert again.returncode == 0, again.stderr
     assert all(row["sync/audit_ok"] for row in rows(run_dir)[steps:])
     assert trained(run_dir) == list(range((steps + 2) * PROMPTS))
-
-
-def test_a_second_sigterm_ends_the_run_at_once(model, tmp_path):
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    process = start(arguments(model, run_dir, "max_steps=100000"), log)
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", timeout_s=240)
-        trainer = next(child for child in descendants(process) if "trainer 0" in " ".join(child.cmdline()))
-        trainer.suspend()  # it will not finish its step
-        process.terminate()
-        wait_until(lambda: any(run_dir.glob(".launch/train/*/stop")), process, "the first order to stop")
-        time.sleep(0.3)
-        assert process.poll() is None, "it waits for the step"
-        process.terminate()
-        process.wait(timeout=15)
-    finally:
-        kill(process)
-    assert process.returncode == 143
-    assert complete_checkpoints(run_dir) == []

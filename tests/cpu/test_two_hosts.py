@@ -16,7 +16,7 @@ from namespaces import INTERFACE, TwoHosts, missing
 from run_tools import OVERRIDES, ROOT, command, make_model, rows
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(420), pytest.mark.skipif(bool(missing()), reason=missing())]
-NOTICED_S = 20
+NOTICED_S = 15
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fp8_reference import Quantised
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
-from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, open_generator, open_trainers, receiver, unequal
+from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, open_generator, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.config.errors import ConfigError
@@ -121,12 +121,6 @@ def key_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("key") / "key"
     RunKey.generate().save(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def trainers(tmp_path_factory) -> Iterator[Trainers]:
-    with open_trainers(tmp_path_factory.mktemp("trainers")) as trainers:
-        yield trainers
 
 
 Result = tuple[Parameters, list[list[float]]]  # what the engine held, and the log-probs of SEQUENCES

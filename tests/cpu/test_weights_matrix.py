@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
-from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, names, open_generator, open_trainers, receiver, unequal
+from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, names, open_generator, receiver, unequal
 from weights_worker import Job, Sync
 
 from megarl.config.errors import ConfigError
@@ -109,12 +109,6 @@ def key_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("key") / "key"
     RunKey.generate().save(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def trainers(tmp_path_factory) -> Iterator[Trainers]:
-    with open_trainers(tmp_path_factory.mktemp("trainers")) as trainers:
-        yield trainers
 
 
 Result = tuple[Parameters, list[list[float]]]

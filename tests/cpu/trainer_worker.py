@@ -2,8 +2,9 @@
 
     trainer_worker.py WORLD_SIZE RENDEZVOUS_FILE SCENARIOS_JSON OUT_DIR
 
-Ranks are forked once everything is imported, and write to OUT_DIR/world<size>.<rank>.log. Scenarios run one after another in the same
-processes, each with a new MegatronTrainer. What a scenario function returns is saved as OUT_DIR/<scenario name>.<rank>.pt.
+Scenarios run one after another, up to the first that fails; each in ranks of its own, forked once everything is imported, as every gloo
+group polls a hundred times a second for as long as its process lives. They write to OUT_DIR/world<size>.<rank>.log; what a scenario
+function returns is saved as OUT_DIR/<scenario name>.<rank>.pt.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -294,32 +296,45 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 def main() -> None:
     world_size, rendezvous, scenarios, out = int(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text()), Path(sys.argv[4])
     cpu_support.install()
-    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all ranks
+    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
+    import torch._dynamo  # noqa: F401  which the first optimizer would import
 
-    ranks = []
-    for rank in range(world_size):
-        ranks.append(os.fork())
-        if ranks[-1] == 0:
-            log = os.open(out / f"world{world_size}.{rank}.log", os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, sys.stdout.fileno())
-            os.dup2(log, sys.stderr.fileno())
-            run(rank, world_size, rendezvous, scenarios, out)
-            os._exit(0)  # all is saved; taking the interpreter apart takes a second
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]))
+    for number, scenario in enumerate(scenarios):
+        ranks = [start(rank, world_size, f"{rendezvous}.{number}", scenario, out) for rank in range(world_size)]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        if any(statuses):
+            break
+    print(json.dumps(statuses))
 
 
-def run(rank: int, world_size: int, rendezvous: str, scenarios: list[dict[str, Any]], out: Path) -> None:
+def start(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], out: Path) -> int:
+    """Process id."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        log = os.open(out / f"world{world_size}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+        run(rank, world_size, rendezvous, scenario, out)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)  # all is saved; taking the interpreter apart takes a second
+
+
+def run(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], out: Path) -> None:
+    began = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
     )
-    for scenario in scenarios:
-        began = time.monotonic()
-        found = globals()["scenario_" + scenario["run"]](scenario, out)
-        torch.save(found, out / f"{scenario['name']}.{rank}.pt")
-        print(f"{scenario['name']} {time.monotonic() - began:.2f} s", flush=True)
+    found = globals()["scenario_" + scenario["run"]](scenario, out)
+    torch.save(found, out / f"{scenario['name']}.{rank}.pt")
+    print(f"{scenario['name']} {time.monotonic() - began:.2f} s", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

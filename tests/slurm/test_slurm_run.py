@@ -85,7 +85,7 @@ def test_a_run_over_four_nodes_outlives_the_loss_of_one(cluster, job_script, mod
     run_dir, log = tmp_path / "run", tmp_path / "log"
     sizes = ["trainer.tp=2", "generator.engines=1", "generator.tp=2"]  # a rank on every node, so the engine spans two
     overrides = [f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *sizes]
-    job = submit(cluster, job_script, log, *overrides, "checkpoint.every=1", "timeouts.silence_s=10")
+    job = submit(cluster, job_script, log, *overrides, "checkpoint.every=1", "timeouts.silence_s=6")
     wait_until(lambda: len(rows(run_dir)) >= 2, "the second step", START_S)
     assert len(list((run_dir / ".launch/train").glob("slurm.*/node.*.json"))) == 4
     cluster.kill_node("n4")

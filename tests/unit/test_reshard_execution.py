@@ -196,7 +196,7 @@ def check_lists(map: ReshardMap, copies: list[Copy], joined: bool) -> None:
         assert sorted(map_key(c) for c in scheduled) == sorted(map_key(c) for c in copies)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(case=cases(fp8=True), rule=st.sampled_from(sorted(RULES)), joined=st.booleans(), dtype=st.sampled_from(["float32", "bfloat16"]))
 def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
     spec, topology, generator, device = case

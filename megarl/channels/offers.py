@@ -1,0 +1,32 @@
+"""The versions of the weights that trainer ranks offer."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import WeightsOffer
+from megarl.types import Version
+
+
+class Offers:
+    """Of the ranks `trainers`; once the first of them has offered something, the others must follow within `timeout_s`."""
+
+    def __init__(self, link: Hub, trainers: Sequence[str], timeout_s: float):
+        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
+        self._open: dict[Version, set[str]] = {}  # by whom
+
+    async def next(self, serving: Version, again: bool = False) -> Version:
+        """The next version that every rank stands still for; `again`: only `serving`, for engines that have come back.
+
+        The first rank may take its time: who needs the weights has a deadline. Raises TimeoutError that names the ranks that do not follow.
+        """
+        while True:
+            for version, ranks in self._open.items():
+                if len(ranks) == len(self._trainers) and (not again or version == serving):
+                    del self._open[version]
+                    return version
+            missing = ", ".join(name for name in self._trainers if name not in set().union(*self._open.values()))
+            timeout_s = self._timeout_s if self._open and missing else None
+            sender, offer = await self._link.arrival(WeightsOffer, timeout_s, f"weights newer than version {serving} from {missing}")
+            self._open.setdefault(offer.version, set()).add(sender)
