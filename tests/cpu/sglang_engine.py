@@ -137,7 +137,7 @@ def hf_difference(sequences: list[list[int]], logprobs: list[list[float]], check
 def hf_rounding(sequences: list[list[int]], checkpoint: Path, dtype: str) -> float:
     """How far an engine of `dtype` may be from HF in float32: 1e-5, or three times as far as rounding takes HF itself in that dtype.
 
-    Of random weights that have been trained for a step it depends on the weights: 0.02 to 0.05 in bfloat16.
+    Of random weights that have been trained for a step it depends on the weights: 0.01 to 0.1 in bfloat16.
     """
     if dtype == "float32":
         return 1e-5
