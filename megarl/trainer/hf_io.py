@@ -30,6 +30,7 @@ from megarl.trainer.folders import written_together
 INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 2**30
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+READ_DTYPES = ("F32", "BF16", "F16")
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
 INDEX = "model.safetensors.index.json"
 
@@ -38,7 +39,7 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
 
     Every rank checks all tensors of the model, also those of others, so that all raise alike.
-    Raises ConfigError naming the tensor that is missing or has another shape than config.json says.
+    Raises ConfigError naming every tensor that is missing, has another shape than config.json says, or is quantised.
     """
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = _tensor_files(folder)
@@ -47,9 +48,12 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
     opened = {name: safe_open(folder / name, framework="pt") for name in sorted({files[n] for n in expected if n in files})}
     for name, shape in expected.items():
         if name in files:
-            found = tuple(opened[files[name]].get_slice(name).get_shape())
+            tensor = opened[files[name]].get_slice(name)
+            found = tuple(tensor.get_shape())
             if found != shape:
                 problems.append(f"{folder}: tensor {name} has shape {found}, config.json says {shape}")
+            if tensor.get_dtype() not in READ_DTYPES:  # its scales would be left out
+                problems.append(f"{folder}: tensor {name} is in {tensor.get_dtype()}; can be read: {', '.join(READ_DTYPES)}")
     if problems:
         raise ConfigError(problems)
     for tensor in layout.tensors(dist.get_rank()):

@@ -89,7 +89,7 @@ CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layo
 CHECKPOINTS = {
     "zero1": ("tied", "tp2_zero1", "single tp2_zero1 pp2 dp2_zero1 tp2_pp2 pp2_vpp2"),
     "zero0": ("tied", "tp2", "pp2_zero0 dp2_zero0"),
-    "experts": ("qwen3_moe", "ep2", "single ep2 pp2_vpp2_ep2"),
+    "experts": ("deepseek_v3", "ep2", "single ep2 pp2_vpp2_ep2"),
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
 }
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]

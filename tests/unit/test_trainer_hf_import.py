@@ -21,15 +21,17 @@ def load(folder: Path) -> None:
     load_hf(SPEC, trainer_layout(SPEC, TrainerTopology(), "float32"), {}, str(folder))
 
 
-def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_misshapen_and_quantised_tensors_are_named(tmp_path: Path) -> None:
     tensors = {t.name: torch.zeros(t.shape) for t in hf_layout(SPEC, "float32").tensors(0)}
     del tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["lm_head.weight"] = torch.zeros(12, 16)
+    tensors["model.norm.weight"] = torch.zeros(16).to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError) as raised:
         load(tmp_path)
-    missing, misshapen = raised.value.problems
+    missing, quantised, misshapen = raised.value.problems
     assert "model.layers.1.mlp.up_proj.weight is missing" in missing
+    assert "model.norm.weight is in F8_E4M3; can be read: F32, BF16, F16" in quantised
     assert "lm_head.weight has shape (12, 16), config.json says (11, 16)" in misshapen
 
 
