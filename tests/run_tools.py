@@ -19,6 +19,7 @@ PROMPTS, SAMPLES = 4, 4
 
 OVERRIDES = [
     "max_steps=6",
+    "trainer.optimizer.schedule=constant",  # runs that are stopped and go on have one rate whatever their max_steps
     f"rollout.prompts_per_step={PROMPTS}",
     f"rollout.n={SAMPLES}",
     "eval.limit=16",

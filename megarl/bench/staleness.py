@@ -4,10 +4,10 @@ Every run is a `megarl train` of its own with the shipped program; runs with the
 complete are not repeated, and one that was cut off goes on, so the same command continues an interrupted table.
 
 With capacity 0 nothing is ever stale, and with capacity 1 nothing is older than 1 step whatever the bound, so these have one row each; the
-first is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start. *noise* is the standard error
-of the mean difference over seeds, its variance pooled over the settings: three differences alone say too little about it. A setting does
-as well as the baseline if its mean difference is within two of these and no seed differs by more than APART. The second, since one run
-that collapses also widens the noise that it would be judged by; settings with such a run are not pooled.
+first is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start: *difference* is the mean of
+the pairs, *noise* its standard error, and *at most* is |difference| + 2 noise (for three seeds a one-sided bound of 91 % by Student's t).
+A setting reaches the baseline's reward within noise if that is no more than the baseline's own seeds differ by. So noise counts against a
+setting: a run that collapses widens it, and is not excused by it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
 
 LAST = 10  # steps whose mean reward counts
-APART = 0.05  # of reward: more than runs of one seed that learn differ by
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,9 @@ class Comparison:
     capacity: Optional[int]
     max_staleness: Optional[int]
     difference: float  # mean over seeds
-    noise: float  # standard error of it
-    furthest: float  # of the seed that differs most
-    same: bool
+    noise: float  # standard error of it; NaN with one seed
+    at_most: float  # |difference| + 2 noise
+    same: bool  # at_most is no more than the baseline's seeds differ by
 
 
 def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: bool) -> None:
@@ -130,22 +129,16 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     for result in results:
         rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = result.reward
     baseline = rewards.pop(SYNCHRONOUS)
+    spread = max(baseline.values()) - min(baseline.values())
     differences = {setting: [each - baseline[seed] for seed, each in by_seed.items()] for setting, by_seed in rewards.items()}
-    noise = paired_noise([each for each in differences.values() if max(map(abs, each)) <= APART])
-    return [_comparison(setting, each, noise) for setting, each in differences.items()]
+    return [_comparison(setting, each, spread) for setting, each in differences.items()]
 
 
-def _comparison(setting: Setting, differences: Sequence[float], noise: float) -> Comparison:
-    mean, furthest = statistics.fmean(differences), max(differences, key=abs)
-    same = abs(furthest) <= APART and abs(mean) <= 2 * noise  # never with one seed: its noise is not known
-    return Comparison(setting.capacity, setting.max_staleness, mean, noise, furthest, same)
-
-
-def paired_noise(differences: Sequence[Sequence[float]]) -> float:
-    """Standard error of a mean over seeds of `differences` [settings, seeds], of pooled variance; NaN with none, or with one seed."""
-    if not differences or min(map(len, differences)) < 2:
-        return math.nan
-    return math.sqrt(statistics.fmean(statistics.variance(each) / len(each) for each in differences))
+def _comparison(setting: Setting, differences: Sequence[float], spread: float) -> Comparison:
+    mean = statistics.fmean(differences)
+    noise = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    at_most = abs(mean) + 2 * noise
+    return Comparison(setting.capacity, setting.max_staleness, mean, noise, at_most, at_most <= spread)
 
 
 def render(facts: Mapping[str, Any]) -> str:
@@ -155,13 +148,13 @@ def render(facts: Mapping[str, Any]) -> str:
         by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)
     compared = {(each["capacity"], each["max_staleness"]): each for each in facts["compared"]}
     lines = [
-        f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | mean | difference | noise | furthest seed "
+        f"| capacity | max_staleness | reward of the last {facts['last_steps']} steps, by seed | mean | difference | noise | at most "
         "| same | pass@1 | staleness mean / max | rejected |",
         "|" + "---|" * 11,
         *(_row(capacity, bound, results, compared.get((capacity, bound))) for (capacity, bound), results in by_setting.items()),
     ]
     same = sum(each["same"] for each in compared.values())
-    verdict = f"{same} of {len(compared)} settings reach the first row's reward: within 2 x noise, and no seed further off than {APART}."
+    verdict = f"{same} of {len(compared)} settings reach the reward of the first row, no further off than its own seeds are apart."
     return "\n".join([*lines, "", verdict])
 
 
@@ -169,7 +162,7 @@ def _row(capacity: Optional[int], bound: Optional[int], results: Sequence[Mappin
     mean = {name: statistics.fmean(result[name] for result in results) for name in ("reward", "pass_at_1", "staleness_mean", "rejected")}
     judged = ["–"] * 4
     if compared is not None:
-        judged = [f"{compared['difference']:+.3f}", f"{compared['noise']:.3f}", f"{compared['furthest']:+.3f}"]
+        judged = [f"{compared['difference']:+.3f}", f"{compared['noise']:.3f}", f"{compared['at_most']:.3f}"]
         judged.append("yes" if compared["same"] else "no")
     cells = [
         "unbounded" if capacity is None else str(capacity),
