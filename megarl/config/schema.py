@@ -141,16 +141,17 @@ class AsyncConfig:
 class AlgorithmConfig:
     name: str = setting("aipo", "docs/algorithms.md has them", one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce"))
     rho: Optional[float] = setting(
-        None, "upper bound of the importance ratio; null: the algorithm's own, 4 for aipo; 2 to 10 works there (LlamaRL, section 6)", above(0)
+        None, "upper bound of the importance ratio; null: the algorithm's own, 4 for aipo, where 2 to 10 works (LlamaRL, section 6)", above(0)
     )
     rho_min: Optional[float] = setting(None, "its lower bound; null: the algorithm's own, none for aipo", at_least(0))
     advantage: Optional[str] = setting(
         None,
-        "reward less the mean of the prompt's samples; that by their standard deviation; less the mean of the other samples; null: the algorithm's own",
+        "mean: the reward less the mean of the prompt's samples; normalized: that, over their standard deviation; "
+        "leave_one_out: the reward less the mean of the other samples; null: the algorithm's own",
         one_of("mean", "normalized", "leave_one_out"),
     )
     loss_mean: Optional[str] = setting(
-        None, "whether every token of a batch counts the same, or every response; null: the algorithm's own, token for aipo", one_of("token", "sequence")
+        None, "what counts the same: each token of a batch, or each response; null: the algorithm's own, token for aipo", one_of("token", "sequence")
     )
     kl_coef: float = setting(0.0, "weight of the KL to the frozen initial policy; 0 holds no reference model", at_least(0))
     skip_zero_advantage: bool = setting(True, "spend no training time on groups whose rewards are all equal; same gradient")
