@@ -1,4 +1,4 @@
-"""Processes of tests, forked from one that has imported what all of them need: SGLang or Megatron are ten seconds of a core for each.
+"""Processes of tests, forked from one that has imported what all of them need: SGLang is ten seconds of a core for each.
 
     nursery.py SOCKET PRELOAD…      what Nursery starts; a PRELOAD is a module to import, or module:function to call
 
@@ -24,6 +24,7 @@ import psutil
 from megarl.launch.worker import die_with_parent
 
 PARENT = "(the nursery)"
+STARTED_S = 240  # until the first process is there
 LARGEST = 1 << 17  # bytes of a request: mostly the environment
 
 
@@ -46,6 +47,7 @@ class Nursery:
 
     def _open(self, environment: dict[str, str]) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(STARTED_S)
         argv = [sys.executable, __file__, str(theirs.fileno()), *self._preload]
         with theirs:
             self._process = subprocess.Popen(argv, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
