@@ -90,16 +90,6 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
             yield f"generator.server_args.{name}={value}: must be left out; the launcher decides it"
 
 
-def check_schedule(config: RunConfig) -> Iterable[str]:
-    """A cosine needs steps to come down over."""
-    for section, optimizer, total, steps in (
-        ("trainer", config.trainer.optimizer, "max_steps", config.max_steps),
-        ("sft", config.sft.optimizer, "sft.steps", config.sft.steps),
-    ):
-        if optimizer.schedule == "cosine" and 0 < steps <= optimizer.warmup_steps:
-            yield f"{section}.optimizer.warmup_steps={optimizer.warmup_steps}: must be below {total}={steps} for a cosine schedule"
-
-
 def check_tensor_parallel(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Both sides cut heads and ffn rows evenly. Engines also cut the vocabulary, and replicate kv heads for a tp that is a multiple.
     Latent attention has no kv heads to cut."""
@@ -271,7 +261,6 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_truncated_sampling,
     check_server_args,
     check_format_arguments,
-    check_schedule,
     check_sequence_parallel,
     check_batch,
     check_partial_rollout,

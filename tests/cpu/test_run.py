@@ -165,10 +165,12 @@ def test_a_run_with_fp8_engines(tmp_path):
     """Trainer TP2 in float32, each rank with 64 rows of k and v and 192 of gate and up: blocks are cut."""
     model = make_model(tmp_path / "model", head_dim=64)
     more = ["generator.quantization=fp8_block", "async.capacity=0", "algorithm.skip_zero_advantage=false", "max_steps=3"]
+    more += ["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=5"]  # it ends before it has warmed up
     done = run(arguments(model, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
     table = rows(tmp_path / "run")
     assert all(row["sync/audit_ok"] for row in table) and len(table) == 3
+    assert [row["learning_rate"] / table[0]["learning_rate"] for row in table] == pytest.approx([1, 2, 3])
     # Per layer: codes, scales of blocks (qkv 2 + 1 + 1, o 1 x 2, gate and up 3 + 3, down 1 x 3), norms. Then embedding, head, norm.
     layer = 128 * (256 + 2 * 128 + 256 + 3 * 384) + 4 * (4 + 2 + 6 + 3) + 2 * 2 * 128
     assert {row["sync/bytes"] for row in table} == {4 * layer + 2 * (2 * 64 * 128 + 128)}
