@@ -11,7 +11,8 @@ from typing import Iterable, Optional
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
-from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, MODEL_CHECKS, PLANNING_COMMANDS, RUN_MODEL_CHECKS
+from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS
+from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -19,7 +19,7 @@ from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.train_time import TrainModel
 from megarl.planner.trainer_memory import trainer_memory
 from megarl.planner.workload import Workload
-from megarl.plan.checks import check_experts, check_pipeline, check_tensor_parallel
+from megarl.plan.model_checks import check_experts, check_pipeline, check_tensor_parallel
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 

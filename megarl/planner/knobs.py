@@ -8,7 +8,8 @@ from typing import Any, Mapping
 from megarl.config.keys import field_path
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
-from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_expert_sequences
+from megarl.plan.checks import CONFIG_CHECKS
+from megarl.plan.model_checks import MODEL_CHECKS, check_expert_sequences
 
 Settings = Mapping[str, Any]  # by dotted key
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
-from megarl.plan.checks import rope_type
+from megarl.plan.model_checks import rope_type
 from megarl.topology import TrainerTopology
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
 from megarl.trainer.norm_names import norm_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
-from megarl.plan.checks import rope_type, rope_types, router_problems
+from megarl.plan.model_checks import rope_type, rope_types, router_problems
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 

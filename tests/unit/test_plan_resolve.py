@@ -15,7 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
-from megarl.plan.checks import check_pipeline, check_tensor_parallel
+from megarl.plan.model_checks import check_pipeline, check_tensor_parallel
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.topology import TrainerTopology
