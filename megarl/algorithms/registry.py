@@ -25,7 +25,7 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     return PolicyGradient(
         weigh=RULES[config.name],
         rho_min=recipe.rho_min or 0.0,
-        rho=recipe.rho or 1.0,
+        rho=recipe.rho or 1.0,  # without one in the rule, that of the KL penalty's correction
         baseline=ADVANTAGES[recipe.advantage],
         loss_mean=recipe.loss_mean,
         kl_coef=config.kl_coef,

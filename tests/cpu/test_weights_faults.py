@@ -403,12 +403,13 @@ def test_an_engine_dies_between_two_groups_and_comes_back(site, hub, monkeypatch
     generator.fleet = Fleet([client], elastic=True)
     processes, pass_a_step = generator.engine.processes(), client.pass_a_step
 
-    async def die_instead(timeout_s: float) -> None:
+    async def kill_before(timeout_s: float) -> None:
+        """The real engine's worker really dies; the real call follows."""
         assert not requests[0].done(), "it has gone on with the first group"
         kill_worker(processes)
         await pass_a_step(timeout_s)
 
-    monkeypatch.setattr(client, "pass_a_step", die_instead)
+    monkeypatch.setattr(client, "pass_a_step", kill_before)
     job = site.job(hub, SHARED_MEMORY, versions=(0, 1), in_groups=True, model=str(new))
     ends = receiver(job.plan(SHARED_MEMORY, in_groups=True), hub, job.key_file)
     with threads(*(as_thread(rank, job, go) for rank in range(2)), hub=hub):
