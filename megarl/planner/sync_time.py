@@ -20,10 +20,16 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> float:
     return busiest_bytes(*carried_out) / link_bytes_per_s(source.world_size + destination.world_size, cluster)
 
 
-def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster) -> float:
-    """The same without a map, for a search: every rank gets `engine_bytes`, the trainer's ranks send equal shares."""
-    busiest = engine_bytes * max(1.0, generator_ranks / trainer_ranks)
-    return busiest / link_bytes_per_s(generator_ranks + trainer_ranks, cluster)
+def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:
+    """The same without a map, for a search: every rank gets `engine_bytes`, the trainer's ranks send equal shares.
+
+    `relaying`: how many engines pass on to each other (weights.relay=engines), in whose turns each gets its part from the trainer.
+    """
+    fan_out = generator_ranks / trainer_ranks
+    busiest = max(1.0, fan_out)
+    if relaying:
+        busiest = min(busiest, fan_out / relaying + (1 - 1 / relaying))
+    return engine_bytes * busiest / link_bytes_per_s(generator_ranks + trainer_ranks, cluster)
 
 
 def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:

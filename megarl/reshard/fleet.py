@@ -21,7 +21,10 @@ RELAY_COST = 1.25  # of a byte passed on, over one that the trainer sends: it wa
 
 
 def between_engines(map: ReshardMap, tp: int) -> Forwarding:
-    """`map` is to all engines, `tp` the ranks of an engine. Nothing is passed on where that would gain nothing. Pure: equal on all ranks."""
+    """`map` is to all engines, `tp` the ranks of an engine. Nothing is passed on where that would gain nothing.
+
+    Pure: equal on all ranks.
+    """
     return passed_on(map.destination, tp, *written_directly(map, map.destination.world_size // tp))
 
 

@@ -28,8 +28,8 @@ def to_json(
     """Summary numbers of a map, once proven, and of what is passed on beside it.
 
     `build_s`: planning and proof. `predicted_s`: the busiest rank's bytes, sent or received, over `link_bytes_per_s` (`busiest_bytes`); no
-    latency, and nothing of quantising. `sender_bound`: the least `sender_max_over_mean` that the source layout allows, `sender_bound_of_stages` that
-    the sizes of its stages alone do. `messages`: see `schedule.messages`.
+    latency, and nothing of quantising. `sender_bound`: the least `sender_max_over_mean` that the source layout allows,
+    `sender_bound_of_stages` that the sizes of its stages alone do. `messages`: see `schedule.messages`.
 
     Raises ProofError when the map does not write every destination byte exactly once.
     """

@@ -81,7 +81,8 @@ def _facts(map: ReshardMap, forwarding: Optional[Forwarding], link_bytes_per_s: 
     count = sum_messages(map, map.write_rows)
     yield "messages", f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average"
     if forwarding is not None:
-        yield "relays", f"{size(found.relayed_bytes)} more go from engine to engine, {size(forwarding.rank_bytes()[0].max())} from the busiest rank"
+        most = forwarding.rank_bytes()[0].max()
+        yield "relays", f"{size(found.relayed_bytes)} more go from engine to engine, {size(most)} from the busiest rank"
         yield "", f"receivers in all: max/mean {found.receiver_max_over_mean:.4f}"
     busiest = busiest_bytes(map, forwarding)
     yield "predicted", f"{busiest / link_bytes_per_s:.3g} s for the busiest ranks' {size(busiest)} at {link_bytes_per_s / 1e9:g} GB/s"
