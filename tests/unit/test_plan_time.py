@@ -187,4 +187,5 @@ def test_the_update_from_few_trainer_ranks_to_many_engines(relay: str, most: int
     engine_bytes = generator_weights(spec, asked.generator, "bfloat16").total
     found = sync_s(spec, asked, H100)
     assert found < 1.05 * most * engine_bytes / H100.gpu.nic_bytes_per_s
-    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, 16 if relay == "engines" else 0), rel=0.1)  # embedding: in one piece
+    relaying = 16 if relay == "engines" else 0
+    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)  # the embedding goes in one piece
