@@ -181,8 +181,8 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.picture:
         from megarl.reshard.picture import draw
 
-        draw(reshard_map, arguments.picture, f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to "
-             f"{sizes(asdict(plan.generator_topology))}")  # fmt: skip
+        title = f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to {sizes(asdict(plan.generator_topology))}"
+        draw(reshard_map, arguments.picture, title, forwarding)
     if arguments.rank:
         copies, part_s = copies_of(reshard_map, arguments.rank), own_part_s(reshard_map, arguments.rank)
         if facts is None:
