@@ -8,12 +8,15 @@ chosen so that the two parts of the update, writing and then passing on, take th
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from megarl.models.parameters import FIRST, LAST, LAYER
 from megarl.reshard.forwarding import Forwarding
-from megarl.reshard.kinds import Kind, Layout
+from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout
 from megarl.reshard.map import ReshardMap
+from megarl.reshard.rows import ZEROS
 
 PLACES = (FIRST, LAYER, LAST)
 MOST_CANDIDATES = 64  # numbers of engines that are tried
@@ -46,7 +49,7 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
     """`of_ends` and `of_layers` of `passed_on`, such that the update takes the least time."""
     sent, held = _bytes_by_place(map)
     first, layer, last = range(len(PLACES))
-    numbers = np.unique(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int))
+    numbers = np.array(sorted(set(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int).tolist())))
     of_ends, of_layers = numbers[:, None], numbers[None, :]
     written = (of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]).max(axis=2) / engines
     by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is one tensor, so that some rank sends it whole
@@ -57,15 +60,24 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
 
 
 def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that trainer ranks send to all engines, [places, ranks that differ], and that the fullest generator rank holds, [places]."""
-    sent = np.zeros((len(PLACES), map.source.world_size), dtype=np.int64)
-    held = np.zeros((len(PLACES), map.destination.world_size), dtype=np.int64)
-    for row, size in map.routes():
-        service, place = map.turns.service(row), PLACES.index(map.destination.kinds[row.kind].place)
-        copies = np.repeat(size * service.sizes, service.senders.shape[1])  # bytes, of each class and replica
-        np.add.at(sent[place], service.senders.ravel(), copies)
-        np.add.at(held[place], service.receivers.ravel(), copies)
-    return np.unique(sent, axis=1), held.max(axis=1)
+    """Bytes that trainer ranks send to all engines, [places, ranks that differ], and that the fullest generator rank holds, [places].
+
+    As if all holders of a box sent it equally often, which the schedule comes close to. Padding is left out: anyone can send zeros.
+    """
+    sent = np.zeros((len(PLACES), map.source.world_size))
+    held = np.zeros((len(PLACES), map.destination.world_size))
+    for kind in map.destination.kinds:
+        sizes = np.array([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
+        np.add.at(held[PLACES.index(kind.place)], kind.ranks[0], kind.instances * sizes[:, None])
+    for row in map.rows:
+        target = map.destination.kinds[row.kind]
+        for holder in row.holders if row.transform != ZEROS else ():
+            kind = map.source.kinds[holder.kind]
+            ranks = kind.ranks[:, holder.shard]  # [stages, replicas]
+            share = map.row_bytes(row) * target.replicas / (len(row.holders) * ranks.shape[1])
+            instances = np.bincount(kind.stages, minlength=len(ranks))
+            np.add.at(sent[PLACES.index(target.place)], ranks, share * instances[:, None])
+    return np.array(sorted(set(zip(*sent.tolist())))).T, held.max(axis=1)
 
 
 def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) -> np.ndarray:

@@ -91,7 +91,7 @@ class Forwarding:
             for turn in range(len(leader_of)):
                 for ranks, leaders, written in zip(kind.ranks[0], leader_of[turn], leading.ranks[turn]):
                     direct = np.sort(ranks[leaders == ranks])
-                    if len(np.unique(ranks)) < len(ranks) or not np.array_equal(direct, np.sort(written)):
+                    if len(set(ranks.tolist())) < len(ranks) or not np.array_equal(direct, np.sort(written)):
                         raise ProofError(f"{kind.name}: of ranks {ranks.tolist()} the trainer writes to {written.tolist()}")
                     if not np.isin(leaders, written).all():
                         raise ProofError(f"{kind.name}: of {leaders.tolist()} pass it on who do not have it from the trainer")
@@ -110,7 +110,7 @@ def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
     turns = len(leader_of)
     if turns == 1 and np.array_equal(leader_of[0], kind.ranks[0]):
         return kind
-    ranks = [[np.unique(of_shard) for of_shard in of_turn] for of_turn in leader_of]
+    ranks = [[sorted(set(of_shard)) for of_shard in of_turn] for of_turn in leader_of.tolist()]
     return replace(kind, stages=(kind.first_layer + np.arange(kind.instances)) % turns, ranks=np.array(ranks))
 
 

@@ -97,10 +97,10 @@ class ReshardMap:
         return digest.hexdigest()
 
     def routes(self) -> list[tuple[Row, int]]:
-        """Rows of equal route as one, and their bytes at one instance and replica."""
+        """Rows that the same senders serve, at every instance and replica, as one, and their bytes at one of them."""
         per_route: dict[tuple, tuple[Row, int]] = {}
         for row in self.rows:
-            route = row.route
+            route = self.turns.alike(row)
             per_route[route] = (row, per_route.get(route, (row, 0))[1] + self.row_bytes(row))
         return list(per_route.values())
 
