@@ -15,12 +15,13 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.generator.server import EngineKeys
+from megarl.launch.binding import gpus
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.lock import held
 from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_name
 from megarl.launch.placement import NodePlan, place, slots_per_node
-from megarl.launch.preflight import disagreements, gpus, host_name, problems_here, versions
+from megarl.launch.preflight import disagreements, host_name, problems_here, versions
 from megarl.launch.processes import ProcessGroup
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import NodePart
@@ -68,7 +69,7 @@ def launch(
             ProcessGroup(job.logs) as processes,
             _termination(processes, meeting, plan, job) as order,
         ):
-            placed = placement(plan, job, node.count, gpus())
+            placed = placement(plan, job, node.count, len(gpus()))
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
@@ -152,7 +153,7 @@ def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
     wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
     problems = problems_here(plan, mine, parameter_count(plan.spec)) if node.count > 1 else []
-    return NodeReport(node.rank, host_name(), address, gpus(), ports, versions(), problems)
+    return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems)
 
 
 def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:

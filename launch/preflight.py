@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.launch.binding import gpu_addresses, nvidia_smi
+from megarl.launch.binding import nvidia_smi
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import NodePlan
 from megarl.plan.resolve import RunPlan
@@ -18,11 +18,6 @@ from megarl.plan.resolve import RunPlan
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 INFINIBAND = Path("/sys/class/infiniband")
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 2  # of a checkpoint: fp32 master, both of Adam's moments, the weight itself
-
-
-def gpus() -> int:
-    """GPUs that the driver shows."""
-    return len(gpu_addresses())
 
 
 def versions() -> dict[str, str]:
