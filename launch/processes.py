@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+FILES = 65_536
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,13 @@ class ProcessGroup:
     def _signal(self, child: subprocess.Popen, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
+
+
+def raise_file_limit() -> None:
+    """Lets this process and its children open FILES files, or as many as the system admits: each request to an engine is a connection
+    of its own, thousands of them on the generator, and shells mostly begin with 1024."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
 
 
 def log_tail(path: Path, lines: int = 25) -> str:

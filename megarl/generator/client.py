@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from pathlib import Path
 from typing import Any, Callable, Optional, Sequence
@@ -201,6 +202,8 @@ class EngineClient:
             raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             self._check_condemned()
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # nothing is wrong with the engine
+                raise EngineError(f"no connection to engine {self.url}: {error.strerror}; raise ulimit -n") from error
             raise EngineUnreachable(self.url, f"engine {self.url}{path} is not reachable: {error}") from error
 
     def _check_condemned(self) -> None:

@@ -1,11 +1,12 @@
 import os
+import resource
 import sys
 import time
 
 import psutil
 import pytest
 
-from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_file_limit
 from megarl.launch.watch import watch
 
 
@@ -71,3 +72,13 @@ def test_workers_that_end_well_end_the_watch(tmp_path):
         group.start(python("trainer.0", "pass"))
         watch(group, {"trainer.0"}, poll=lambda: polls.append(os.getpid()))
     assert polls
+
+
+def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(65_536, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
