@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from megarl.channels.admission import Admission
 from megarl.executors.background import Background
 from megarl.executors.stream import RolloutStream
-from megarl.generator.client import EngineUnreachable
+from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
 from megarl.messaging.messages import GenerateFrom, GroupReady
@@ -347,6 +348,28 @@ def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
     assert lengths == [[3, 3], [7, 7], [11, 11]], "nothing that was answered is asked for again"
 
 
+def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
+    """It may run again by then, without the weights."""
+
+    async def run():
+        fleet = Fleet([first := FakeEngine(answer), second := FakeEngine(answer)], "in_flight", elastic=True)
+        first.url, second.url = "first", "second"
+        fleet.release(0)
+        await fleet.hold(1)
+        request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
+        await settle()
+        fleet.lose(EngineUnreachable("first", "gone"))
+        fleet.come_back(0)
+        fleet.release(1)
+        await request
+        assert (first.versions, second.versions) == ([], [1])
+
+    async def answer(inputs, samplings):
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    asyncio.run(run())
+
+
 def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
     async def run():
         fleet = Fleet([engine := FakeEngine(answer)], "in_flight", elastic=True)
@@ -368,6 +391,24 @@ def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
         return [tokens_of(s.max_tokens, "length") for s in samplings]
 
     answered: list = []
+    asyncio.run(run())
+
+
+def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
+    """Each connection is one; with an elastic fleet one engine after the other would count as lost."""
+
+    async def run():
+        client = EngineClient("http://127.0.0.1:9", "key", "key")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+            with pytest.raises(EngineError, match="no connection to engine http://127.0.0.1:9: Too many open files; raise ulimit -n") as found:
+                await client.generate([1], Sampling(max_tokens=2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            await client.close()
+        assert not isinstance(found.value, EngineUnreachable)
+
     asyncio.run(run())
 
 
