@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.rendezvous import Rendezvous
+from megarl.launch.worker import PARENT
 from megarl.plan.resolve import RunPlan
 
 
@@ -49,7 +51,7 @@ class NodePart:
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
-        return ProcessSpec(f"{role}.{rank}", argv, environment, dumps_stacks=True)
+        return ProcessSpec(f"{role}.{rank}", argv, {**environment, PARENT: str(os.getpid())}, dumps_stacks=True)
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config, engine = self.plan.config, part.engine

@@ -1,5 +1,6 @@
 import os
 import resource
+import subprocess
 import sys
 import time
 
@@ -82,3 +83,23 @@ def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(65_536, before[1]), before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("parent, status", [("its own", 0), ("1", 1), (None, 0)])
+def test_a_process_whose_parent_is_gone_ends(parent, status):
+    code = "import os; from megarl.launch.worker import die_with_parent as check; check(); check() if os.fork() == 0 else os.wait()"
+    env = {**os.environ, **({} if parent is None else {"MEGARL_PARENT": str(os.getpid()) if parent == "its own" else parent})}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and done.stderr == ("the parent is gone\n" if status else "")
+
+
+def test_the_parent_may_be_the_first_process_of_a_container():
+    """Which is number 1, as is whoever takes over orphans elsewhere."""
+    launcher = (
+        "import os, subprocess, sys; child = 'from megarl.launch.worker import die_with_parent as check; check()';"
+        "sys.exit(subprocess.run([sys.executable, '-c', child], env={**os.environ, 'MEGARL_PARENT': str(os.getpid())}).returncode)"
+    )
+    done = subprocess.run(["unshare", "--pid", "--fork", sys.executable, "-c", launcher], capture_output=True, text=True, timeout=60)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert (done.returncode, done.stderr) == (0, "")
