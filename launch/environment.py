@@ -34,11 +34,14 @@ def binding(slot: int) -> dict[str, str]:
     return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
-def network(interface: str | None) -> dict[str, str]:
-    """Where `launch.interface` says which, every library is told: by itself each would choose in its own way, by host name mostly."""
+def network(interface: str | None, wanted: bool) -> dict[str, str]:
+    """Of a run on several nodes: `interface` is where this one is reached, `wanted` whether launch.interface says so.
+
+    gloo by itself takes what the host's own name resolves to, often 127.0.1.1; NCCL looks at the interfaces, and need not be told.
+    """
     if interface is None:
         return {}
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": interface} if wanted else {})}
 
 
 def engine_devices(part: EnginePart) -> dict[str, str]:

@@ -19,9 +19,9 @@ from megarl.launch.binding import gpus
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.lock import held
 from megarl.launch.meeting import Meeting, NodeReport
-from megarl.launch.node import Node, address_of, interface_name
+from megarl.launch.node import Node, address_of, interface_with
 from megarl.launch.placement import NodePlan, place, slots_per_node
-from megarl.launch.preflight import disagreements, host_name, problems_here, versions
+from megarl.launch.preflight import disagreements, host_name, infiniband_ports, problems_here, versions
 from megarl.launch.processes import ProcessGroup, raise_file_limit
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import NodePart
@@ -75,7 +75,9 @@ def launch(
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
             keeper = engine_keeper(processes, plan, job)
-            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface_name(plan.config.launch.interface))
+            several = node.count > 1 or plan.config.launch.interface is not None
+            interface = interface_with(report.address) if several else None
+            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface)
             workers, trainers = _start(processes, keeper, here, job)
             if job.stops:
                 order.arm(trainers)
@@ -154,7 +156,7 @@ def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
     wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
     problems = problems_here(plan, mine, parameter_count(plan.spec)) if node.count > 1 else []
-    return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems)
+    return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems, infiniband_ports())
 
 
 def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:

@@ -43,6 +43,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     ports: dict[str, int]  # by what they are for: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
     versions: dict[str, str]
     problems: list[str]  # that keep this node from taking part
+    infiniband: dict[str, bool] = {}  # ports, and whether they are up
 
 
 class PeerFailed(RuntimeError):

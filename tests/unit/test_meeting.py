@@ -9,8 +9,9 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.launch import meeting as meeting_module
+from megarl.launch.environment import network
 from megarl.launch.meeting import Meeting, NodeReport, PeerFailed
-from megarl.launch.node import Node, speaks, this_node
+from megarl.launch.node import Node, address_of, interface_with, speaks, this_node
 from megarl.launch.preflight import disagreements
 
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_PROCID": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
@@ -37,6 +38,12 @@ def test_a_node_knows_its_place_from_srun_torchrun_or_alone():
     assert this_node(STEP | {"SLURM_RESTART_COUNT": "3"}).launch != this_node(STEP).launch
     assert this_node(TORCHRUN) == Node(1, 2, "torchrun.r1.0")
     assert [speaks(environment) for environment in ({}, STEP, STEP | {"SLURM_PROCID": "0"}, TORCHRUN)] == [True, False, True, False]
+
+
+def test_gloo_is_told_the_interface_by_which_a_node_is_reached_and_nccl_only_what_was_asked_for():
+    assert interface_with(address_of("lo", 2)) == "lo" and interface_with("192.0.2.1") is None
+    assert network("ib0", wanted=False) == {"GLOO_SOCKET_IFNAME": "ib0"} and network(None, wanted=False) == {}
+    assert network("ib0", wanted=True) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
 
 
 def test_components_of_a_heterogeneous_job_share_one_launch():
