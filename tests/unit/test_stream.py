@@ -287,6 +287,12 @@ def test_the_last_token_of_an_aborted_answer_is_sampled_again():
     assert completions_of("engine", json.dumps(answers[:1]).encode(), [truncated]) == [empty], "its log-probs are missing"
 
 
+def test_a_log_prob_that_is_no_number_names_the_engine():
+    meta = {"weight_version": "3", "finish_reason": {"type": "stop"}, "output_token_logprobs": [[None, 5, None]]}
+    with pytest.raises(EngineError, match="engine url gave an unreadable answer: Expected `float`, got `null`.*NaN or infinite"):
+        completions_of("url", json.dumps([{"meta_info": meta}]).encode(), [Sampling(8)])
+
+
 def test_requests_wait_for_the_end_of_an_update_and_carry_the_new_version():
     async def answer(inputs, samplings):
         return [tokens_of(s.max_tokens, "length") for s in samplings]
