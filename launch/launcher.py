@@ -63,7 +63,10 @@ def launch(
     """
     raise_file_limit()
     folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
-    meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
+    try:
+        meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
+    except OSError as error:
+        raise ConfigError(f"run_dir={plan.config.run_dir}: cannot be written to: {error.strerror}: {error.filename}") from error
     try:
         with (
             _prepared(plan, job, node, folder, prepare),

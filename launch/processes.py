@@ -13,6 +13,7 @@ from pathlib import Path
 
 
 FILES = 65_536
+KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,11 @@ class ProcessGroup:
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.05)
         self._signal_all(signal.SIGKILL)
-        for child in self._children.values():
-            child.wait()
+        for name, child in self._children.items():
+            try:
+                child.wait(KILLED_S)
+            except subprocess.TimeoutExpired:
+                print(f"{name}, process {child.pid}, has not ended {KILLED_S:.0f} s after SIGKILL: something in the kernel holds it", flush=True)
         self._children.clear()
 
     def _signal_all(self, number: signal.Signals) -> None:
