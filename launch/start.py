@@ -71,6 +71,7 @@ class NodePart:
             kv_cache_tokens=config.generator.kv_cache_tokens,
             mem_fraction=config.generator.mem_fraction,
             device=device,
+            cores_taken=part.first_slot - len(self.placed.trainer_ranks),
             seed=config.seed + engine,
             parts=part.parts,
             part=part.part,
