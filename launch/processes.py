@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.logs import log_tail
 
 FILES = 65_536
 KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL
@@ -152,7 +153,3 @@ def raise_file_limit() -> None:
     of its own, thousands of them on the generator, and shells mostly begin with 1024."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
-
-
-def log_tail(path: Path, lines: int = 25) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

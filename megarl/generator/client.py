@@ -14,6 +14,7 @@ import msgspec
 from megarl.generator.completions import ABORT, Completion, EngineError, Sampling, completions_of, generation, scores_of, scoring
 from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
+from megarl.logs import log_tail
 from megarl.types import Version
 
 
@@ -211,7 +212,5 @@ class EngineClient:
             raise EngineError(f"engine {self.url} must not be used any more: {self._condemned}")
 
 
-def _tail(log: Optional[Path], lines: int = 20) -> str:
-    if log is None or not log.exists():
-        return ""
-    return f"; the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def _tail(log: Optional[Path]) -> str:
+    return "" if log is None else f"; the end of {log}:\n{log_tail(log)}"

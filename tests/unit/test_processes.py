@@ -9,6 +9,7 @@ import pytest
 
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_file_limit
 from megarl.launch.watch import watch
+from megarl.logs import log_tail
 
 
 def python(name: str, code: str) -> ProcessSpec:
@@ -73,6 +74,12 @@ def test_workers_that_end_well_end_the_watch(tmp_path):
         group.start(python("trainer.0", "pass"))
         watch(group, {"trainer.0"}, poll=lambda: polls.append(os.getpid()))
     assert polls
+
+
+def test_the_end_of_a_log_is_told_however_long_the_log_is(tmp_path):
+    (tmp_path / "log").write_bytes(b"\xc3\xa9" * 100_000 + b"\nlast but one\nlast\n")
+    assert log_tail(tmp_path / "log", 2) == "last but one\nlast"
+    assert len(log_tail(tmp_path / "log")) < 1 << 16 and log_tail(tmp_path / "none") == "(no log)"
 
 
 def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
