@@ -22,7 +22,7 @@ from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_with
 from megarl.launch.placement import NodePlan, place, slots_per_node
 from megarl.launch.preflight import disagreements, host_name, infiniband_ports, problems_here, versions
-from megarl.launch.processes import ProcessGroup, raise_file_limit
+from megarl.launch.processes import ProcessGroup, raise_limits
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import NodePart
 from megarl.launch.stopping import Stopped, StopOrder
@@ -61,7 +61,7 @@ def launch(
     Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan,
     Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
     """
-    raise_file_limit()
+    raise_limits()
     folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
     try:
         meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)

@@ -148,8 +148,10 @@ class ProcessGroup:
             os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
 
 
-def raise_file_limit() -> None:
-    """Lets this process and its children open FILES files, or as many as the system admits: each request to an engine is a connection
-    of its own, thousands of them on the generator, and shells mostly begin with 1024."""
+def raise_limits() -> None:
+    """Of this process and its children, as far as the system admits. FILES files: each request to an engine is a connection of its own,
+    thousands of them on the generator, and shells mostly begin with 1024. All memory that RDMA wants to lock."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
+    _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_file_limit
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits
 from megarl.launch.watch import watch
 from megarl.logs import log_tail
 
@@ -86,7 +86,7 @@ def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-        raise_file_limit()
+        raise_limits()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(65_536, before[1]), before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
