@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.logs import log_tail
+from megarl.files import log_tail
 
 FILES = 65_536
 KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL

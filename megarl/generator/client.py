@@ -11,10 +11,10 @@ from typing import Any, Callable, Optional, Sequence
 import aiohttp
 import msgspec
 
+from megarl.files import log_tail
 from megarl.generator.completions import ABORT, Completion, EngineError, Sampling, completions_of, generation, scores_of, scoring
 from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
-from megarl.logs import log_tail
 from megarl.types import Version
 
 

@@ -6,9 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
+from megarl.files import log_tail
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
-from megarl.logs import log_tail
 
 LOOK_UP_S = 0.5
 

@@ -1,5 +1,6 @@
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -7,9 +8,9 @@ import time
 import psutil
 import pytest
 
+from megarl.files import log_tail, write_whole
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits
 from megarl.launch.watch import watch
-from megarl.logs import log_tail
 
 
 def python(name: str, code: str) -> ProcessSpec:
@@ -80,6 +81,21 @@ def test_the_end_of_a_log_is_told_however_long_the_log_is(tmp_path):
     (tmp_path / "log").write_bytes(b"\xc3\xa9" * 100_000 + b"\nlast but one\nlast\n")
     assert log_tail(tmp_path / "log", 2) == "last but one\nlast"
     assert len(log_tail(tmp_path / "log")) < 1 << 16 and log_tail(tmp_path / "none") == "(no log)"
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_whole(path, "seed: 1")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))  # as a full disk would
+        with pytest.raises(OSError):
+            write_whole(path, "seed: 2" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("config.yaml", "seed: 1")]
 
 
 def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
