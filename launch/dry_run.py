@@ -14,6 +14,7 @@ from megarl.launch.placement import NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.rendezvous import Rendezvous
 from megarl.launch.start import NodePart
+from megarl.launch.worker import PARENT
 from megarl.plan.resolve import RunPlan
 
 _MOST_NODES = 4096
@@ -37,7 +38,7 @@ def render_launch(plan: RunPlan) -> str:
         lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
     lines.append("commands, the first of each role (ADDRESS, PORT and KEY are settled when the nodes meet):")
     for node, spec in _samples(plan, job, placed):
-        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items()) if "KEY" not in key)
+        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items()) if "KEY" not in key and key != PARENT)
         lines.append(f"  node {node}, {spec.name}:\n    {environment} \\\n    {' '.join(map(shlex.quote, spec.argv))}")
     return "\n".join(lines)
 
