@@ -38,7 +38,8 @@ def render_launch(plan: RunPlan) -> str:
         lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
     lines.append("commands, the first of each role (ADDRESS, PORT and KEY are settled when the nodes meet):")
     for node, spec in _samples(plan, job, placed):
-        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items()) if "KEY" not in key and key != PARENT)
+        shown = sorted((key, value) for key, value in spec.env.items() if "KEY" not in key and key != PARENT)
+        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown)
         lines.append(f"  node {node}, {spec.name}:\n    {environment} \\\n    {' '.join(map(shlex.quote, spec.argv))}")
     return "\n".join(lines)
 
