@@ -114,8 +114,8 @@ class Meeting:
             raise PeerFailed(f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher or its host is gone")
 
     def fail(self, message: str) -> None:
-        """The first failure counts: later ones are mostly its consequences. Where the folder cannot be written to (a full disk), this node's
-        silence must do."""
+        """The first failure counts: later ones are mostly its consequences. Where the folder cannot be written to (a full disk), this
+        node's silence must do."""
         with contextlib.suppress(OSError):  # FileExistsError: another was first
             path = self.folder / f".failure.{self.node.rank}"
             path.write_text(message)

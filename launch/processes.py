@@ -136,7 +136,8 @@ class ProcessGroup:
             try:
                 child.wait(KILLED_S)
             except subprocess.TimeoutExpired:
-                print(f"{name}, process {child.pid}, has not ended {KILLED_S:.0f} s after SIGKILL: something in the kernel holds it", flush=True)
+                held = f"has not ended {KILLED_S:.0f} s after SIGKILL: something in the kernel holds it"
+                print(f"{name}, process {child.pid}, {held}", flush=True)
         self._children.clear()
 
     def _signal_all(self, number: signal.Signals) -> None:

@@ -192,8 +192,8 @@ class RolloutsReceiver(_Rollouts):
 
 
 def broadcast_bytes(body: bytes, device: torch.device, patient: dist.ProcessGroup) -> bytes:
-    """The bytes of global rank 0, on every rank of the default process group. Collective; `patient`, over gloo, has the same ranks, which may
-    wait in it for rank 0."""
+    """The bytes of global rank 0, on every rank of the default process group. Collective; `patient`, over gloo, has the same ranks, which
+    may wait in it for rank 0."""
     size = torch.tensor([len(body)])
     dist.broadcast(size, src=0, group=patient)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
