@@ -71,9 +71,9 @@ class NodePart:
             kv_cache_tokens=config.generator.kv_cache_tokens,
             mem_fraction=config.generator.mem_fraction,
             device=device,
-            cores_taken=part.first_slot - len(self.placed.trainer_ranks),
             seed=config.seed + engine,
             parts=part.parts,
             part=part.part,
+            cores_taken=part.first_slot - len(self.placed.trainer_ranks),
             group_address=f"{self.rendezvous.engine_hosts[engine]}:{self.rendezvous.engine_group_ports[engine]}",
         )
