@@ -155,6 +155,13 @@ class EngineClient:
         except (EngineError, TimeoutError):
             return False
 
+    async def answers(self) -> bool:
+        """It takes requests, and its schedulers answer."""
+        try:
+            return await self._ready() and await self.parallelism(timeout_s=5) is not None
+        except (EngineError, TimeoutError):
+            return False
+
     async def parallelism(self, timeout_s: float) -> Parallelism:
         """How many ranks the engine has."""
         text = await self._call("GET", "/server_info", b"", self._user, timeout_s)

@@ -57,6 +57,7 @@ class Fleet:
         self.serving = set(range(len(self.engines)))
         self.returned: set[int] = set()  # they run, without the weights
         self.lost: dict[int, str] = {}  # and why
+        self.intact: set[int] = set()  # of the lost: nobody was writing to them
         self.elastic = elastic
         self.version: Optional[Version] = None
         self._partial_rollout, self._chunk_tokens = partial_rollout, chunk_tokens
@@ -97,14 +98,17 @@ class Fleet:
         index = next(i for i, engine in enumerate(self.engines) if engine.url == error.url)
         if index in self.serving | self.returned:
             print(f"engine {index} is lost, {len(self.serving - {index})} are left: {error}", flush=True)
+        if index in self.serving and not self._held:
+            self.intact.add(index)
         self.serving.discard(index)
         self.returned.discard(index)
         self.lost[index] = str(error)
         self.pulse.beat()
 
     def come_back(self, index: int) -> None:
-        """A lost engine runs again, without the weights."""
+        """A lost engine runs again, or still, without the weights of the moment."""
         del self.lost[index]
+        self.intact.discard(index)
         self.returned.add(index)
         self.pulse.beat()
 

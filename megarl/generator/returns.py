@@ -1,4 +1,7 @@
-"""Engines that were lost, awaited: when one runs again the fleet is told, and it serves after the next update, or one made for it."""
+"""Engines that were lost, awaited: when one runs again the fleet is told, and it serves after the next update, or one made for it.
+
+So is one that has never ended: a connection may break without that.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
             elif not restarted or time.monotonic() - left_since > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if restarted else 0.0))
             for index in list(fleet.lost) if restarted else ():
-                if await fleet.engines[index].fresh():
+                engine = fleet.engines[index]
+                if await engine.fresh() or (index in fleet.intact and await engine.answers()):
                     fleet.come_back(index)
             await asyncio.sleep(LOOK_UP_S)
 

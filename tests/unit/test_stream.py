@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from megarl.executors.stream import RolloutStream
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
+from megarl.generator.returns import watch_returns
 from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.pulse import Pulse
 from megarl.types import Group, Prompt, Sample
@@ -397,6 +399,33 @@ def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
         return [tokens_of(s.max_tokens, "length") for s in samplings]
 
     answered: list = []
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("in_an_update, comes_back", [(False, True), (True, False)])
+def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(in_an_update, comes_back, monkeypatch):
+    """But for one that may be half-written: it must be started again, and then has no weights of ours."""
+
+    async def run():
+        fleet = Fleet([engine := FakeEngine(None), FakeEngine(None)], "in_flight", elastic=True)
+        engine.url = "first"
+        fleet.release(3)
+        if in_an_update:
+            await fleet.hold(1)
+        fleet.lose(EngineUnreachable("first", "reset by peer"))
+        watching = asyncio.create_task(watch_returns(fleet, Path("logs"), restarted=True, startup_timeout_s=10))
+        await settle()
+        assert fleet.returned == ({0} if comes_back else set()) and fleet.serving == {1}
+        watching.cancel()
+
+    async def no(engine):
+        return False
+
+    async def yes(engine):
+        return True
+
+    monkeypatch.setattr(FakeEngine, "fresh", no, raising=False)
+    monkeypatch.setattr(FakeEngine, "answers", yes, raising=False)
     asyncio.run(run())
 
 
