@@ -57,6 +57,7 @@ class Fleet:
         self.serving = set(range(len(self.engines)))
         self.returned: set[int] = set()  # they run, without the weights
         self.lost: dict[int, str] = {}  # and why
+        self.intact: set[int] = set()  # of the lost: nobody was writing to them
         self.elastic = elastic
         self.version: Optional[Version] = None
         self._partial_rollout, self._chunk_tokens = partial_rollout, chunk_tokens
@@ -78,7 +79,7 @@ class Fleet:
             self._load[index] += n
             try:
                 while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
-                    await self._continue(self.engines[index], prompt_ids, sampling, unfinished)
+                    await self._continue(index, prompt_ids, sampling, unfinished)
             except EngineUnreachable as error:
                 self.lose(error)
             finally:
@@ -97,14 +98,17 @@ class Fleet:
         index = next(i for i, engine in enumerate(self.engines) if engine.url == error.url)
         if index in self.serving | self.returned:
             print(f"engine {index} is lost, {len(self.serving - {index})} are left: {error}", flush=True)
+        if index in self.serving and not self._held:
+            self.intact.add(index)
         self.serving.discard(index)
         self.returned.discard(index)
         self.lost[index] = str(error)
         self.pulse.beat()
 
     def come_back(self, index: int) -> None:
-        """A lost engine runs again, without the weights."""
+        """A lost engine runs again, or still, without the weights of the moment."""
         del self.lost[index]
+        self.intact.discard(index)
         self.returned.add(index)
         self.pulse.beat()
 
@@ -117,9 +121,13 @@ class Fleet:
         self.returned -= back
         self.pulse.beat()
 
-    async def _continue(self, engine: EngineClient, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
-        """One request: each draft goes on from the prompt and what it has, to its end or the next cut."""
+    async def _continue(self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
+        """One request: each draft goes on from the prompt and what it has, to its end or the next cut. None where the engine was lost
+        while requests were held: it may run again by now, without the weights."""
         await self.pulse.until(lambda: not self._held)
+        if index not in self.serving:
+            return
+        engine = self.engines[index]
         protected, aborts = any(draft.aborted for draft in drafts), self._aborts
         left = [sampling.max_tokens - len(draft.token_ids) for draft in drafts]
         samplings = [msgspec.structs.replace(sampling, max_tokens=min(tokens, self._chunk_tokens or tokens)) for tokens in left]

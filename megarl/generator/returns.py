@@ -1,4 +1,7 @@
-"""Engines that were lost, awaited: when one runs again the fleet is told, and it serves after the next update, or one made for it."""
+"""Engines that were lost, awaited: when one runs again the fleet is told, and it serves after the next update, or one made for it.
+
+So is one that has never ended: a connection may break without that.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import asyncio
 import time
 from pathlib import Path
 
+from megarl.files import log_tail
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
 
 LOOK_UP_S = 0.5
-LOG_LINES = 20
 
 
 async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float) -> None:
@@ -27,7 +30,8 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
             elif not restarted or time.monotonic() - left_since > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if restarted else 0.0))
             for index in list(fleet.lost) if restarted else ():
-                if await fleet.engines[index].fresh():
+                engine = fleet.engines[index]
+                if await engine.fresh() or (index in fleet.intact and await engine.answers()):
                     fleet.come_back(index)
             await asyncio.sleep(LOOK_UP_S)
 
@@ -36,6 +40,5 @@ def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:
     lines = [f"no engine is left, and none came back within {waited_s:.0f} s"]
     for index, reason in fleet.lost.items():
         log = logs / f"engine.{index}.log"
-        end = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else ["(no log)"]
-        lines += [f"engine {index}: {reason}; the end of {log}:", *end]
+        lines += [f"engine {index}: {reason}; the end of {log}:", log_tail(log)]
     return "\n".join(lines)

@@ -433,6 +433,24 @@ def test_an_engine_dies_between_two_groups_and_comes_back(site, hub, monkeypatch
     assert unequal(written, generator.memory()) == [] and generator.score([PROMPT]) == scored != site.started_with
 
 
+def test_an_engine_whose_connection_broke_is_updated_and_serves_again_though_it_never_ended(site, hub):
+    generator, client, go = site.generator, site.generator.client, Event()
+    generator.fleet = Fleet([client], elastic=True)
+    job = site.job(hub, versions=(0, 1), model=str(site.other))
+    ends = receiver(job.plan(SHARED_MEMORY), hub, job.key_file)
+    with threads(*(as_thread(rank, job, go) for rank in range(2)), hub=hub):
+        generator.take(ends)
+        generator.fleet.lose(EngineUnreachable(client.url, "reset by peer"))
+        assert generator.fleet.intact == {0} and generator.run(client.answers()) and not generator.run(client.fresh())
+        generator.fleet.come_back(0)
+        go.set()
+        generator.take(ends)
+    assert generator.fleet.serving == {0} and generator.run(client.version(DEADLINE_S)) == 1
+    scored = generator.score([PROMPT])
+    generator.load(site.other)
+    assert generator.score([PROMPT]) == scored != site.started_with
+
+
 @pytest.mark.parametrize("kind", REST_IN_MATRIX)
 def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
     """It takes the engine with it. (One that dies before it is connected to: tests/unit/test_transports_dead_owner.py.)"""
