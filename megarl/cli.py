@@ -18,7 +18,7 @@ import megarl
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.resolve import RunPlan, resolve, weights_are_missing
 
 DESCRIPTION = """\
 Asynchronous reinforcement learning for large language models.
@@ -61,7 +61,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if arguments.command == "bench":
             bench.run(arguments)
         else:
-            plan = resolve(load_config(arguments.config, arguments.overrides), arguments.command)
+            command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
+            plan = resolve(load_config(arguments.config, arguments.overrides), command)
             RUN[arguments.command](plan, arguments)
     except ConfigError as error:
         return _fail(error.problems, 2)
@@ -96,7 +97,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         by_name[name] = command
     for name in WITH_JSON:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    dry_run = "check everything, print plan, map and each node's processes; start nothing"
+    dry_run = "check the settings, print plan, map and each node's processes; start nothing"
     by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
     by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
@@ -132,6 +133,8 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
+        if weights_are_missing(plan):
+            print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return
     from megarl.launch.commands import train
 

@@ -134,9 +134,11 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_generator_features, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_trainer_features, check_sft_command),
-    "train": (check_trainer_features, check_generator_features, check_resume),
+    "train": _TRAIN_CHECKS,
+    "dry-run": _TRAIN_CHECKS,
     "eval": (check_generator_features, check_evaluated_format, check_eval_command),
     "export": (check_trainer_features,),
 }
