@@ -102,8 +102,8 @@ def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
     """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`."""
     found = dict(complete_checkpoints(plan.config.run_dir))
     if not found or (step is not None and step not in found):
-        there = ", ".join(map(str, found)) or "none"
-        raise ConfigError(f"run_dir={plan.config.run_dir}: no checkpoint of step {'any' if step is None else step}; there: {there}")
+        there = f"there are those of steps {', '.join(map(str, found))}" if found else "there is none at all"
+        raise ConfigError(f"run_dir={plan.config.run_dir}: no checkpoint{'' if step is None else f' of step {step}'}; {there}")
     node, chosen = this_node(), max(found) if step is None else step
     request = json.dumps({"checkpoint": str(found[chosen]), "output": str(output)})
     job = Job("export", Path(plan.config.run_dir) / "export" / "logs", trainer_role="export", driver_role=None)

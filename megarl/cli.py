@@ -18,6 +18,7 @@ import megarl
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
 from megarl.plan.resolve import RunPlan, resolve, weights_are_missing
 
 DESCRIPTION = """\
@@ -58,6 +59,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command; returns the exit status."""
     arguments = parse(argv)
     try:
+        _check_outputs(arguments)
         if arguments.command == "bench":
             bench.run(arguments)
         else:
@@ -78,6 +80,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError where a file or folder that an option names cannot be written."""
+    problems: list[str] = []
+    if picture := getattr(arguments, "picture", None):
+        problems += file_problems("--picture", picture, PICTURES)
+    if dump := getattr(arguments, "dump", None):
+        problems += file_problems("--dump", dump)
+    if output := getattr(arguments, "output", None):
+        problems += new_folder_problems("--output ", output)
+    if problems:
+        raise ConfigError(problems)
+
+
 def _reader_is_gone() -> bool:
     watched = select.poll()
     watched.register(sys.stdout, 0)
@@ -93,7 +108,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     for name, meaning in COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning, epilog=_examples(name), formatter_class=_RAW)
         command.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in trainer.tp=2")
+        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting, as in trainer.tp=2")
         by_name[name] = command
     for name in WITH_JSON:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
