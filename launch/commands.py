@@ -94,7 +94,7 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     folder = launch(plan, job, node, prepare)
     if node.is_head:
         result = json.loads((folder / "result.json").read_text())
-        text = f"pass@1 {result['pass@1']:.3f} ({result['correct']} of {result['prompts']} prompts)"
+        text = f"pass@1 {result['pass@1']:.3f} ({result['correct']} of {result['prompts']} prompts) with the weights in {plan.weights_path}"
         print(json.dumps(result) if json_output else text)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig
-from megarl.data.rows import Row, Rows
+from megarl.config.schema import DatasetConfig, RunConfig
+from megarl.data.rows import Answers, Row, Rows
 from megarl.data.synthetic import PREFIX, synthetic_rows
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 
@@ -21,11 +21,11 @@ class _Problem(Exception):
     """What is wrong with one row."""
 
 
-def load_rows(config: DatasetConfig, key: str, seed: int) -> Rows:
+def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "final") -> Rows:
     """All rows of a dataset.
 
-    The reference answer is what the answer column marks as final: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
-    Args: key, the config section such as "data.train", for messages; seed, for synthetic tasks.
+    The final answer is what the answer column marks as such: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
+    Args: key, the config section such as "data.train", for messages; seed, for synthetic tasks; answers, what to make of that column.
     Raises: ConfigError that lists what is wrong, with file and line: a malformed line, a missing or empty field, a wrong
     type, an answer that cannot be found, no rows at all.
     """
@@ -34,16 +34,21 @@ def load_rows(config: DatasetConfig, key: str, seed: int) -> Rows:
     if config.source.startswith(PREFIX):
         rows: Rows = synthetic_rows(config.source, config.split, seed, key)
         return rows if config.size is None else [rows[i] for i in range(min(config.size, len(rows)))]
-    return _checked_rows(_records(config, key), config, key)
+    return _checked_rows(_records(config, key), config, key, answers)
 
 
-def _checked_rows(records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str) -> list[Row]:
+def answers_of(config: RunConfig) -> Answers:
+    """What the run's verifier compares with."""
+    return "whole" if ":" in config.reward.name else "final"
+
+
+def _checked_rows(records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str, answers: Answers) -> list[Row]:
     rows, problems, unread = [], [], 0
     for where, record in records:
         if len(rows) + len(problems) + unread == config.size:
             break
         try:
-            rows.append(_row(where, record, config))
+            rows.append(_row(where, record, config, answers))
         except _Problem as problem:
             if len(problems) < _MAX_PROBLEMS:
                 problems.append(f"{where}: {problem}")
@@ -58,19 +63,27 @@ def _checked_rows(records: Iterator[tuple[str, Any]], config: DatasetConfig, key
     return rows
 
 
-def _row(where: str, record: Any, config: DatasetConfig) -> Row:
+def _row(where: str, record: Any, config: DatasetConfig, answers: Answers) -> Row:
     if isinstance(record, _Problem):
         raise record
     if not isinstance(record, dict):
         raise _Problem(f"a row must be an object with fields, not {_kind(record)}")
-    answer_text = _text(record, config.answer_key, numbers=True)
-    prompt = _text(record, config.prompt_key)
+    prompt = config.prompt_template.replace("{prompt}", _text(record, config.prompt_key))
+    if answers == "none":
+        return Row(prompt, "", _demonstration(record, config.demonstration_key or config.answer_key), where)
+    text = _whole_answer(record, config.answer_key) if answers == "whole" else _text(record, config.answer_key, numbers=True)
     return Row(
-        prompt=config.prompt_template.replace("{prompt}", prompt),
-        answer=_final_answer(answer_text, config.answer_key),
-        demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else answer_text,
+        prompt=prompt,
+        answer=text if answers == "whole" else _final_answer(text, config.answer_key),
+        demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else text,
         where=where,
     )
+
+
+def _whole_answer(record: dict[str, Any], field: str) -> str:
+    """Text as it stands, anything else as JSON: a list of test cases, say."""
+    value = record.get(field)
+    return json.dumps(value) if isinstance(value, (list, dict, bool)) else _text(record, field, numbers=True)
 
 
 def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from statistics import fmean
 from typing import Sequence
 
 from megarl.data.prompts import eval_prompts
@@ -17,11 +18,13 @@ from megarl.types import Prompt
 
 
 async def pass_at_1(rollout: Rollout, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, float]:
-    """Share of prompts whose one greedy answer gets the full reward."""
+    """Share of prompts whose one greedy answer gets a reward of 1 or more, and the mean reward of all."""
     started = time.monotonic()
     groups = await asyncio.gather(*(rollout(prompt, sampling, 1) for prompt in prompts))
-    correct = sum(group.samples[0].reward >= 1.0 for group in groups)
-    return {"pass@1": correct / len(prompts), "correct": correct, "prompts": len(prompts), "seconds": time.monotonic() - started}
+    rewards = [group.samples[0].reward for group in groups]
+    correct = sum(reward >= 1.0 for reward in rewards)
+    score = {"pass@1": correct / len(prompts), "correct": correct, "prompts": len(prompts), "reward/mean": fmean(rewards)}
+    return {**score, "seconds": time.monotonic() - started}
 
 
 async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, float]:

@@ -117,3 +117,18 @@ def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch:
 def test_shipped_word_problems():
     rows = load_rows(DatasetConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0)
     assert len(rows) == 20 and [row.answer for row in rows[:5]] == ["22", "210", "30", "12.50", "16"]
+
+
+def test_what_of_the_answer_is_read(tmp_path: Path):
+    """A reward function of one's own gets all of it, JSON where it is no text; demonstrations need none."""
+    long, cases = "So it goes. " * 100 + "#### 4", [["1 2", "3"]]
+    source = write(tmp_path / "a.jsonl", {"question": "q", "answer": long, "cases": cases}, {"question": "q", "answer": "#### 4", "cases": cases})
+    assert [row.answer for row in load_rows(DatasetConfig(source=source), "data.train", 0, "whole")] == [long, "#### 4"]
+    assert [row.answer for row in load_rows(DatasetConfig(source=source, answer_key="cases"), "data.train", 0, "whole")] == ['[["1 2", "3"]]'] * 2
+    plain = write(tmp_path / "sft.jsonl", {"question": "q", "text": "Once upon a time. " * 100})
+    (row,) = load_rows(DatasetConfig(source=plain, demonstration_key="text"), "sft.data", 0, "none")
+    assert (row.answer, row.demonstration) == ("", "Once upon a time. " * 100)
+    (row,) = load_rows(DatasetConfig(source=plain, answer_key="text"), "sft.data", 0, "none")
+    assert row.demonstration == "Once upon a time. " * 100
+    with pytest.raises(ConfigError, match="no field 'answer'"):
+        load_rows(DatasetConfig(source=plain), "data.train", 0, "whole")

@@ -252,6 +252,31 @@ def test_what_cannot_work_is_refused_before_anything_starts(name: str, arguments
     assert any(problem in line for line in error.value.problems), error.value.problems
 
 
+def same_length(text: str, answer: str) -> float:
+    return float(len(text) == len(answer))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module_here:f", "cannot be imported: No module named 'no_such_module_here'"),
+        (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
+        (f"{__name__}:three", "must be a plain function; see docs/own_run.md"),
+        (f"{__name__}:NotCallable", "must be a plain function; see docs/own_run.md"),
+        (f"{__name__}:not_async", "must take two arguments, the response's text and the reference answer: missing a required argument: 'sampling'"),
+        (f"{__name__}:same_length", ""),
+    ],
+)
+def test_a_reward_function_of_ones_own_is_looked_at_before_anything_starts(name: str, problem: str):
+    found = config("single_turn")
+    found.reward.name = name
+    if not problem:
+        return check_rollout(found)
+    with pytest.raises(ConfigError) as error:
+        check_rollout(found)
+    assert error.value.problems == [f"reward.name={name}: {problem}"]
+
+
 def test_arguments_reach_the_rollout():
     assert load_rollout(config(f"{__name__}:needs_depth", depth=3), TOKENIZER).keywords == {"depth": 3}
     assert isinstance(load_rollout(config("tool_calls", **MARKS), TOKENIZER), ToolCalls)
