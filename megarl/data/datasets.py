@@ -15,6 +15,7 @@ from megarl.data.synthetic import PREFIX, synthetic_rows
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 
 _MAX_PROBLEMS = 10  # shown at once
+_OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # no name that the hub knows
 
 
 class _Problem(Exception):
@@ -134,7 +135,7 @@ def _records(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
         if not path.is_file():
             raise ConfigError(f"{key}.source={config.source}: no such file")
         return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-    if path.is_file():
+    if path.is_file() or path.suffix in _OTHER_FILES:
         raise ConfigError(f"{key}.source={config.source}: a file must end in .jsonl or .parquet")
     return _hub(config, key)
 

@@ -131,7 +131,7 @@ def find_spec(config: RunConfig) -> ModelSpec:
         raise ConfigError(problems)
     if model.spec is None:
         return _load_checkpoint_spec(model.path)
-    spec = load_spec(model.spec)
+    spec = load_spec(model.spec, "model.spec")
     if Path(model.path).is_dir() and (at_hand := load_spec(model.path)) != spec:
         differing = ", ".join(f"{name} {value!r}" for name, value in vars(spec).items() if value != getattr(at_hand, name))
         raise ConfigError(f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in {differing}")

@@ -96,6 +96,7 @@ def test_what_is_no_dataset(tmp_path: Path):
     assert problems(f"{tmp_path}/none.jsonl") == [f"data.train.source={tmp_path}/none.jsonl: no such file"]
     assert problems(write(tmp_path / "data.csv",
         "a,b")) == [f"data.train.source={tmp_path}/data.csv: a file must end in .jsonl or .parquet"]
+    assert problems("nowhere/rows.json") == ["data.train.source=nowhere/rows.json: a file must end in .jsonl or .parquet"]
     assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
     assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}"]
     assert problems("synthetic:chian") == ["data.train.source=synthetic:chian: no such task; there is synthetic:chain, synthetic:product"]

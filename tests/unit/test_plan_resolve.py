@@ -227,6 +227,10 @@ def test_a_hub_name_is_planned_from_model_spec(tmp_path: Path) -> None:
     plan = resolve(config(tmp_path, "model.path=some-org/some-model", f"model.spec={CONFIGS}/models/llama-3.1-70b/config.json"))
     assert plan.spec.num_layers == 80
     assert problems_of(tmp_path, "model.path=some-org/some-model", "model.spec=nowhere.json") == ["model.spec=nowhere.json: no such file"]
+    (tmp_path / "bare").mkdir()
+    for key in ("path", "spec"):
+        problem = f"model.{key}={tmp_path}/bare: the folder holds no config.json"
+        assert problems_of(tmp_path, "model.path=some-org/some-model", f"model.{key}={tmp_path}/bare") == [problem]
 
 
 def test_a_rope_that_the_trainer_does_not_know(tmp_path: Path) -> None:
