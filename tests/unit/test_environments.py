@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
 from megarl.config.schema import ModelConfig, RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.environments.base import RolloutContext, ToolError, sample_problems
@@ -297,6 +299,16 @@ def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lost.text == "145 lower\n1 higher\n2 higher\n" and lost.reward == 0.0
     with pytest.raises(ConfigError, match="rollout.args.max_guess=3: unknown argument; did you mean max_guesses"):
         load_rollout(config("games:higher_or_lower", max_guess=3), TOKENIZER)
+
+
+def test_the_documented_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = (ROOT / "docs/own_run.md").read_text()
+    [code], [settings] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    (tmp_path / "graders.py").write_text(code)
+    (tmp_path / "run.yaml").write_text(settings)
+    monkeypatch.chdir(tmp_path)
+    check_rollout(load_config("run.yaml", [f"model.path={TINY}"]))
+    assert sys.modules["graders"].share_right(" a,b,d\n", "a,b,c") == pytest.approx(2 / 3)
 
 
 def test_environment_text_is_never_the_policys_even_at_the_ends():
