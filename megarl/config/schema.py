@@ -30,12 +30,16 @@ class DatasetConfig:
     source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name")
     split: str = setting("train", "which split of the source")
     subset: Optional[str] = setting(None, 'hub configuration name, such as "main" of gsm8k')
-    prompt_key: str = setting("question", "column of the prompt")
-    answer_key: str = setting("answer", "column of the reference answer")
+    prompt_key: str = setting("question", "column of the prompt; of what is inside a column: column.field")
+    answer_key: str = setting("answer", "column of the reference answer, as prompt_key")
     demonstration_key: Optional[str] = setting(
         None, "column of the text that SFT learns, or of a list: texts of policy and environment in turn; null: answer_key"
     )
-    prompt_template: str = setting("{prompt}", "what the model sees, with {prompt} standing for the column")
+    prompt_template: str = setting(
+        "{prompt}",
+        "what the model sees, with {prompt} standing for the column; chat: by the model's own chat template, the column a user's message "
+        "or a list of messages",
+    )
     size: Optional[int] = setting(None, "first rows only; null: all", at_least(1))
 
 

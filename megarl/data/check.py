@@ -43,7 +43,7 @@ def _dataset_problems(
     seed: int, key: str, dataset: DatasetConfig, answers: Answers, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int
 ) -> list[str]:
     try:
-        rows = load_rows(dataset, key, seed, answers)
+        rows = load_rows(dataset, key, seed, answers, tokenizer.source)
     except ConfigError as error:
         return error.problems
     checked = range(min(len(rows), _SYNTHETIC_ROWS)) if dataset.source.startswith(PREFIX) else range(len(rows))

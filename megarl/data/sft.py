@@ -21,7 +21,7 @@ def sft_batches(config: RunConfig, spec: ModelSpec, start_step: int = 0) -> Iter
     """
     tokenizer = load_tokenizer(config.model)
     dataset, key = (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
-    rows = load_rows(dataset, key, config.seed, answers="none")
+    rows = load_rows(dataset, key, config.seed, "none", tokenizer.source)
     size = config.sft.batch_size
     for step in range(start_step, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
