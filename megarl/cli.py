@@ -87,8 +87,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         problems += file_problems("--picture", picture, PICTURES)
     if dump := getattr(arguments, "dump", None):
         problems += file_problems("--dump", dump)
-    if output := getattr(arguments, "output", None):
-        problems += new_folder_problems("--output ", output)
+    for option in ("output", "keep"):
+        if folder := getattr(arguments, option, None):
+            problems += new_folder_problems(f"--{option} ", folder)
     if problems:
         raise ConfigError(problems)
 

@@ -55,8 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, RuntimeError, TimeoutError."""
-    RUN[arguments.what](arguments)
+    """Raises ConfigError, RuntimeError, TimeoutError; SystemExit on SIGTERM, so that what a benchmark has started ends with it."""
+    from megarl.launch.watch import termination_as_exit
+
+    with termination_as_exit():
+        RUN[arguments.what](arguments)
 
 
 def _sync(arguments: argparse.Namespace) -> None:
