@@ -17,6 +17,7 @@ from megarl.launch.stopping import EXIT_STATUS, Stopped
 from megarl.observe.progress import Progress
 from megarl.observe.status import clear_statuses
 from megarl.plan.resolve import RunPlan
+from megarl.trainer.hf_files import check_checkpoint
 
 
 def train(plan: RunPlan) -> None:
@@ -27,6 +28,7 @@ def train(plan: RunPlan) -> None:
 
         def prepare(_: Path) -> None:
             check_data(config, plan.spec, "train")
+            check_weights(plan)
             if config.weights.transport != "auto":
                 check_weights_transport(config.weights.transport)
             check_rollout(config)
@@ -63,6 +65,12 @@ def check_weights_transport(setting: str) -> None:
     check_transport(setting)
 
 
+def check_weights(plan: RunPlan) -> None:
+    """Raises ConfigError where the checkpoint that the command begins with, if it is a folder, is damaged or of another model."""
+    if Path(plan.weights_path).is_dir():
+        check_checkpoint(plan.spec, Path(plan.weights_path))
+
+
 def sft(plan: RunPlan) -> None:
     """Supervised warm start; leaves an HF checkpoint at `sft.output`. A finished one is kept as it is."""
     config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
@@ -73,6 +81,8 @@ def sft(plan: RunPlan) -> None:
 
     def prepare(_: Path) -> None:
         check_data(config, plan.spec, "sft")
+        if not config.model.random_init:
+            check_weights(plan)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
         print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}", flush=True)
 
@@ -88,6 +98,7 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
     def prepare(_: Path) -> None:
         check_data(plan.config, plan.spec, "eval")
+        check_weights(plan)
         check_rollout(plan.config)
 
     job = Job("eval", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
