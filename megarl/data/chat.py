@@ -1,4 +1,4 @@
-"""A conversation as the text that a model was trained to read it as: by the chat template beside its tokenizer, as transformers renders it."""
+"""A conversation as the text that a model has learned to read it as: by its tokenizer's chat template, as transformers renders it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def load_chat_template(source: str, key: str) -> Render:
         template = environment.from_string(text)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{key}.prompt_template={CHAT}: the chat template of {source} cannot be read: {error}") from error
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in settings.items() if name.endswith("_token") and token}
+    named = {name: token for name, token in settings.items() if name.endswith("_token") and token}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
 
     def render(messages: Sequence[dict[str, Any]]) -> str:
         try:

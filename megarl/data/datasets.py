@@ -94,7 +94,8 @@ def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Optional[Render
     messages = _dig(record, config.prompt_key)
     if not isinstance(messages, list):
         messages = [{"role": "user", "content": _text(record, config.prompt_key)}]
-    if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+    parts = [message.get(part) if isinstance(message, dict) else None for message in messages for part in ("role", "content")]
+    if not parts or not all(isinstance(part, str) for part in parts):
         raise _Problem(f"field {config.prompt_key!r} must be text, or messages with role and content, both text")
     try:
         return chat(messages)

@@ -37,7 +37,7 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, to
 def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str) -> None:
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
 
-    Every rank checks all tensors of the model, also those of others, so that all raise alike: ConfigError, as `check_checkpoint`.
+    Every rank checks all tensors of the model, also those of others, so that all raise alike: ConfigError of `check_checkpoint`.
     """
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder)

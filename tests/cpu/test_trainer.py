@@ -182,7 +182,8 @@ def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path
     ((decayed, norms),) = [rank["groups"] for rank in saved(runs, "other_settings.zero1")]
     for group in (decayed, norms):
         assert (group["betas"], group["eps"]) == (OTHER["betas"], OTHER["eps"])
-        assert group["lr"] == pytest.approx(OTHER["lr"] * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 8))))  # step 3: 1 of 8 after the warm-up
+        cosine = 0.5 * (1 + math.cos(math.pi / 8))  # step 3: 1 of 8 after the warm-up
+        assert group["lr"] == pytest.approx(OTHER["lr"] * (0.1 + 0.9 * cosine))
     assert (decayed["weight_decay"], norms["weight_decay"]) == (OTHER["weight_decay"], 0.0)
 
 

@@ -126,9 +126,10 @@ def test_shipped_word_problems():
 def test_what_of_the_answer_is_read(tmp_path: Path):
     """A reward function of one's own gets all of it, JSON where it is no text; demonstrations need none."""
     long, cases = "So it goes. " * 100 + "#### 4", [["1 2", "3"]]
-    source = write(tmp_path / "a.jsonl", {"question": "q", "answer": long, "cases": cases}, {"question": "q", "answer": "#### 4", "cases": cases})
+    source = write(tmp_path / "a.jsonl", *({"question": "q", "answer": answer, "cases": cases} for answer in (long, "#### 4")))
     assert [row.answer for row in load_rows(DatasetConfig(source=source), "data.train", 0, "whole")] == [long, "#### 4"]
-    assert [row.answer for row in load_rows(DatasetConfig(source=source, answer_key="cases"), "data.train", 0, "whole")] == ['[["1 2", "3"]]'] * 2
+    rows = load_rows(DatasetConfig(source=source, answer_key="cases"), "data.train", 0, "whole")
+    assert [row.answer for row in rows] == ['[["1 2", "3"]]'] * 2
     plain = write(tmp_path / "sft.jsonl", {"question": "q", "text": "Once upon a time. " * 100})
     (row,) = load_rows(DatasetConfig(source=plain, demonstration_key="text"), "sft.data", 0, "none")
     assert (row.answer, row.demonstration) == ("", "Once upon a time. " * 100)
@@ -163,10 +164,12 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}]
     rows = [{"prompt": turns, "reward_model": {"ground_truth": "#### 2"}} for turns in (conversation, "1+1?")]
-    source, columns = write(tmp_path / "a.jsonl", *rows), dict(prompt_key="prompt", answer_key="reward_model.ground_truth", prompt_template="chat")
+    columns = dict(prompt_key="prompt", answer_key="reward_model.ground_truth", prompt_template="chat")
+    source = write(tmp_path / "a.jsonl", *rows)
     found = load_rows(DatasetConfig(source=source, **columns), "data.train", 0, tokenizer=str(model))
     reference = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
-    wanted = [reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in (conversation, conversation[1:])]
+    both = (conversation, conversation[1:])
+    wanted = [reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in both]
     assert [row.prompt for row in found] == wanted == [
         "<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n", "<|user|>\n1+1?<eos><|assistant|>\n"
     ]

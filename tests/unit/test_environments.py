@@ -265,7 +265,10 @@ def same_length(text: str, answer: str) -> float:
         (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
         (f"{__name__}:three", "must be a plain function; see docs/own_run.md"),
         (f"{__name__}:NotCallable", "must be a plain function; see docs/own_run.md"),
-        (f"{__name__}:not_async", "must take two arguments, the response's text and the reference answer: missing a required argument: 'sampling'"),
+        (
+            f"{__name__}:not_async",
+            "must take two arguments, the response's text and the reference answer: missing a required argument: 'sampling'",
+        ),
         (f"{__name__}:same_length", ""),
     ],
 )
