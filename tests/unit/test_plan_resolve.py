@@ -66,7 +66,8 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("trainer.pp=4 trainer.vpp=3", "trainer.pp=4 * trainer.vpp=3: must divide the model's 32 layers"),
         (
             "trainer.pp=4 trainer.first_stage_layers=7",
-            "trainer.first_stage_layers=7: must leave layers that the other 3 of trainer.pp=4 stages can share evenly; 25 of 32 are left",
+            "trainer.first_stage_layers=7: must leave layers that the other 3 of trainer.pp=4 stages can share evenly; 25 of 32 are left; "
+            "first and last of 8 each would do",
         ),
         ("trainer.last_stage_layers=7", "trainer.last_stage_layers=7: needs trainer.pp of at least 2; it is 1"),
         ("trainer.ep=2", "trainer.ep=2: must be 1: a llama model has no experts"),
