@@ -18,6 +18,7 @@ from megarl.launch.stopping import EXIT_STATUS, Stopped
 from megarl.observe.progress import Progress
 from megarl.observe.status import clear_statuses
 from megarl.plan.resolve import RunPlan
+from megarl.trainer.hf_files import check_checkpoint
 
 
 def train(plan: RunPlan) -> None:
@@ -28,6 +29,7 @@ def train(plan: RunPlan) -> None:
 
         def prepare(_: Path) -> None:
             check_data(config, plan.spec, "train")
+            check_weights(plan)
             if config.weights.transport != "auto":
                 check_weights_transport(config.weights.transport)
             check_rollout(config)
@@ -64,6 +66,12 @@ def check_weights_transport(setting: str) -> None:
     check_transport(setting)
 
 
+def check_weights(plan: RunPlan) -> None:
+    """Raises ConfigError where the checkpoint that the command begins with, if it is a folder, is damaged or of another model."""
+    if Path(plan.weights_path).is_dir():
+        check_checkpoint(plan.spec, Path(plan.weights_path))
+
+
 def sft(plan: RunPlan) -> None:
     """Supervised warm start; leaves an HF checkpoint at `sft.output`. A finished one is kept as it is."""
     config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
@@ -74,6 +82,8 @@ def sft(plan: RunPlan) -> None:
 
     def prepare(_: Path) -> None:
         check_data(config, plan.spec, "sft")
+        if not config.model.random_init:
+            check_weights(plan)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
         print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}", flush=True)
 
@@ -89,13 +99,14 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
     def prepare(_: Path) -> None:
         check_data(plan.config, plan.spec, "eval")
+        check_weights(plan)
         check_rollout(plan.config)
 
     job = Job("eval", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
     folder = launch(plan, job, node, prepare)
     if node.is_head:
         result = json.loads((folder / "result.json").read_text())
-        text = f"pass@1 {result['pass@1']:.3f} ({result['correct']} of {result['prompts']} prompts)"
+        text = f"pass@1 {result['pass@1']:.3f} ({result['correct']} of {result['prompts']} prompts) with the weights in {plan.weights_path}"
         print(json.dumps(result) if json_output else text)
 
 
@@ -103,8 +114,8 @@ def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
     """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`."""
     found = dict(complete_checkpoints(plan.config.run_dir))
     if not found or (step is not None and step not in found):
-        there = ", ".join(map(str, found)) or "none"
-        raise ConfigError(f"run_dir={plan.config.run_dir}: no checkpoint of step {'any' if step is None else step}; there: {there}")
+        there = f"there are those of steps {', '.join(map(str, found))}" if found else "there is none at all"
+        raise ConfigError(f"run_dir={plan.config.run_dir}: no checkpoint{'' if step is None else f' of step {step}'}; {there}")
     node, chosen = this_node(), max(found) if step is None else step
     request = json.dumps({"checkpoint": str(found[chosen]), "output": str(output)})
     job = Job("export", Path(plan.config.run_dir) / "export" / "logs", trainer_role="export", driver_role=None)

@@ -17,6 +17,12 @@ FILES = 65_536
 KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL
 
 
+TORCHRUN = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
+    "MASTER_ADDR MASTER_PORT".split()
+)
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """What to start. `name` is "<role>.<rank>"; its output goes to logs/<name>.log."""
@@ -35,6 +41,11 @@ class ProcessFailed(RuntimeError):
         how = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with status {returncode}"
         super().__init__(f"{name} {how}; the end of {log}:\n{log_tail(log)}")
         self.name, self.how = name, f"{name} {how}"
+
+
+def inherited() -> dict[str, str]:
+    """The launcher's environment, but for what torchrun told it: by that a rank would look to the agent's store for its own group's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_") and name not in TORCHRUN}
 
 
 class ProcessGroup:
@@ -64,7 +75,7 @@ class ProcessGroup:
         with open(self.log_path(spec.name), "ab" if again else "wb") as log:
             self._children[spec.name] = subprocess.Popen(
                 spec.argv,
-                env={**os.environ, **spec.env},
+                env={**inherited(), **spec.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

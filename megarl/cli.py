@@ -18,7 +18,8 @@ import megarl
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.plan.resolve import RunPlan, resolve
+from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
+from megarl.plan.resolve import RunPlan, resolve, weights_are_missing
 
 DESCRIPTION = """\
 Asynchronous reinforcement learning for large language models.
@@ -58,10 +59,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command; returns the exit status."""
     arguments = parse(argv)
     try:
+        _check_outputs(arguments)
         if arguments.command == "bench":
             bench.run(arguments)
         else:
-            plan = resolve(load_config(arguments.config, arguments.overrides), arguments.command)
+            command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
+            plan = resolve(load_config(arguments.config, arguments.overrides), command)
             RUN[arguments.command](plan, arguments)
     except ConfigError as error:
         return _fail(error.problems, 2)
@@ -75,6 +78,20 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         # The reader (head, less) has seen enough; keep Python from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError where a file or folder that an option names cannot be written."""
+    problems: list[str] = []
+    if picture := getattr(arguments, "picture", None):
+        problems += file_problems("--picture", picture, PICTURES)
+    if dump := getattr(arguments, "dump", None):
+        problems += file_problems("--dump", dump)
+    for option in ("output", "keep"):
+        if folder := getattr(arguments, option, None):
+            problems += new_folder_problems(f"--{option} ", folder)
+    if problems:
+        raise ConfigError(problems)
 
 
 def _reader_is_gone() -> bool:
@@ -92,11 +109,11 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     for name, meaning in COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning, epilog=_examples(name), formatter_class=_RAW)
         command.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in trainer.tp=2")
+        command.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting, as in trainer.tp=2")
         by_name[name] = command
     for name in WITH_JSON:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    dry_run = "check everything, print plan, map and each node's processes; start nothing"
+    dry_run = "check the settings, print plan, map and each node's processes; start nothing"
     by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
     by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
@@ -132,6 +149,8 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
+        if weights_are_missing(plan):
+            print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return
     from megarl.launch.commands import train
 

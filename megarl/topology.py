@@ -74,10 +74,6 @@ class TrainerTopology:
         pp, dp = divmod(rest, self.expert_dp)
         return ExpertCoordinate(etp=etp, ep=ep, dp=dp, pp=pp)
 
-    def expert_rank(self, coordinate: ExpertCoordinate) -> int:
-        c = coordinate
-        return c.etp + self.etp * (c.ep + self.ep * (c.dp + self.expert_dp * c.pp))
-
 
 @dataclass(frozen=True)
 class GeneratorTopology:

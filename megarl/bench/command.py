@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
     staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", help="overrides a setting, as in max_steps=40")
+    staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting, as in max_steps=40")
     staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
     staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete ones are not repeated")
     faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
@@ -55,8 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, RuntimeError, TimeoutError."""
-    RUN[arguments.what](arguments)
+    """Raises ConfigError, RuntimeError, TimeoutError; SystemExit on SIGTERM, so that what a benchmark has started ends with it."""
+    from megarl.launch.watch import termination_as_exit
+
+    with termination_as_exit():
+        RUN[arguments.what](arguments)
 
 
 def _sync(arguments: argparse.Namespace) -> None:

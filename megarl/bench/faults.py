@@ -48,6 +48,8 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
     """
     if faults < 1:
         raise ConfigError(f"--faults {faults}: must be at least 1")
+    if minutes <= 0:
+        raise ConfigError(f"--minutes {minutes:g}: must be above 0")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
     folder, started = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-")), time.monotonic()

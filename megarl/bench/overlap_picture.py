@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-from megarl.bench.sync_picture import check_suffix
-
-__all__ = ["check_suffix", "draw"]
-
 COLOURS = ("#9a9a9a", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
 
 

@@ -29,7 +29,7 @@ from typing import Any, Mapping, Optional, Sequence
 
 import torch
 
-from megarl.bench.sync_picture import check_suffix, draw, title
+from megarl.bench.sync_picture import draw, title
 from megarl.bench.sync_ways import AUDITED, Bench, Way
 from megarl.config.errors import ConfigError
 from megarl.models.registry import load_spec
@@ -65,8 +65,6 @@ class Timing:
 
 def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: Optional[str]) -> None:
     """Prints a table, or one JSON object. Raises ConfigError for a wrong name, RuntimeError where a way gives wrong weights."""
-    if picture is not None:
-        check_suffix(picture)
     problems = [f"--transport {name}: choose from {', '.join(TRANSPORTS)}" for name in transports if name not in TRANSPORTS]
     if repeats < 1:
         problems.append(f"--repeats {repeats}: must be at least 1")

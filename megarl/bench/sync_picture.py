@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.errors import ConfigError
-
-FORMATS = (".svg", ".png")
 COLOURS = {"direct": "#2f6fab", "gather": "#c26a2d", "ceiling": "#9a9a9a"}  # by the first word of a way's name
-
-
-def check_suffix(path: str) -> None:
-    if not path.endswith(FORMATS):
-        raise ConfigError(f"--picture {path}: must end in {' or '.join(FORMATS)}")
 
 
 def title(facts: dict[str, Any]) -> str:

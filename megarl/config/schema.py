@@ -13,6 +13,8 @@ from omegaconf import MISSING
 
 from megarl.config.limits import Limit, above, at_least, between, each, one_of, setting
 
+IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+
 
 @dataclass
 class ModelConfig:
@@ -28,12 +30,16 @@ class DatasetConfig:
     source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name")
     split: str = setting("train", "which split of the source")
     subset: Optional[str] = setting(None, 'hub configuration name, such as "main" of gsm8k')
-    prompt_key: str = setting("question", "column of the prompt")
-    answer_key: str = setting("answer", "column of the reference answer")
+    prompt_key: str = setting("question", "column of the prompt; of what is inside a column: column.field")
+    answer_key: str = setting("answer", "column of the reference answer, as prompt_key")
     demonstration_key: Optional[str] = setting(
         None, "column of the text that SFT learns, or of a list: texts of policy and environment in turn; null: answer_key"
     )
-    prompt_template: str = setting("{prompt}", "what the model sees, with {prompt} standing for the column")
+    prompt_template: str = setting(
+        "{prompt}",
+        "what the model sees, with {prompt} standing for the column; chat: by the model's own chat template, the column a user's message "
+        "or a list of messages",
+    )
     size: Optional[int] = setting(None, "first rows only; null: all", at_least(1))
 
 
@@ -162,7 +168,7 @@ class RolloutConfig:
     name: str = setting(
         "single_turn",
         "how a prompt becomes samples; single_turn: one completion each; tool_calls: turns with a tool (docs/environments.md)",
-        one_of("single_turn", "tool_calls", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:function"),
+        one_of("single_turn", "tool_calls", or_like=IMPORT_PATH, written="package.module:function"),
     )
     args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
     prompts_per_step: int = setting(32, "prompts per optimizer step", at_least(1))
@@ -180,8 +186,9 @@ class RolloutConfig:
 class RewardConfig:
     name: str = setting(
         "math",
-        "verifier; math: the final answer equals the reference as mathematics; last_number: the last number of a list does",
-        one_of("math", "last_number"),
+        "what a response is worth; math: 1 if its final answer equals the reference as mathematics; last_number: 1 if the last number "
+        "of a list does; or a function of your own (docs/own_run.md)",
+        one_of("math", "last_number", or_like=IMPORT_PATH, written="package.module:function"),
     )
     workers: int = setting(1, "processes that verify", at_least(1))
     timeout_s: float = setting(5.0, "per answer", above(0))
@@ -194,7 +201,7 @@ class WeightsConfig:
         "auto",
         "how weights reach the engines; auto: chosen for each pair of ranks: cuda_ipc or shared_memory on one host, else "
         "mooncake (RDMA with GPUs and InfiniBand, else TCP), nccl, gloo: the first that works",
-        one_of("auto", "shared_memory", "cuda_ipc", "mooncake", "nccl", "gloo", or_like=r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", written="package.module:Class"),
+        one_of("auto", "shared_memory", "cuda_ipc", "mooncake", "nccl", "gloo", or_like=IMPORT_PATH, written="package.module:Class"),
     )
     relay: str = setting(
         "auto",

@@ -6,7 +6,8 @@ from typing import Optional
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig, RunConfig
-from megarl.data.datasets import load_rows
+from megarl.data.datasets import answers_of, load_rows
+from megarl.data.rows import Answers
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
@@ -24,8 +25,9 @@ def check_data(config: RunConfig, spec: ModelSpec, command: str) -> None:
     """
     tokenizer = load_tokenizer(config.model)
     problems = tokenizer_problems(tokenizer, spec)
+    answers = "none" if command == "sft" else answers_of(config)
     for key, dataset, response_tokens in _datasets(config, command):
-        problems += _dataset_problems(config, key, dataset, tokenizer, _room(config, spec, command, response_tokens))
+        problems += _dataset_problems(config.seed, key, dataset, answers, tokenizer, _room(config, spec, command, response_tokens))
     if problems:
         raise ConfigError(problems)
 
@@ -54,10 +56,10 @@ def _room(config: RunConfig, spec: ModelSpec, command: str, response_tokens: int
 
 
 def _dataset_problems(
-    config: RunConfig, key: str, dataset: DatasetConfig, tokenizer: Tokenizer, room: tuple[int, str]
+    seed: int, key: str, dataset: DatasetConfig, answers: Answers, tokenizer: Tokenizer, room: tuple[int, str]
 ) -> list[str]:
     try:
-        rows = load_rows(dataset, key, config.seed)
+        rows = load_rows(dataset, key, seed, answers, tokenizer.source)
     except ConfigError as error:
         return error.problems
     checked = range(min(len(rows), _SYNTHETIC_ROWS)) if dataset.source.startswith(PREFIX) else range(len(rows))

@@ -6,44 +6,56 @@ import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig
-from megarl.data.rows import Row, Rows
+from megarl.config.schema import DatasetConfig, RunConfig
+from megarl.data.chat import CHAT, Render, load_chat_template
+from megarl.data.rows import Answers, Row, Rows
 from megarl.data.synthetic import PREFIX, synthetic_rows
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 
 _MAX_PROBLEMS = 10  # shown at once
+_MISSING = object()
+_OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # no name that the hub knows
 
 
 class _Problem(Exception):
     """What is wrong with one row."""
 
 
-def load_rows(config: DatasetConfig, key: str, seed: int) -> Rows:
+def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "final", tokenizer: str = "") -> Rows:
     """All rows of a dataset.
 
-    The reference answer is what the answer column marks as final: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
-    Args: key, the config section such as "data.train", for messages; seed, for synthetic tasks.
+    The final answer is what the answer column marks as such: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
+    Args: key, the config section such as "data.train", for messages; seed, for synthetic tasks; answers, what to make of that column;
+    tokenizer, the folder or hub name whose chat template a prompt_template "chat" means.
     Raises: ConfigError that lists what is wrong, with file and line: a malformed line, a missing or empty field, a wrong
     type, an answer that cannot be found, no rows at all.
     """
-    if "{prompt}" not in config.prompt_template:
-        raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}")
+    if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
+        raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
     if config.source.startswith(PREFIX):
         rows: Rows = synthetic_rows(config.source, config.split, seed, key)
         return rows if config.size is None else [rows[i] for i in range(min(config.size, len(rows)))]
-    return _checked_rows(_records(config, key), config, key)
+    chat = load_chat_template(tokenizer, key) if config.prompt_template == CHAT else None
+    return _checked_rows(_records(config, key), config, key, answers, chat)
 
 
-def _checked_rows(records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str) -> list[Row]:
+def answers_of(config: RunConfig) -> Answers:
+    """What the run's verifier compares with."""
+    return "whole" if ":" in config.reward.name else "final"
+
+
+def _checked_rows(
+    records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str, answers: Answers, chat: Optional[Render]
+) -> list[Row]:
     rows, problems, unread = [], [], 0
     for where, record in records:
         if len(rows) + len(problems) + unread == config.size:
             break
         try:
-            rows.append(_row(where, record, config))
+            rows.append(_row(where, record, config, answers, chat))
         except _Problem as problem:
             if len(problems) < _MAX_PROBLEMS:
                 problems.append(f"{where}: {problem}")
@@ -58,27 +70,51 @@ def _checked_rows(records: Iterator[tuple[str, Any]], config: DatasetConfig, key
     return rows
 
 
-def _row(where: str, record: Any, config: DatasetConfig) -> Row:
+def _row(where: str, record: Any, config: DatasetConfig, answers: Answers, chat: Optional[Render]) -> Row:
     if isinstance(record, _Problem):
         raise record
     if not isinstance(record, dict):
         raise _Problem(f"a row must be an object with fields, not {_kind(record)}")
-    answer_text = _text(record, config.answer_key, numbers=True)
-    prompt = _text(record, config.prompt_key)
+    prompt = _prompt(record, config, chat)
+    if answers == "none":
+        return Row(prompt, "", _demonstration(record, config.demonstration_key or config.answer_key), where)
+    text = _whole_answer(record, config.answer_key) if answers == "whole" else _text(record, config.answer_key, numbers=True)
     return Row(
-        prompt=config.prompt_template.replace("{prompt}", prompt),
-        answer=_final_answer(answer_text, config.answer_key),
-        demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else answer_text,
+        prompt=prompt,
+        answer=text if answers == "whole" else _final_answer(text, config.answer_key),
+        demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else text,
         where=where,
     )
 
 
+def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Optional[Render]) -> str:
+    """The column in its template; with a chat template it is a user's message, or a list of messages."""
+    if chat is None:
+        return config.prompt_template.replace("{prompt}", _text(record, config.prompt_key))
+    messages = _dig(record, config.prompt_key)
+    if not isinstance(messages, list):
+        messages = [{"role": "user", "content": _text(record, config.prompt_key)}]
+    parts = [message.get(part) if isinstance(message, dict) else None for message in messages for part in ("role", "content")]
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise _Problem(f"field {config.prompt_key!r} must be text, or messages with role and content, both text")
+    try:
+        return chat(messages)
+    except ValueError as error:
+        raise _Problem(f"field {config.prompt_key!r}: the chat template refuses it: {error}") from error
+
+
+def _whole_answer(record: dict[str, Any], field: str) -> str:
+    """Text as it stands, anything else as JSON: a list of test cases, say."""
+    value = _dig(record, field)
+    return json.dumps(value) if isinstance(value, (list, dict, bool)) else _text(record, field, numbers=True)
+
+
 def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
-    if field not in record:
+    value = _dig(record, field)
+    if value is _MISSING:
         near = difflib.get_close_matches(field, list(record), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(record) or 'none'}"
         raise _Problem(f"no field {field!r}; {hint}")
-    value = record[field]
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -88,11 +124,19 @@ def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
     return value
 
 
+def _dig(record: dict[str, Any], field: str) -> Any:
+    """A column, or what is inside one: `reward_model.ground_truth`. _MISSING if it is not there."""
+    if field in record:
+        return record[field]
+    column, dot, rest = field.partition(".")
+    return _dig(record[column], rest) if dot and isinstance(record.get(column), dict) else _MISSING
+
+
 def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
     """One text; or a list, the policy's texts and the environment's in turn, the policy's first and last."""
-    if not isinstance(record.get(field), list):
+    texts = _dig(record, field)
+    if not isinstance(texts, list):
         return _text(record, field, numbers=True)
-    texts = record[field]
     if len(texts) % 2 == 0 or not all(isinstance(text, str) and text for text in texts):
         raise _Problem(f"field {field!r} must be text, or an odd number of texts: of policy and environment in turn, the policy's last")
     return tuple(texts)
@@ -121,7 +165,7 @@ def _records(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
         if not path.is_file():
             raise ConfigError(f"{key}.source={config.source}: no such file")
         return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-    if path.is_file():
+    if path.is_file() or path.suffix in _OTHER_FILES:
         raise ConfigError(f"{key}.source={config.source}: a file must end in .jsonl or .parquet")
     return _hub(config, key)
 

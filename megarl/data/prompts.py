@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.schema import RunConfig
-from megarl.data.datasets import load_rows
+from megarl.data.datasets import answers_of, load_rows
 from megarl.data.permutation import permute
 from megarl.data.rows import Row, Rows
 from megarl.data.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class PromptStream:
 
 def train_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
     """The prompts of `data.train`, in the order that `seed` gives. Raises: ConfigError for mistakes in the data."""
-    rows = load_rows(config.data.train, "data.train", config.seed)
+    rows = load_rows(config.data.train, "data.train", config.seed, answers_of(config), tokenizer.source)
     return PromptStream(rows, tokenizer, config.seed, config.data.shuffle)
 
 
@@ -42,7 +42,7 @@ def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The held-out prompts of `data.eval`, the first `eval.limit` of them; none without that section. Raises: ConfigError."""
     if config.data.eval is None:
         return []
-    rows = load_rows(config.data.eval, "data.eval", config.seed)
+    rows = load_rows(config.data.eval, "data.eval", config.seed, answers_of(config), tokenizer.source)
     limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
     return [_prompt(i, rows[i], tokenizer) for i in range(limit)]
 

@@ -20,8 +20,8 @@ def sft_batches(config: RunConfig, spec: ModelSpec, start_step: int = 0) -> Iter
     Raises: ConfigError for mistakes in the data, or when a sequence is longer than the model's context.
     """
     tokenizer = load_tokenizer(config.model)
-    rows = load_rows(config.sft.data, "sft.data", config.seed) if config.sft.data else load_rows(config.data.train, "data.train",
-        config.seed)
+    dataset, key = (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
+    rows = load_rows(dataset, key, config.seed, "none", tokenizer.source)
     size = config.sft.batch_size
     for step in range(start_step, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)

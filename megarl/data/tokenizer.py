@@ -69,14 +69,14 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
     """Tokenizer of `model.tokenizer`, else of `model.path`: a local folder or a hub name. Raises: ConfigError."""
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
-    file = _find(source, "tokenizer.json")
+    file = find_file(source, "tokenizer.json")
     if file is None:
         raise ConfigError(f"{key}={source}: no tokenizer.json there, neither as a folder nor on the hub")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more precise
         raise ConfigError(f"{file}: not a tokenizer ({error})") from error
-    settings = _read_json(source, "tokenizer_config.json")
+    settings = read_json(source, "tokenizer_config.json")
     unknown = _token(settings.get("unk_token"))
     return Tokenizer(
         source,
@@ -108,7 +108,7 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
 def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: Optional[str]) -> tuple[int, ...]:
     """The tokenizer's own end-of-text first, then those the model's generation settings add (Llama 3 has three)."""
     own = backend.token_to_id(eos_token) if eos_token else None
-    stated = _read_json(source, "generation_config.json").get("eos_token_id", _read_json(source, "config.json").get("eos_token_id"))
+    stated = read_json(source, "generation_config.json").get("eos_token_id", read_json(source, "config.json").get("eos_token_id"))
     stated_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
     return tuple(dict.fromkeys([*([] if own is None else [own]), *stated_ids]))
 
@@ -117,12 +117,13 @@ def _token(setting: Any) -> Optional[str]:
     return setting["content"] if isinstance(setting, dict) else setting
 
 
-def _read_json(source: str, name: str) -> dict[str, Any]:
-    file = _find(source, name)
+def read_json(source: str, name: str) -> dict[str, Any]:
+    """What a JSON file beside the tokenizer says; empty if it is not there."""
+    file = find_file(source, name)
     return json.loads(file.read_text()) if file else {}
 
 
-def _find(source: str, name: str) -> Optional[Path]:
+def find_file(source: str, name: str) -> Optional[Path]:
     """A file of a local folder or of a hub repository; None if it is not there."""
     if Path(source).is_dir():
         file = Path(source) / name

@@ -33,5 +33,14 @@ def load_rollout(config: RunConfig, tokenizer: Tokenizer) -> Rollout:
 
 
 def check_rollout(config: RunConfig) -> None:
-    """Raises: ConfigError. Nothing is started."""
+    """Also the reward function, if it is the user's own. Raises: ConfigError. Nothing is started."""
     load_rollout(config, load_tokenizer(config.model))
+    if ":" in config.reward.name:
+        setting = f"reward.name={config.reward.name}"
+        function = find_callable(config.reward.name, setting)
+        if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{setting}: must be a plain function; see docs/own_run.md")
+        try:
+            inspect.signature(function).bind("text", "answer")
+        except TypeError as error:
+            raise ConfigError(f"{setting}: must take two arguments, the response's text and the reference answer: {error}") from error

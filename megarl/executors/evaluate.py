@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from statistics import fmean
 from typing import Sequence
 
 from megarl.data.prompts import eval_prompts
@@ -17,8 +18,11 @@ from megarl.types import Group, Prompt
 
 
 async def pass_at_1(rollout: Rollout, prompts: Sequence[Prompt], sampling: Sampling, at_once: int) -> dict[str, float]:
-    """Share of prompts whose one greedy answer gets the full reward. No more than `at_once` are under way: the deadline of a rollout
-    counts from its beginning, and what waits for a place in an engine would wait at its expense."""
+    """Share of prompts whose one greedy answer gets a reward of 1 or more, and the mean reward of all.
+
+    No more than `at_once` are under way: the deadline of a rollout counts from its beginning, and what waits for a place in an engine would
+    wait at its expense.
+    """
     started, places = time.monotonic(), asyncio.Semaphore(at_once)
 
     async def answer(prompt: Prompt) -> Group:
@@ -26,8 +30,10 @@ async def pass_at_1(rollout: Rollout, prompts: Sequence[Prompt], sampling: Sampl
             return await rollout(prompt, sampling, 1)
 
     groups = await asyncio.gather(*map(answer, prompts))
-    correct = sum(group.samples[0].reward >= 1.0 for group in groups)
-    return {"pass@1": correct / len(prompts), "correct": correct, "prompts": len(prompts), "seconds": time.monotonic() - started}
+    rewards = [group.samples[0].reward for group in groups]
+    correct = sum(reward >= 1.0 for reward in rewards)
+    score = {"pass@1": correct / len(prompts), "correct": correct, "prompts": len(prompts), "reward/mean": fmean(rewards)}
+    return {**score, "seconds": time.monotonic() - started}
 
 
 async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, float]:

@@ -67,14 +67,15 @@ class ConfigReader:
             raise ConfigError(f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is")
 
 
-def load_spec(model: Union[str, Path, Mapping[str, Any]]) -> ModelSpec:
+def load_spec(model: Union[str, Path, Mapping[str, Any]], setting: str = "model.path") -> ModelSpec:
     """The shape of a model from a checkpoint folder, a config.json, a hub name, or the config's contents.
 
-    Raises ConfigError naming file and key when something is missing or the architecture is unknown.
+    `setting` is what has named it, for messages. Raises ConfigError naming file and key when something is missing or the architecture is
+    unknown.
     """
     if isinstance(model, Mapping):
         return _read("config", model)
-    path = _config_file(str(model))
+    path = _config_file(str(model), setting)
     try:
         values = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -107,19 +108,21 @@ def _read(source: str, values: Mapping[str, Any]) -> ModelSpec:
     return known[names[0]].read_spec(ConfigReader(source, values))
 
 
-def _config_file(model: str) -> Path:
+def _config_file(model: str, setting: str) -> Path:
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
+        if not path.exists():
+            raise ConfigError(f"{setting}={model}: the folder holds no config.json")
     if path.exists():
         return path
     # A hub name is owner/name; anything else, and anything that looks like a path, is a missing folder.
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ConfigError(f"model.path = {model!r}: {path} does not exist")
+        raise ConfigError(f"{setting}={model}: does not exist")
     from huggingface_hub import hf_hub_download  # only for hub names: local models need no network code
 
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (OSError, ValueError) as error:  # the hub's own errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model.path = {model!r}: neither a local folder nor reachable on the hub: {reason}") from error
+        raise ConfigError(f"{setting}={model}: neither a local folder nor reachable on the hub: {reason}") from error

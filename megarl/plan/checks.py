@@ -5,9 +5,11 @@ Each check is a small function that yields problems: the key, its value, what is
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Callable, Iterable
 
 from megarl.algorithms import recipes
+from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.schema import RunConfig
 from megarl.plan.quantisation import check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
@@ -114,6 +116,12 @@ def check_sft_command(config: RunConfig) -> Iterable[str]:
         yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
     if config.sft.batch_size < config.trainer.dp:
         yield f"sft.batch_size={config.sft.batch_size}: must be at least trainer.dp={config.trainer.dp}"
+    if not (Path(config.sft.output) / "config.json").exists():  # where it is, there is nothing to do
+        yield from new_folder_problems("sft.output=", config.sft.output)
+
+
+def check_run_dir(config: RunConfig) -> Iterable[str]:
+    return folder_problems("run_dir=", config.run_dir)
 
 
 def check_eval_command(config: RunConfig) -> Iterable[str]:
@@ -134,9 +142,11 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_generator_features, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
-    "sft": (check_trainer_features, check_sft_command),
-    "train": (check_trainer_features, check_generator_features, check_resume),
-    "eval": (check_generator_features, check_evaluated_format, check_eval_command),
-    "export": (check_trainer_features,),
+    "sft": (check_run_dir, check_trainer_features, check_sft_command),
+    "train": (check_run_dir, *_TRAIN_CHECKS),
+    "dry-run": _TRAIN_CHECKS,  # on a machine that need not have the run's folder
+    "eval": (check_run_dir, check_generator_features, check_evaluated_format, check_eval_command),
+    "export": (check_run_dir, check_trainer_features),
 }

@@ -97,7 +97,16 @@ def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     if not others and trainer.vpp > 1:
         yield f"{said}: with {sizes} there must be a stage between the first and the last"
     if rest < others or rest != shared * others or any(n % trainer.vpp for n in (*told, shared)):
-        yield f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {rest} of {spec.num_layers} are left"
+        left = f"{rest} of {spec.num_layers} are left{_ends_that_fit(spec.num_layers, trainer.pp, trainer.vpp)}"
+        yield f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {left}"
+
+
+def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
+    """Equal first and last stages nearest to an even share, for the message."""
+    others = (pp - 2) * vpp
+    sizes = [n for n in range(vpp, layers // 2, vpp) if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others]
+    best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
+    return "" if best is None else f"; first and last of {best} each would do"
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:

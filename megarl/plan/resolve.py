@@ -45,7 +45,8 @@ class RunPlan:
 def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
     """Check `config` as a whole and fix what follows from it. Nothing is started, nothing is written.
 
-    `command` ("train", "sft", "eval", …) adds the checks that concern this command alone. Raises ConfigError with all problems.
+    `command` ("train", "sft", "eval", …) adds the checks that concern this command alone; "dry-run" those of "train", but that weights
+    which megarl sft is to make may be missing. Raises ConfigError with all problems.
     """
     if command == "sft":
         config = as_warm_start(config)
@@ -87,8 +88,14 @@ def _missing_weights(config: RunConfig, command: Optional[str]) -> Iterable[str]
     none = f"model.path={path}: holds no weights (*.safetensors)"
     if command == "sft" and not config.model.random_init:
         yield f"{none}; set model.random_init=true to start from random ones"
-    if command in ("train", "eval") and not _holds_weights(config.sft.output):
+    made_first = command == "dry-run" and config.model.random_init and config.sft.steps > 0
+    if command in ("train", "eval", "dry-run") and not made_first and not _holds_weights(config.sft.output):
         yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
+
+
+def weights_are_missing(plan: RunPlan) -> bool:
+    """Whether `weights_path` is what megarl sft has yet to write. (A hub name is no folder of ours.)"""
+    return plan.weights_path == plan.config.sft.output and not _holds_weights(plan.weights_path)
 
 
 def _holds_weights(path: str) -> bool:
@@ -124,7 +131,7 @@ def find_spec(config: RunConfig) -> ModelSpec:
         raise ConfigError(problems)
     if model.spec is None:
         return _load_checkpoint_spec(model.path)
-    spec = load_spec(model.spec)
+    spec = load_spec(model.spec, "model.spec")
     if Path(model.path).is_dir() and (at_hand := load_spec(model.path)) != spec:
         differing = ", ".join(f"{name} {value!r}" for name, value in vars(spec).items() if value != getattr(at_hand, name))
         raise ConfigError(f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in {differing}")

@@ -30,8 +30,6 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     """Problems with going on from what `config.run_dir` holds; none where there is no checkpoint yet."""
     run_dir = Path(config.run_dir)
     written = run_dir / "config.yaml"
-    if run_dir.exists() and not run_dir.is_dir():
-        yield f"run_dir={run_dir}: is a file, must be a folder"
     if not written.is_file() or not any(run_dir.glob("checkpoints/step_*")):
         return
     try:

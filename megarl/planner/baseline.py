@@ -39,18 +39,19 @@ def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int, constants: Opti
 
 def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int, constants: Constants) -> Optional[float]:
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
+    reference = config.algorithm.kl_coef > 0
     times = []
     for trainer, generator in _layouts(config, spec, gpus, m):
         colocated = replace(config, trainer=trainer, generator=generator)
         if any(True for check in (check_experts, check_tensor_parallel, check_pipeline) for _ in check(colocated, spec)):
             continue
         try:
-            of_trainer = trainer_memory(spec, trainer, dtype, cluster.gpu)
+            of_trainer = trainer_memory(spec, trainer, dtype, cluster.gpu, reference=reference)
             of_generator = generator_memory(spec, generator, dtype, workload, cluster.gpu)
             runtime = of_generator.runtime  # counted once: the phases share the GPU
             if of_trainer.total + of_generator.total - runtime > cluster.gpu.memory_gib * GIB:
                 continue
-            train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload)
+            train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference))
             generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(workload)
         except ConfigError:  # sizes that one of the engines does not take; the checks know most of them, the layouts all
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from megarl.channels.admission import run_ahead
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.planner.constants import Constants, constants_of
@@ -79,13 +80,18 @@ def estimate(config: RunConfig, spec: ModelSpec, constants: Optional[Constants] 
         generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, carried_over=carries_over(config)),
         sync_s=sync_s(spec, config, cluster),
         glue_s=constants.glue_s,
-        asynchronous=config.async_.capacity > 0,
+        asynchronous=overlaps(config),
     )
+
+
+def overlaps(config: RunConfig) -> bool:
+    """Whether generation runs beside training; else they take turns."""
+    return run_ahead(config.async_) != 0
 
 
 def carries_over(config: RunConfig) -> bool:
     """Whether unfinished responses go on under the next weights instead of being waited for."""
-    return config.async_.capacity > 0 and config.async_.partial_rollout in ("in_flight", "retract", "resume")
+    return overlaps(config) and config.async_.partial_rollout in ("in_flight", "retract", "resume")
 
 
 def train_parts(time: TrainTime) -> dict[str, float]:

@@ -14,8 +14,6 @@ from megarl.planner.estimate import Estimate, estimate
 from megarl.planner.hardware import GIB
 from megarl.planner.knobs import Settings, problems, turned
 
-Knobs = list[dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Remedy:
@@ -26,7 +24,7 @@ class Remedy:
 
 
 def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
-    """For every side that is too full, the single settings that make it fit; where none does, pairs of them. Fastest first."""
+    """For every side that is too full, the single settings that make it fit; where none does, pairs or threes. Fastest first."""
     return [remedy for side in found.overfull for remedy in _of_side(config, spec, side)]
 
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.plan.resolve import RunPlan
-from megarl.planner.sizes import parameter_count, rank_bytes
+from megarl.planner.sizes import rank_bytes
 from megarl.reshard.kinds import Layout
-from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 
 
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:

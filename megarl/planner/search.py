@@ -17,7 +17,7 @@ from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.planner.baseline import even_stages
 from megarl.planner.constants import constants_of
-from megarl.planner.estimate import carries_over
+from megarl.planner.estimate import carries_over, overlaps
 from megarl.planner.generate_time import GenerateModel
 from megarl.planner.generator_memory import generator_memory, usable_static
 from megarl.planner.hardware import GIB, Cluster
@@ -72,7 +72,7 @@ class Search:
         splits = range(unit, self.gpus, unit)
         if not splits:
             raise ConfigError(f"--gpus {self.gpus}: must be at least 2: trainer and generator have GPUs of their own")
-        if self.config.async_.capacity:  # equation 3: the slower side counts
+        if overlaps(self.config):  # equation 3: the slower side counts
             meet = bisect.bisect_left(splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1])
             tried = [splits[i] for i in (meet - 1, *(meet + 2**n - 1 for n in range(12))) if 0 <= i < len(splits)]
         else:  # equation 2: both count
@@ -101,7 +101,7 @@ class Search:
         senders, receivers = trainer_topology(chosen.trainer).world_size, generator_topology(chosen.generator).world_size
         engine_bytes = generator_weights(self.spec, chosen.generator, self.dtype).total
         both = (trainer.seconds, generator.seconds)
-        step_s = max(both) if self.config.async_.capacity else sum(both)
+        step_s = max(both) if overlaps(self.config) else sum(both)
         relaying = chosen.generator.engines if chosen.weights.relay == ENGINES else 0
         return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster, relaying)
 

@@ -14,7 +14,7 @@ from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST
 from megarl.models.registry import family
 from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
-from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
+from megarl.reshard.layout import generator_layout, stage_of_layer, trainer_layout
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 
@@ -140,11 +140,6 @@ def rank_bytes(layout: Layout) -> list[int]:
         for shard, tensor in enumerate(kind.shards):
             np.add.at(sizes, kind.ranks[:, shard], times[:, None] * elements(tensor) * ITEM_BYTES[tensor.dtype])
     return sizes.tolist()
-
-
-def parameter_count(spec: ModelSpec) -> int:
-    """Of the whole model, without any engine's padding."""
-    return sum(kind.instances * elements(kind.shards[0]) for kind in hf_layout(spec, "bfloat16").kinds)
 
 
 @functools.lru_cache(maxsize=64)

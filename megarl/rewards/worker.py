@@ -5,10 +5,13 @@ Started by megarl.rewards.pool, which also kills it when one answer takes too lo
 
 from __future__ import annotations
 
+import importlib
 import logging
+import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +36,11 @@ _HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "
 def main(verifier: str, memory_mib: str, timeout_s: str, parent: str) -> None:
     """Serve until standard input closes."""
     process.prepare(parent)
+    if ":" in verifier:
+        function = own_function(verifier)
+        process.limit_resources(memory_mib, files_writable=True)
+        process.serve(function, timeout_s)
+        return
     logging.disable(logging.CRITICAL)  # math-verify logs what it cannot parse: model output, in any quantity
     from megarl.rewards.verify import VERIFIERS
 
@@ -43,6 +51,28 @@ def main(verifier: str, memory_mib: str, timeout_s: str, parent: str) -> None:
     process.limit_resources(memory_mib, files_writable=False)
     _forbid_side_effects()
     process.serve(lambda text, answer: score(verify, text, answer), timeout_s)
+
+
+def own_function(path: str) -> Callable[[str, str], float | str]:
+    """The user's function as one that gives a finite number, or says as text which mistake it makes. A ValueError is none."""
+    module, _, name = path.partition(":")
+    function = getattr(importlib.import_module(module), name)
+
+    def reward(text: str, answer: str) -> float | str:
+        try:
+            found = function(text, answer)
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            return f"it failed: {type(error).__name__}: {error}"
+        try:
+            number = float(found)
+        except (TypeError, ValueError):
+            return f"it must give a number, not {found!r:.200}"
+        return number if math.isfinite(number) else f"it must give a finite number, not {number}"
+
+    return reward
 
 
 def score(verify: Callable[[str, str], float], text: str, answer: str) -> float:

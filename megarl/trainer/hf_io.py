@@ -26,36 +26,23 @@ from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
 from megarl.trainer.folders import written_together
+from megarl.trainer.hf_files import INDEX, check_checkpoint
 
 INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 2**30
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-READ_DTYPES = ("F32", "BF16", "F16")
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
-INDEX = "model.safetensors.index.json"
 
 
 def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str) -> None:
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
 
-    Every rank checks all tensors of the model, also those of others, so that all raise alike.
-    Raises ConfigError naming every tensor that is missing, has another shape than config.json says, or is quantised.
+    Every rank checks all tensors of the model, also those of others, so that all raise alike: ConfigError of `check_checkpoint`.
     """
     folder = _local_folder(path, ("*.safetensors", INDEX))
-    files = _tensor_files(folder)
-    expected = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
-    problems = [f"{folder}: tensor {name} is missing" for name in expected if name not in files]
-    opened = {name: safe_open(folder / name, framework="pt") for name in sorted({files[n] for n in expected if n in files})}
-    for name, shape in expected.items():
-        if name in files:
-            tensor = opened[files[name]].get_slice(name)
-            found = tuple(tensor.get_shape())
-            if found != shape:
-                problems.append(f"{folder}: tensor {name} has shape {found}, config.json says {shape}")
-            if tensor.get_dtype() not in READ_DTYPES:  # its scales would be left out
-                problems.append(f"{folder}: tensor {name} is in {tensor.get_dtype()}; can be read: {', '.join(READ_DTYPES)}")
-    if problems:
-        raise ConfigError(problems)
+    files = check_checkpoint(spec, folder)
+    names = (piece.logical_name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces)
+    opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in names})}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = _parameter(parameters, tensor)
         parameter.zero_()
@@ -213,14 +200,3 @@ def _local_folder(path: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(path, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: neither a folder nor reachable on the hub: {error}") from error
-
-
-def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    if (folder / INDEX).exists():
-        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
-    file = folder / "model.safetensors"
-    if not file.exists():
-        raise ConfigError(f"{folder}: holds neither model.safetensors nor {INDEX}")
-    with safe_open(file, framework="pt") as opened:
-        return {name: file.name for name in opened.keys()}

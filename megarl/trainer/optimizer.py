@@ -16,6 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import OptimizerConfig
 
 SCHEDULES = ("constant", "cosine")
+OURS = ("max_lr", "min_lr", "betas", "eps")  # settings that Megatron keeps in the optimizer's groups, and so in checkpoints
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> MegatronOptimizer:
@@ -56,11 +57,13 @@ def _allocate_state(adam: torch.optim.Optimizer) -> None:
 
 
 def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """MegatronOptimizer.load_state_dict, made right for PyTorch's AdamW under the distributed optimizer.
+    """MegatronOptimizer.load_state_dict, made right for PyTorch's AdamW under the distributed optimizer, and for changed settings.
 
-    There Megatron 0.16 looks for `step` among the sharded tensors, where it is not, and gives all parameters one and
-    the same `step` tensor, which each of them would then advance.
+    Under that optimizer Megatron 0.16 looks for `step` among the sharded tensors, where it is not, and gives all parameters one
+    and the same `step` tensor, which each of them would then advance. And it takes learning rates, betas and epsilon from the
+    checkpoint: a run that goes on has those of its configuration.
     """
+    settings = [{key: group[key] for key in OURS} for group in optimizer.param_groups]
     parts = optimizer.chained_optimizers  # one, or one of the dense mesh and one of the experts'
     states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
     for part, part_state in zip(parts, states, strict=True):
@@ -68,6 +71,8 @@ def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
             _load_distributed_state(part, part_state)
         else:
             part.load_state_dict(part_state)
+    for group, ours in zip(optimizer.param_groups, settings, strict=True):
+        group.update(ours)
 
 
 def _load_distributed_state(part: DistributedOptimizer, state: dict[str, Any]) -> None:

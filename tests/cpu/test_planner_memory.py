@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.config.schema import TrainerConfig
 from megarl.models import load_spec
 from megarl.planner.hardware import GPUS
-from megarl.planner.sizes import parameter_count
 from megarl.planner.trainer_memory import stage_memory
+from megarl.reshard.layout import parameter_count
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 DEADLINE_S = 150

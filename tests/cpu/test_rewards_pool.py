@@ -216,7 +216,34 @@ def test_the_worker_forbids_what_no_answer_needs():
 
 
 def test_unknown_verifier_and_impossible_limits_are_refused():
-    with pytest.raises(ConfigError, match="reward.name=maths: must be one of last_number, math"):
+    with pytest.raises(ConfigError, match="reward.name=maths: must be one of last_number, math, package.module:function"):
         RewardPool("maths")
     with pytest.raises(ConfigError, match="reward.workers=0"):
         RewardPool("math", workers=0)
+
+
+def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Imported from the working directory. What is wrong with a text scores 0; what is wrong with the function is told."""
+    (tmp_path / "graders.py").write_text(textwrap.dedent("""
+        def letters(text, answer):
+            print("no reply")
+            if text == "slow":
+                while True: pass
+            return {"bad": lambda: int("x"), "bug": lambda: {}["key"], "none": lambda: None, "nan": lambda: float("nan")}.get(
+                text, lambda: text.count(answer) / 2)()
+    """))
+    monkeypatch.chdir(tmp_path)
+
+    async def test() -> None:
+        async with RewardPool("graders:letters", timeout_s=0.5) as pool:
+            assert await asyncio.gather(*(pool.score(text, "a") for text in ("banana", "", "bad", "slow", "aaa"))) == [1.5, 0, 0, 0, 1.5]
+            for text, mistake in (
+                ("bug", "it failed: KeyError: 'key'"),
+                ("none", "it must give a number, not None"),
+                ("nan", "it must give a finite number, not nan"),
+            ):
+                with pytest.raises(RuntimeError, match=f"reward.name=graders:letters: {mistake}"):
+                    await pool.score(text, "a")
+            assert await pool.score("a" * 400_000, "a") == 200_000
+
+    run(test)

@@ -30,7 +30,7 @@ def start(hosts: Hosts, arguments: list[str], folder: Path) -> list[subprocess.P
     launchers = []
     for host in range(hosts.count):
         own = {"GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(hosts.count), "LOCAL_WORLD_SIZE": "1"}
-        environment = os.environ | own | {"TORCHELASTIC_RUN_ID": folder.name}
+        environment = os.environ | own | {"TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         with open(folder / f"launcher.{host}.log", "wb") as log:
             argv = hosts.command(host, command(*arguments))
             launchers.append(subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))

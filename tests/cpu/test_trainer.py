@@ -26,6 +26,7 @@ BF16: list[tuple[str, dict[str, int]]] = [("untied", dict(tp=2)), ("mixtral", di
 ADAM: dict[str, Any] = dict(
     lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, clip_grad=0.5
 )
+OTHER = ADAM | dict(lr=3e-3, betas=(0.8, 0.97), eps=1e-3)  # than those of the checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,9 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     ])  # fmt: skip
     spawn(1, out, [
         *gradients(1),
-        *loads(1), logprobs(1), dict(run="refused", name="refused", model=untied),
+        *loads(1), logprobs(1),
+        checkpoint("other_settings", "zero1", "single") | dict(optimizer=OTHER),
+        dict(run="refused", name="refused", model=untied),
         dict(run="init", name="init.single", model=untied, topology={}, seed=3),
         dict(run="init", name="init.other_seed", model=untied, topology={}, seed=4),
         dict(run="killed_while_saving", name="killed", model=untied, topology={}, run_dir=str(out)),
@@ -172,6 +175,16 @@ def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layo
         got = AutoModelForCausalLM.from_pretrained(runs / f"load.{name}.{layout}.{step}.hf", dtype=torch.float32).state_dict()
         for key, tensor in weights[step].items():
             torch.testing.assert_close(got[key], tensor, rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path) -> None:
+    """And not with that of the checkpoint: another rate, constant, other betas, epsilon and weight decay."""
+    ((decayed, norms),) = [rank["groups"] for rank in saved(runs, "other_settings.zero1")]
+    for group in (decayed, norms):
+        assert (group["betas"], group["eps"]) == (OTHER["betas"], OTHER["eps"])
+        cosine = 0.5 * (1 + math.cos(math.pi / 8))  # step 3: 1 of 8 after the warm-up
+        assert group["lr"] == pytest.approx(OTHER["lr"] * (0.1 + 0.9 * cosine))
+    assert (decayed["weight_decay"], norms["weight_decay"]) == (OTHER["weight_decay"], 0.0)
 
 
 def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:

@@ -187,6 +187,16 @@ def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     return {"state": state, **continue_from(trainer, scenario, out)}
 
 
+def scenario_other_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A checkpoint goes on with another configuration of the optimizer."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]))
+    checkpoint.load(trainer, scenario["checkpoint"])
+    one_step(trainer, sequences(trainer.spec.vocab_size))
+    return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]}
+
+
 def continue_from(trainer: Any, scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """The third step, then one without sequences (momentum alone); the weights after each."""
     result = trainer.train_step(sequences(trainer.spec.vocab_size, seed=3), weighted_nll, DENOMINATOR, temperature=TEMPERATURE)

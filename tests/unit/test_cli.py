@@ -146,8 +146,6 @@ def test_reshard_lists_dumps_and_draws(run_yaml: Path, tmp_path: Path, capsys: p
     for rank, message in (("trainer:4", "the trainer has ranks 0 to 3"), ("engine:0", "must be trainer:N or generator:N")):
         assert cli.main(["reshard", str(run_yaml), *sizes, "--rank", rank]) == 2
         assert f"--rank {rank}: {message}" in capsys.readouterr().err
-    assert cli.main(["reshard", str(run_yaml), "--picture", "map.gif"]) == 2
-    assert "must end in .svg or .png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
@@ -178,6 +176,36 @@ def test_reshard_reports_the_map(run_yaml: Path, capsys: pytest.CaptureFixture[s
     table = capsys.readouterr().out
     assert "self_attn.qkv_proj.weight" in table and facts["plan_hash"] in table
     assert table.endswith("proven: every destination byte is written exactly once\n")
+
+
+def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").touch()
+    full = f"{tmp_path}/full: is there already, and is not empty; remove it, or name another"
+    for command, message in (
+        ("reshard C --picture map.gif", "--picture map.gif: must end in .svg or .png"),
+        (f"plan C --picture {tmp_path}/no/plan.svg", f"--picture {tmp_path}/no/plan.svg: there is no folder {tmp_path}/no"),
+        (f"reshard C --dump {tmp_path}", f"--dump {tmp_path}: is a folder, must be a file"),
+        ("bench sync --picture sync.pdf", "--picture sync.pdf: must end in .svg or .png"),
+        (f"export C --output {tmp_path}/full", f"--output {full}"),
+        (f"bench faults --keep {tmp_path}/full", f"--keep {full}"),
+        ("bench faults --minutes 0", "--minutes 0: must be above 0"),
+        (f"export C --output {tmp_path}/file/x", f"--output {tmp_path}/file/x: {tmp_path}/file is a file, must be a folder"),
+        (f"sft C sft.steps=1 sft.output={tmp_path}/full", f"sft.output={full}"),
+        (f"train C run_dir={tmp_path}/file", f"run_dir={tmp_path}/file: is a file, must be a folder"),
+        ("export C", "the following arguments are required: --output"),
+        ("export C --output new", f"run_dir={tmp_path}/run: no checkpoint; there is none at all"),
+    ):
+        try:
+            status = cli.main([str(run_yaml) if argument == "C" else argument for argument in command.split()])
+        except SystemExit as ended:
+            status = ended.code
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "") and err.endswith(f"{message}\n"), command
+    assert (tmp_path / "full/thesis.tex").exists()
 
 
 @pytest.mark.parametrize(

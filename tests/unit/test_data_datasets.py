@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig
 from megarl.data.datasets import load_rows
 
 ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs/models/tiny-llama"
 
 
 def write(path: Path, *lines: Any) -> str:
@@ -96,8 +99,9 @@ def test_what_is_no_dataset(tmp_path: Path):
     assert problems(f"{tmp_path}/none.jsonl") == [f"data.train.source={tmp_path}/none.jsonl: no such file"]
     assert problems(write(tmp_path / "data.csv",
         "a,b")) == [f"data.train.source={tmp_path}/data.csv: a file must end in .jsonl or .parquet"]
+    assert problems("nowhere/rows.json") == ["data.train.source=nowhere/rows.json: a file must end in .jsonl or .parquet"]
     assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
-    assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}"]
+    assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}, or be chat"]
     assert problems("synthetic:chian") == ["data.train.source=synthetic:chian: no such task; there is synthetic:chain, synthetic:product"]
     assert problems("synthetic:chain", split="test") == ["data.train.split=test: synthetic:chain has train and eval"]
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
@@ -117,3 +121,72 @@ def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch:
 def test_shipped_word_problems():
     rows = load_rows(DatasetConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0)
     assert len(rows) == 20 and [row.answer for row in rows[:5]] == ["22", "210", "30", "12.50", "16"]
+
+
+def test_what_of_the_answer_is_read(tmp_path: Path):
+    """A reward function of one's own gets all of it, JSON where it is no text; demonstrations need none."""
+    long, cases = "So it goes. " * 100 + "#### 4", [["1 2", "3"]]
+    source = write(tmp_path / "a.jsonl", *({"question": "q", "answer": answer, "cases": cases} for answer in (long, "#### 4")))
+    assert [row.answer for row in load_rows(DatasetConfig(source=source), "data.train", 0, "whole")] == [long, "#### 4"]
+    rows = load_rows(DatasetConfig(source=source, answer_key="cases"), "data.train", 0, "whole")
+    assert [row.answer for row in rows] == ['[["1 2", "3"]]'] * 2
+    plain = write(tmp_path / "sft.jsonl", {"question": "q", "text": "Once upon a time. " * 100})
+    (row,) = load_rows(DatasetConfig(source=plain, demonstration_key="text"), "sft.data", 0, "none")
+    assert (row.answer, row.demonstration) == ("", "Once upon a time. " * 100)
+    (row,) = load_rows(DatasetConfig(source=plain, answer_key="text"), "sft.data", 0, "none")
+    assert row.demonstration == "Once upon a time. " * 100
+    with pytest.raises(ConfigError, match="no field 'answer'"):
+        load_rows(DatasetConfig(source=plain), "data.train", 0, "whole")
+
+
+TEMPLATE = """{%- if messages[0]['role'] == 'system' %}
+    {{- '<|system|>' + messages[0]['content'] + eos_token }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] != 'user' %}{{ raise_exception('only users') }}{% endif %}
+    {{- '<|user|>\n' + message['content'] | trim + eos_token }}
+    {%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{% continue %}{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "by name"])
+def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
+    """As transformers renders it; nested columns as in verl's files."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    if place == "chat_template.jinja":
+        (model / place).write_text(TEMPLATE)
+    else:
+        named = [{"name": "tool_use", "template": "?"}, {"name": "default", "template": TEMPLATE}]
+        settings["chat_template"] = named if place == "by name" else TEMPLATE
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}]
+    rows = [{"prompt": turns, "reward_model": {"ground_truth": "#### 2"}} for turns in (conversation, "1+1?")]
+    columns = dict(prompt_key="prompt", answer_key="reward_model.ground_truth", prompt_template="chat")
+    source = write(tmp_path / "a.jsonl", *rows)
+    found = load_rows(DatasetConfig(source=source, **columns), "data.train", 0, tokenizer=str(model))
+    reference = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
+    both = (conversation, conversation[1:])
+    wanted = [reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in both]
+    assert [row.prompt for row in found] == wanted == [
+        "<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n", "<|user|>\n1+1?<eos><|assistant|>\n"
+    ]
+    assert [row.answer for row in found] == ["2", "2"]
+    for turns, problem in (
+        ([{"role": "robot", "content": "x"}], "field 'prompt': the chat template refuses it: only users"),
+        ([{"role": "user"}], "field 'prompt' must be text, or messages with role and content, both text"),
+        (5, "field 'prompt' must be text, not a number"),
+    ):
+        bad = write(tmp_path / "bad.jsonl", {**rows[0], "prompt": turns})
+        with pytest.raises(ConfigError) as error:
+            load_rows(DatasetConfig(source=bad, **columns), "data.train", 0, tokenizer=str(model))
+        assert error.value.problems == [f"{bad}, line 1: {problem}"]
+
+
+def test_a_model_without_chat_template(tmp_path: Path):
+    source = write(tmp_path / "a.jsonl", {"question": "a", "answer": "1"})
+    with pytest.raises(ConfigError) as error:
+        load_rows(DatasetConfig(source=source, prompt_template="chat"), "data.eval", 0, tokenizer=str(TINY))
+    assert error.value.problems == [f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} in it"]

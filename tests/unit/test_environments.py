@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
 from megarl.config.schema import ModelConfig, RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.environments.base import RolloutContext, ToolError, sample_problems
@@ -254,6 +256,34 @@ def test_what_cannot_work_is_refused_before_anything_starts(name: str, arguments
     assert any(problem in line for line in error.value.problems), error.value.problems
 
 
+def same_length(text: str, answer: str) -> float:
+    return float(len(text) == len(answer))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module_here:f", "cannot be imported: No module named 'no_such_module_here'"),
+        (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
+        (f"{__name__}:three", "must be a plain function; see docs/own_run.md"),
+        (f"{__name__}:NotCallable", "must be a plain function; see docs/own_run.md"),
+        (
+            f"{__name__}:not_async",
+            "must take two arguments, the response's text and the reference answer: missing a required argument: 'sampling'",
+        ),
+        (f"{__name__}:same_length", ""),
+    ],
+)
+def test_a_reward_function_of_ones_own_is_looked_at_before_anything_starts(name: str, problem: str):
+    found = config("single_turn")
+    found.reward.name = name
+    if not problem:
+        return check_rollout(found)
+    with pytest.raises(ConfigError) as error:
+        check_rollout(found)
+    assert error.value.problems == [f"reward.name={name}: {problem}"]
+
+
 def test_arguments_reach_the_rollout():
     assert load_rollout(config(f"{__name__}:needs_depth", depth=3), TOKENIZER).keywords == {"depth": 3}
     assert isinstance(load_rollout(config("tool_calls", **MARKS), TOKENIZER), ToolCalls)
@@ -274,6 +304,16 @@ def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lost.text == "145 lower\n1 higher\n2 higher\n" and lost.reward == 0.0
     with pytest.raises(ConfigError, match="rollout.args.max_guess=3: unknown argument; did you mean max_guesses"):
         load_rollout(config("games:higher_or_lower", max_guess=3), TOKENIZER)
+
+
+def test_the_documented_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = (ROOT / "docs/own_run.md").read_text()
+    [code], [settings] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    (tmp_path / "graders.py").write_text(code)
+    (tmp_path / "run.yaml").write_text(settings)
+    monkeypatch.chdir(tmp_path)
+    check_rollout(load_config("run.yaml", [f"model.path={TINY}"]))
+    assert sys.modules["graders"].share_right(" a,b,d\n", "a,b,c") == pytest.approx(2 / 3)
 
 
 def test_environment_text_is_never_the_policys_even_at_the_ends():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -37,3 +38,17 @@ def test_one_launcher_per_node_and_valid_shell(script):
     assert directive(script, "ntasks-per-node") == "1"
     for path in (script, ROOT / "slurm/job.sh"):
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_quickstarts_job_checks_its_settings_where_nothing_has_run_yet(tmp_path):
+    """With the real megarl, and an srun that only says what it was asked for."""
+    srun = tmp_path / "bin/srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\necho "$@"\n')
+    srun.chmod(0o755)
+    environment = os.environ | {"PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    script = ["bash", "slurm/quickstart.sbatch", f"run_dir={tmp_path}/run"]
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [re.search(r"bin/megarl (\w+) configs/quickstart.yaml ", line)[1] for line in done.stdout.splitlines()] == ["sft", "train"]
+    assert not (tmp_path / "run").exists()

@@ -106,6 +106,21 @@ def test_mistakes_end_with_2(arguments: list[str], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+def test_a_step_overlaps_where_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unbounded is not synchronous, and a bound on staleness bounds how far ahead anything is begun."""
+    def sums(*arguments: str) -> bool:
+        facts = plan(capsys, "configs/quickstart.yaml", *arguments)
+        return facts["step_s"] > facts["train_s"] + facts["generate_s"]
+
+    assert not sums("async.capacity=null") and not sums("async.capacity=null", "--search", "--gpus", "4") and not sums("async.capacity=4")
+    assert sums("async.capacity=0") and sums("async.capacity=null", "async.max_staleness=0")
+
+
+def test_the_synchronous_baseline_scores_by_the_reference_too(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, penalised = (plan(capsys, "configs/8b_aipo.yaml", f"algorithm.kl_coef={kl}") for kl in ("0", "0.1"))
+    assert penalised["train_s"] > plain["train_s"] and penalised["sync_baseline_step_s"] > plain["sync_baseline_step_s"]
+
+
 def test_larger_gpus_hold_more_and_decode_faster(capsys: pytest.CaptureFixture[str]) -> None:
     h100, h200, b200 = (plan(capsys, "configs/70b_aipo.yaml", f"cluster.gpu={gpu}") for gpu in ("H100", "H200", "B200"))
     assert h100["generate_s"] > h200["generate_s"] > b200["generate_s"]

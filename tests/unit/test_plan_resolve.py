@@ -66,7 +66,8 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("trainer.pp=4 trainer.vpp=3", "trainer.pp=4 * trainer.vpp=3: must divide the model's 32 layers"),
         (
             "trainer.pp=4 trainer.first_stage_layers=7",
-            "trainer.first_stage_layers=7: must leave layers that the other 3 of trainer.pp=4 stages can share evenly; 25 of 32 are left",
+            "trainer.first_stage_layers=7: must leave layers that the other 3 of trainer.pp=4 stages can share evenly; 25 of 32 are left; "
+            "first and last of 8 each would do",
         ),
         ("trainer.last_stage_layers=7", "trainer.last_stage_layers=7: needs trainer.pp of at least 2; it is 1"),
         ("trainer.ep=2", "trainer.ep=2: must be 1: a llama model has no experts"),
@@ -227,6 +228,10 @@ def test_a_hub_name_is_planned_from_model_spec(tmp_path: Path) -> None:
     plan = resolve(config(tmp_path, "model.path=some-org/some-model", f"model.spec={CONFIGS}/models/llama-3.1-70b/config.json"))
     assert plan.spec.num_layers == 80
     assert problems_of(tmp_path, "model.path=some-org/some-model", "model.spec=nowhere.json") == ["model.spec=nowhere.json: no such file"]
+    (tmp_path / "bare").mkdir()
+    for key in ("path", "spec"):
+        problem = f"model.{key}={tmp_path}/bare: the folder holds no config.json"
+        assert problems_of(tmp_path, "model.path=some-org/some-model", f"model.{key}={tmp_path}/bare") == [problem]
 
 
 def test_a_rope_that_the_trainer_does_not_know(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from megarl.planner.communication import Group
 from megarl.planner.constants import CONSTANTS
 from megarl.planner.generate_time import GenerateModel
 from megarl.planner.hardware import GPUS, Cluster
-from megarl.planner.sizes import generator_topology, generator_weights, parameter_count, trainer_topology
+from megarl.planner.sizes import generator_topology, generator_weights, trainer_topology
 from megarl.planner.sync_time import balanced_sync_s, sync_s
 from megarl.planner.train_time import TrainModel, TrainTime, flops_per_token
 from megarl.planner.workload import Workload
-from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import foreseen
 from megarl.reshard.report import to_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,27 @@ def test_missing_misshapen_and_quantised_tensors_are_named(tmp_path: Path) -> No
     assert "model.layers.1.mlp.up_proj.weight is missing" in missing
     assert "model.norm.weight is in F8_E4M3; can be read: F32, BF16, F16" in quantised
     assert "lm_head.weight has shape (12, 16), config.json says (11, 16)" in misshapen
+
+
+@pytest.mark.parametrize("damage", ["cut", "no header", "long header", "index", "not in its file"])
+def test_damaged_files_are_named(damage: str, tmp_path: Path) -> None:
+    tensors = {t.name: torch.zeros(t.shape) for t in hf_layout(SPEC, "float32").tensors(0)}
+    path, index = tmp_path / "model-1.safetensors", tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.name)}))
+    if damage == "not in its file":
+        del tensors["model.norm.weight"]
+    save_file(tensors, path)
+    data = path.read_bytes()
+    if damage == "index":
+        index.write_text("{}")
+    elif damage != "not in its file":
+        path.write_bytes({"cut": data[:-1], "no header": b"", "long header": b"\xff" * 7 + data[7:]}[damage])
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path)
+    (problem,) = raised.value.problems
+    assert {"index": f"{index}: is no index", "not in its file": f"{tmp_path}: tensor model.norm.weight is missing in {path.name}"}.get(
+        damage, f"{path}: is no whole safetensors file: "
+    ) in problem
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:

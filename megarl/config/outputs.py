@@ -1,0 +1,38 @@
+"""Whether what a command is to write can be written there: asked before it computes for minutes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Iterator, Sequence
+
+PICTURES = (".svg", ".png")
+
+
+def file_problems(option: str, path: str, endings: Sequence[str] = ()) -> Iterator[str]:
+    """Against a file at `path`, which may exist; `option` is how the user named it, for the message."""
+    if endings and not path.endswith(tuple(endings)):
+        yield f"{option} {path}: must end in {' or '.join(endings)}"
+    elif Path(path).is_dir():
+        yield f"{option} {path}: is a folder, must be a file"
+    elif not Path(path).parent.is_dir():
+        yield f"{option} {path}: there is no folder {Path(path).parent}"
+    elif not os.access(path if Path(path).exists() else Path(path).parent, os.W_OK):
+        yield f"{option} {path}: may not be written"
+
+
+def folder_problems(option: str, path: str) -> Iterator[str]:
+    """Against a folder at `path` and all above it that is still to be made."""
+    there = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
+    if not there.is_dir():
+        yield f"{option}{path}: {'is' if there == Path(path) else f'{there} is'} a file, must be a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{option}{path}: {there} may not be written to"
+
+
+def new_folder_problems(option: str, path: str) -> Iterator[str]:
+    """As `folder_problems`; and nothing may be there yet, since an export takes the place of all that is."""
+    if Path(path).is_dir() and any(Path(path).iterdir()):
+        yield f"{option}{path}: is there already, and is not empty; remove it, or name another"
+    else:
+        yield from folder_problems(option, path)

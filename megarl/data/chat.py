@@ -1,0 +1,56 @@
+"""A conversation as the text that a model has learned to read it as: by its tokenizer's chat template, as transformers renders it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from megarl.config.errors import ConfigError
+from megarl.data.tokenizer import find_file, read_json
+
+CHAT = "chat"  # in the place of a prompt_template: the model's own
+Render = Callable[[Sequence[dict[str, Any]]], str]
+"""Messages, each with role and content -> the prompt, up to where the assistant begins. Raises ValueError for what the template refuses."""
+
+
+def load_chat_template(source: str, key: str) -> Render:
+    """Of a tokenizer: a local folder or a hub name. Args: key, what asks for it, for messages. Raises: ConfigError."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    settings = read_json(source, "tokenizer_config.json")
+    file = find_file(source, "chat_template.jinja")
+    text = file.read_text() if file else _default(settings.get("chat_template"))
+    if not text:
+        raise ConfigError(f"{key}.prompt_template={CHAT}: {source} has no chat template; write one with {{prompt}} in it")
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
+    try:
+        template = environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{key}.prompt_template={CHAT}: the chat template of {source} cannot be read: {error}") from error
+    named = {name: token for name, token in settings.items() if name.endswith("_token") and token}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+
+    def render(messages: Sequence[dict[str, Any]]) -> str:
+        try:
+            return template.render(messages=messages, add_generation_prompt=True, **tokens)
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error
+
+    return render
+
+
+def _default(template: Any) -> Any:
+    """Some tokenizers have several, by name."""
+    return {entry["name"]: entry["template"] for entry in template}.get("default") if isinstance(template, list) else template
+
+
+def _refuse(message: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
