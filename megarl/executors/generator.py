@@ -168,6 +168,7 @@ class GeneratorExecutor:
             token_ids=[prompt.token_ids + completion.token_ids for prompt, completion in zip(prompts, completions)],
             prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
             logprobs=[completion.logprobs for completion in completions],
+            routing=[completion.routing for completion in completions],
         )
 
     async def evaluate(self) -> None:
