@@ -28,6 +28,9 @@ from megarl.protocols import ChannelType, Executor
 from megarl.types import Batch, Ordinal, Version
 
 
+BROADCAST_BYTES = 1 << 28  # of GPU memory, at most, in the way of a batch to all ranks
+
+
 class _Rollouts:
     """What both ends agree on."""
 
@@ -89,7 +92,7 @@ class RolloutsReceiver(_Rollouts):
     """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
 
     Rank 0 broadcasts a batch's bytes over the trainer's own process group: every rank sees the whole batch (token ids and
-    log-probs only: 64 MiB at 2048 samples of 8k tokens) and picks its data-parallel share itself, so that all ranks agree on
+    log-probs only: 64 MiB at 2048 samples of 8k tokens; routing replay adds layers * experts bytes a token) and picks its data-parallel share itself, so that all ranks agree on
     denominators and microbatch counts without talking. Groups are decoded once, on each rank.
 
     Where the run is to stop, it broadcasts that there is no batch, so that all ranks stop after the same step.
@@ -187,8 +190,11 @@ def broadcast_bytes(body: bytes, device: torch.device) -> bytes:
     """The bytes of global rank 0, on every rank of the default process group. Collective."""
     size = torch.tensor([len(body)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=0)
-    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    whole = torch.empty(int(size), dtype=torch.uint8)
     if dist.get_rank() == 0:
-        data.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    dist.broadcast(data, src=0)
-    return data.cpu().numpy().tobytes()
+        whole.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    for piece in whole.split(BROADCAST_BYTES):
+        data = piece.to(device)
+        dist.broadcast(data, src=0)
+        piece.copy_(data)
+    return whole.numpy().tobytes()

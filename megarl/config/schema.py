@@ -77,7 +77,7 @@ class TrainerConfig:
     recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
     routing_replay: bool = setting(
         False,
-        "mixture of experts: each token goes to the experts that the engine chose when it generated (R3; docs/asynchrony.md), in training "
+        "mixture of experts: each token goes to the experts that the engine chose when it generated (R3; docs/algorithms.md), in training "
         "and in scoring, instead of those that the trainer's router would choose",
     )
     max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch", at_least(1))

@@ -161,7 +161,7 @@ class GeneratorExecutor:
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
         answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
         if not await self._while_serving(answers):
-            return ProbeReady(self.version, [], [], [])
+            return ProbeReady(self.version, [], [], [], [])
         completions = [completion for (completion,) in answers.result()]
         return ProbeReady(
             version=self.version,
