@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megarl.models.routing import RoutingFormat
 from megarl.trainer import context
 
 
@@ -62,18 +63,14 @@ class LayerReplay(RouterReplay):
 class RoutingReplay:
     """Of all routers of this rank."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], dense_layers: int, sequence_parallel: bool, recompute: bool):
-        """`chunks` are the model's virtual stages, whose layers with experts come after `dense_layers` without."""
-        self._recompute = recompute
-        self._tp = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
-        if not sequence_parallel:
-            self._tp = (1, 0)
-        self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {}
-        for chunk in chunks:
-            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-            self._routers[chunk] = {router.layer_number - 1 - dense_layers: LayerReplay() for router in routers}
-            for router, replay in zip(routers, self._routers[chunk].values(), strict=True):
-                router.router_replay = replay
+    def __init__(self, format: RoutingFormat, chunks: Sequence[torch.nn.Module], sequence_parallel: bool, recompute: bool):
+        """`chunks` are the model's virtual stages."""
+        self.format = format
+        self._sequence_parallel, self._recompute = sequence_parallel, recompute
+        self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {chunk: {} for chunk in chunks}
+        for chunk, layers in self._routers.items():
+            for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+                layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
 
     def reset(self) -> None:
         """Forgets what was counted."""
@@ -86,17 +83,25 @@ class RoutingReplay:
         Each router gets the tokens of this rank, in Megatron's order: sequence first, cut by context and by sequence parallelism.
         """
         mine = context.cut(routing, parallel_state.get_context_parallel_group()).transpose(0, 1)
-        tokens = mine.chunk(self._tp[0])[self._tp[1]].flatten(0, 1)
+        if self._sequence_parallel:
+            tp = parallel_state.get_tensor_model_parallel_group()
+            mine = mine.chunk(tp.size())[tp.rank()]
+        tokens = mine.flatten(0, 1)
         for layer, replay in self._routers[chunk].items():
             replay.put(tokens[:, layer], self._recompute and torch.is_grad_enabled())
 
-    def counts(self, device: torch.device) -> tuple[float, float]:
-        """(replayed, of these replaced) choices of all tokens and layers since `reset`. Collective: the same on every rank."""
-        totals = [sum(getattr(replay, name) for replay in self._replays()) for name in ("replayed", "replaced")]
-        both = torch.stack([torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals])
-        dist.all_reduce(both)
-        replayed, replaced = both.tolist()
-        return replayed, replaced
+    def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
+        """Since `reset`, in which `positions` went through the model, on all ranks together. Of all choices of experts, one for each
+        position and layer, the share that was replayed; of those, the share that this trainer's router would have made otherwise.
 
-    def _replays(self) -> list[Any]:
-        return [replay for routers in self._routers.values() for replay in routers.values()]
+        Collective: the same on every rank.
+        """
+        totals = [sum(replay.replayed for replay in self._replays()), sum(replay.replaced for replay in self._replays())]
+        counts = torch.stack([torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals])
+        dist.all_reduce(counts)
+        replayed, replaced = counts.tolist()
+        choices = positions * self.format.shape[0]
+        return {"router/replayed_fraction": replayed / max(1, choices), "router/replaced_fraction": replaced / max(1.0, replayed)}
+
+    def _replays(self) -> list[LayerReplay]:
+        return [replay for layers in self._routers.values() for replay in layers.values()]

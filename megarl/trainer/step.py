@@ -101,7 +101,7 @@ class MegatronTrainer:
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=topology.zero == 1)
         self.ddp = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
-        self.replay = RoutingReplay(self.ddp, spec.first_dense_layers, config.sequence_parallel, trainer.recompute) if self.routing else None
+        self.replay = RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute) if self.routing else None
         settings = optimizer or trainer.optimizer
         self.optimizer = build_optimizer(settings, self.ddp, self.dtype, topology.zero)
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
@@ -143,16 +143,9 @@ class MegatronTrainer:
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
         loss = sums.pop("loss") / denominator
-        return StepResult(loss, float(grad_norm), sums, learning_rate, routing=self._routing_metrics(sequences))
-
-    def _routing_metrics(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Of the choices of experts, one for each position and layer: the share that was replayed, and of those, in how many this
-        trainer's router would have chosen others. Collective."""
-        if self.replay is None or self.routing is None:
-            return {}
-        replayed, replaced = self.replay.counts(self.device)
-        choices = self.routing.shape[0] * sum(len(sequence.token_ids) - 1 for sequence in sequences)
-        return {"router/replayed_fraction": replayed / max(1, choices), "router/replaced_fraction": replaced / max(1.0, replayed)}
+        positions = sum(len(s.token_ids) - 1 for s in sequences)
+        routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
+        return StepResult(loss, float(grad_norm), sums, learning_rate, routing)
 
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, logits: torch.Tensor

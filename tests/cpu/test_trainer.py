@@ -121,18 +121,18 @@ def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: 
 def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
-    """In several microbatches; where a sequence has no ids, and in the step after it, the router's own choice stands."""
+    """In several microbatches; where a sequence has no ids, and afterwards, the router's own choice stands."""
     expected, ranks = replayed_reference(models[model]), saved(runs, f"{model}.{layout}")
     assert expected["routing"]["router/replaced_fraction"] > 0.5, "other experts than the model's own"
     for rank in ranks:
-        for row, want in zip(rank["replayed_logprobs"], expected["logprobs"], strict=True):
-            assert row == pytest.approx(want, abs=1e-5)
+        for scored, wanted in (("replayed_logprobs", expected), ("afterwards", reference(models[model]))):
+            for row, want in zip(rank[scored], wanted["logprobs"], strict=True):
+                assert row == pytest.approx(want, abs=1e-5)
+        assert rank["all"]["routing"] == {"router/replayed_fraction": 0.0, "router/replaced_fraction": 0.0}
         assert rank["replayed"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert rank["replayed"]["routing"] == pytest.approx(expected["routing"])
-        assert rank["afterwards"]["routing"] == {"router/replayed_fraction": 0.0, "router/replaced_fraction": 0.0}
-    for which, want in (("replayed", expected), ("afterwards", reference(models[model]))):
-        found = hf_gradients(models[model], TrainerTopology(**LAYOUTS[layout][1]), [rank[which]["grads"] for rank in ranks])
-        assert_same_gradients(found, want["grads"])
+    found = hf_gradients(models[model], TrainerTopology(**LAYOUTS[layout][1]), [rank["replayed"]["grads"] for rank in ranks])
+    assert_same_gradients(found, expected["grads"])
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)

@@ -156,7 +156,7 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         replayed = forced(all_sequences, trainer.routing)
         found["replayed"] = one_step(trainer, replayed)
         found["replayed_logprobs"] = trainer.token_logprobs(replayed, temperature=TEMPERATURE)
-        found["afterwards"] = one_step(trainer, all_sequences)
+        found["afterwards"] = trainer.token_logprobs(all_sequences, temperature=TEMPERATURE)
     return found
 
 
