@@ -166,11 +166,13 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.planner.roles import layouts, sizes
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
+    from megarl.reshard.relays import foreseen
     from megarl.reshard.report import LINK_BYTES_PER_S, copies_of, copy_fields, dump_lines, own_part_s, render_copies, to_json
     from megarl.reshard.table import render
 
-    reshard_map = ReshardMap.build(*layouts(plan))
-    facts = to_json(reshard_map) if arguments.json else None
+    config = plan.config
+    reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
+    facts = to_json(reshard_map, forwarding) if arguments.json else None
     if facts is None:
         prove_exactly_once(reshard_map)
     if arguments.dump:
@@ -179,8 +181,8 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.picture:
         from megarl.reshard.picture import draw
 
-        draw(reshard_map, arguments.picture, f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to "
-             f"{sizes(asdict(plan.generator_topology))}")  # fmt: skip
+        title = f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to {sizes(asdict(plan.generator_topology))}"
+        draw(reshard_map, arguments.picture, title, forwarding)
     if arguments.rank:
         copies, part_s = copies_of(reshard_map, arguments.rank), own_part_s(reshard_map, arguments.rank)
         if facts is None:
@@ -190,7 +192,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if facts is not None:
         print(json.dumps(facts))
         return
-    print(render(reshard_map, LINK_BYTES_PER_S))
+    print(render(reshard_map, LINK_BYTES_PER_S, forwarding))
     print("proven: every destination byte is written exactly once")
 
 

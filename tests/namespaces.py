@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that reach each other over one shaped link. They share the file system. For tests."""
+"""Hosts on one machine: network namespaces that reach each other over shaped links. They share the file system. For tests."""
 
 from __future__ import annotations
 
@@ -25,29 +25,36 @@ def missing() -> str:
     return ""
 
 
-class TwoHosts:
-    """Namespaces 0 and 1, whose `INTERFACE`s have the addresses 10.77.0.1 and 10.77.0.2."""
+class Hosts:
+    """Namespaces 0, 1, …, whose `INTERFACE`s have the addresses 10.77.0.1, 10.77.0.2, …; one more is the switch between them."""
 
-    def __init__(self) -> None:
-        self.names = [f"megarl-{os.getpid()}-{host}" for host in range(2)]
+    def __init__(self, count: int = 2, rate: str = RATE) -> None:
+        self.count, self.rate = count, rate
+        self.names = [f"megarl-{os.getpid()}-{host}" for host in range(count + 1)]
 
-    def __enter__(self) -> TwoHosts:
+    def __enter__(self) -> Hosts:
         with ExitStack() as undo:
             for name in self.names:
                 _run("ip", "netns", "add", name)
                 undo.callback(_run, "ip", "netns", "delete", name)
-            ends = [f"mg{os.getpid() % 100000}{host}" for host in "ab"]
-            _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-            for host, (name, end) in enumerate(zip(self.names, ends)):
-                _run("ip", "link", "set", end, "netns", name)
-                self._inside(host, "ip", "link", "set", end, "name", INTERFACE)
-                self._inside(host, "ip", "address", "add", f"10.77.0.{host + 1}/24", "dev", INTERFACE)
-                self._inside(host, "ip", "link", "set", INTERFACE, "up")
-                self._inside(host, "ip", "link", "set", "lo", "up")
-                shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", RATE, "burst", BURST, "latency", LATENCY)
-                self._inside(host, *shape)
+            self._inside(self.count, "ip", "link", "add", "switch", "type", "bridge")
+            self._inside(self.count, "ip", "link", "set", "switch", "up")
+            for host in range(self.count):
+                self._connect(host)
             self._undo = undo.pop_all()
         return self
+
+    def _connect(self, host: int) -> None:
+        port = f"port{host}"
+        made = ("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.names[self.count])
+        self._inside(host, *made)
+        self._inside(self.count, "ip", "link", "set", port, "master", "switch")
+        self._inside(self.count, "ip", "link", "set", port, "up")
+        self._inside(host, "ip", "address", "add", f"10.77.0.{host + 1}/24", "dev", INTERFACE)
+        self._inside(host, "ip", "link", "set", INTERFACE, "up")
+        self._inside(host, "ip", "link", "set", "lo", "up")
+        shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", self.rate, "burst", BURST, "latency", LATENCY)
+        self._inside(host, *shape)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()

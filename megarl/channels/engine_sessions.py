@@ -16,7 +16,7 @@ from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
-from megarl.reshard.nodes import Relay
+from megarl.reshard.forwarding import Relay
 from megarl.reshard.schedule import groups
 from megarl.transports.base import CUDA_IPC, SHARED_MEMORY
 from megarl.types import Version
@@ -86,7 +86,8 @@ class EngineSessions:
                 fleet.lose(error)
             else:
                 self._members = members
-                self._workers.may_lose = fleet.elastic and self._opened.kinds <= MAPPED  # memory outlives its owner
+                mapped = self._opened.kinds <= MAPPED  # memory outlives its owner
+                self._workers.may_lose = fleet.elastic and mapped and not self._opened.relays  # (what it was to pass on, it did not)
                 return Session(members, session, self._opened, grant, self._group_of)
 
     async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
@@ -116,4 +117,4 @@ class EngineSessions:
         await workers.divide(self._workers, map.destination, self._group_of)
         self._opened = await open_engines(self._workers, self._plan.config.weights, map, trainers, hosts)
         endpoints = [endpoint.encode() for endpoint in self._opened.endpoints]
-        return WeightsGrant(version, endpoints, engines, self._opened.ranks_per_host, self._opened.map.plan_hash)
+        return WeightsGrant(version, endpoints, engines, self._opened.relay, self._opened.map.plan_hash)

@@ -35,7 +35,7 @@ from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.relays import relayed
+from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import groups, writes_by_group
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.choice import this_host
@@ -174,8 +174,8 @@ class WeightsSender:
         map = self._map
         if grant.engines != self._engines:
             map, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
-        if grant.ranks_per_host:
-            map, _ = relayed(map, grant.ranks_per_host)
+        if grant.relay is not None:
+            map, _ = relayed(map, RelayRule(*grant.relay))
         if map.plan_hash != grant.plan_hash:
             raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, the generator {grant.plan_hash}")
         if changed := map is not self._map:

@@ -203,8 +203,9 @@ class WeightsConfig:
     )
     relay: str = setting(
         "auto",
-        "where a host has several engines; auto: what comes over the network comes once, and is passed on inside the host; off: never",
-        one_of("auto", "off"),
+        "weights that engines pass on; auto: where a host has several engines, what comes over the network comes once; engines: from any "
+        "engine to any other, as far as that shortens the update (docs/transports.md); off: none",
+        one_of("auto", "engines", "off"),
     )
     apply: str = setting(
         "pause",

@@ -7,7 +7,7 @@ from typing import Collection, Iterable, Mapping, Sequence
 
 from megarl.reshard.audit import MASK
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.nodes import Relay
+from megarl.reshard.forwarding import Relay
 
 
 class AuditError(RuntimeError):

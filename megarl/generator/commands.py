@@ -8,7 +8,7 @@ import msgspec
 
 from megarl.messaging.host import Host
 from megarl.reshard.box import Box
-from megarl.reshard.nodes import Relay
+from megarl.reshard.forwarding import Relay
 from megarl.transports.base import Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming
 
@@ -81,11 +81,11 @@ class Receive(_Command, frozen=True):
 
 
 class MeetNeighbours(_Command, frozen=True):
-    """Opens the way to other generator ranks of this host, to which this one will pass tensors on."""
+    """Opens the way to other generator ranks, to which this one will pass tensors on."""
 
-    kind: str  # of transport
-    endpoints: list[Endpoint]  # of all generator ranks
-    relays: dict[int, list[Relay]]  # by generator rank that passes on
+    endpoints: list[Endpoint]  # of those
+    relays: dict[int, list[Relay]]  # by generator rank that passes on: of one engine
+    timeout_s: float  # of passing on
 
 
 class PassOn(_Command, frozen=True):

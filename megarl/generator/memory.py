@@ -45,12 +45,17 @@ async def open_memory(
     return [endpoint for endpoint in opened if endpoint is not None and endpoint.rank in writers]
 
 
-async def open_memories(workers: Workers, pairs: Pairs, map: ReshardMap, protocol: str) -> list[Endpoint]:
-    """Opens every generator rank in all ways that `pairs` asks for. Sharing moves parameters, so it comes before what pins them."""
+async def open_memories(
+    workers: Workers, pairs: Pairs, map: ReshardMap, protocol: str, relayed: Mapping[str, Collection[int]]
+) -> list[Endpoint]:
+    """Opens every generator rank in all ways that `pairs` asks for, and by which others pass on to it: `relayed`, ranks by kind.
+
+    Sharing moves parameters, so it comes before what pins them.
+    """
     endpoints: list[Endpoint] = []
     for kind in (SHARED_MEMORY, CUDA_IPC, MOONCAKE, *TWO_SIDED):
         of_rank = {rank: [t for t, each in enumerate(kinds) if each == kind] for rank, kinds in enumerate(pairs)}
-        writers = {rank: trainers for rank, trainers in of_rank.items() if trainers}
+        writers = {rank: trainers for rank, trainers in of_rank.items() if trainers or rank in relayed.get(kind, ())}
         if writers:
             endpoints += await open_memory(workers, kind, map, writers, protocol)
     return endpoints

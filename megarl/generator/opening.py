@@ -1,41 +1,43 @@
 """Before the first update: which rank writes to which by what, and the engines' memory is opened accordingly.
 
-Where a host has several engines and the trainer is elsewhere, weights are *relayed*: every byte crosses the network once per host. Of
-the replicas of a shard on one host one leads; trainer ranks write to it alone, and its worker passes the tensor on inside the host
-once everything is written (reshard.nodes says who leads, and who passes on what), by the transports that map memory.
+Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding): trainer ranks write to the leaders alone, whose workers
+pass tensors on once everything is written. Inside a host that is done wherever it holds several engines and the trainer is elsewhere,
+so that every byte crosses the network once per host; between engines of any hosts where it is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Sequence
+from typing import Optional, Sequence
 
+from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
 from megarl.generator.commands import MeetNeighbours
-from megarl.generator.memory import open_memories, open_memory
+from megarl.generator.memory import open_memories
 from megarl.generator.workers import Workers
 from megarl.messaging.host import Host
-from megarl.reshard.kinds import Layout
+from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.nodes import Relay, forward_inside_nodes
-from megarl.reshard.relays import relayed
-from megarl.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint
-from megarl.transports.choice import Pairs, describe_pairs, mooncake_protocol, transport_pairs
+from megarl.reshard.relays import AUTO, BETWEEN_ENGINES, ENGINES, INSIDE_HOSTS, RelayRule, relayed
+from megarl.transports.base import CUDA_IPC, SHARED_MEMORY, TWO_SIDED, Endpoint
+from megarl.transports.choice import Pairs, describe_pairs, mooncake_protocol, transport_between, transport_pairs
 
-AUTO = "auto"
+Ways = dict[str, set[int]]  # kind of transport → generator ranks that others pass on to by it
 
 
 @dataclass(frozen=True)
 class Opened:
-    map: ReshardMap  # what the trainer ranks write: all, or what is not relayed
-    endpoints: list[Endpoint]  # where they write it
-    ranks_per_host: int  # of generator ranks that relay to each other; 0: nothing is relayed
-    relays: list[Relay]
+    map: ReshardMap  # what the trainer ranks write: all, or what is not passed on
+    endpoints: list[Endpoint]  # where they write it, and where engines pass it on to
+    relay: Optional[RelayRule]  # by which engines pass on
+    relays: list[Relay]  # what
 
     @property
     def kinds(self) -> set[str]:
-        """Of transports in use between trainer and generator."""
+        """Of transports in use."""
         return {endpoint.kind for endpoint in self.endpoints}
 
 
@@ -47,43 +49,65 @@ async def open_engines(
     Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
     """
     pairs = transport_pairs(weights.transport, trainers, engines)
-    per_host = ranks_per_host(weights.relay, pairs, engines, map.destination)
-    relays: list[Relay] = []
-    if per_host:
-        map, forwarding = relayed(map, per_host)
-        relays = [relay for rank in range(len(engines)) for relay in forwarding.relays_from(rank)]
-        await open_relays(workers, relays, engines)
-    inside = sum(relay.bytes for relay in relays)
-    print(f"weights go by {describe_pairs(pairs)}; {inside} bytes an update are passed on inside the engines' hosts", flush=True)
-    endpoints = await open_memories(workers, pairs, map, mooncake_protocol([*trainers, *engines]))
-    return Opened(map, endpoints, per_host, relays)
+    rule, map, relays = passing_on(weights.relay, pairs, engines, map, workers.tp)
+    passed_on = sum(relay.bytes for relay in relays)
+    print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
+    endpoints = await open_memories(workers, pairs, map, mooncake_protocol([*trainers, *engines]), relay_ways(relays, engines))
+    if relays:
+        await _meet(workers, relays, endpoints)
+    return Opened(map, endpoints, rule, relays)
 
 
-def ranks_per_host(relay: str, pairs: Pairs, generators: Sequence[Host], layout: Layout) -> int:
-    """How many generator ranks share a host, when weights are to be relayed there; 0: they are not.
+def passing_on(
+    relay: str, pairs: Pairs, engines: Sequence[Host], map: ReshardMap, tp: int
+) -> tuple[Optional[RelayRule], ReshardMap, list[Relay]]:
+    """Who passes on (None: nobody), what is left of `map` for the trainer to write, and what is passed on.
 
-    `relay` is weights.relay, `pairs` the transports from trainer ranks. `auto` relays when hosts hold several replicas of a shard,
-    alike on each, and every trainer rank reaches every one of them over the network.
+    `relay` is weights.relay, `pairs` the transports from trainer ranks, `tp` the ranks of an engine. `auto` relays when hosts hold several
+    replicas of a shard, alike on each, and every trainer rank reaches every one of them over the network.
     """
-    runs = [len(list(ranks)) for _, ranks in groupby(generators, key=lambda host: (host.memory, host.network))]
-    hosts = len({(host.memory, host.network) for host in generators})
+    rule = None
+    if relay == ENGINES:
+        rule = RelayRule(BETWEEN_ENGINES, tp)
+    elif relay == AUTO and (per_host := _ranks_per_host(pairs, engines)):
+        rule = RelayRule(INSIDE_HOSTS, per_host)
+    if rule is not None:
+        with contextlib.suppress(ValueError):  # replicas are not spread alike over the hosts
+            written, forwarding = relayed(map, rule)
+            if forwarding.relays:
+                return rule, written, forwarding.relays
+    return None, map, []
+
+
+def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
+    """Raises ConfigError where two that should pass on share no host, and cannot write to each other one-sidedly."""
+    ways: Ways = defaultdict(set)
+    for source, destination in sorted({(relay.source_rank, relay.destination_rank) for relay in relays}):
+        kind = transport_between(AUTO, engines[source], engines[destination])
+        if kind in TWO_SIDED:
+            ranks = f"{source} on {engines[source].name} to generator rank {destination} on {engines[destination].name}"
+            raise ConfigError(f"weights.relay={ENGINES}: passing on from generator rank {ranks} takes Mooncake on both hosts")
+        ways[kind].add(destination)
+    return ways
+
+
+def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
+    """Generator ranks that share a host; 0 where hosts do not hold equally many, or some trainer rank shares one."""
+    runs = [len(list(ranks)) for _, ranks in groupby(engines, key=lambda host: (host.memory, host.network))]
+    hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
     near = any(kind in (SHARED_MEMORY, CUDA_IPC) for kinds in pairs for kind in kinds)
-    if relay != AUTO or near or not even:
-        return 0
-    try:
-        forwarding = forward_inside_nodes(layout, runs[0])
-    except ValueError:  # replicas are not spread alike over the hosts
-        return 0
-    return runs[0] if any(forwarding.relays_from(rank) for rank in range(len(generators))) else 0
+    return runs[0] if even and not near else 0
 
 
-async def open_relays(workers: Workers, relays: Sequence[Relay], generators: Sequence[Host]) -> None:
-    """Lets the workers of each host write to each other. Moves parameters: comes before `open_memories`.
-
-    `generators`: where each generator rank runs.
-    """
-    kind = CUDA_IPC if generators[0].cuda else SHARED_MEMORY
-    endpoints = await open_memory(workers, kind, None, writers={rank: () for rank in range(workers.count)})
-    of_rank = {rank: [relay for relay in relays if relay.source_rank == rank] for rank in range(workers.count)}
-    await workers.run_all(MeetNeighbours(kind, endpoints, of_rank))
+async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Sequence[Endpoint]) -> None:
+    """Lets the engines' workers write to those they pass on to: every engine is told of its own part."""
+    of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
+    for relay in relays:
+        of_rank[relay.source_rank].append(relay)
+    commands = []
+    for first in range(0, workers.count, workers.tp):
+        own = {rank: of_rank[rank] for rank in range(first, first + workers.tp)}
+        reached = {relay.destination_rank for of_rank in own.values() for relay in of_rank}
+        commands.append(MeetNeighbours([e for e in endpoints if e.rank in reached], own, workers.timeout_s))
+    await workers.run(commands)

@@ -27,7 +27,7 @@ from megarl.generator.commands import Audit, PassOn, Receive, Spread
 from megarl.generator.completions import EngineError
 from megarl.generator.workers import Workers
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.nodes import Relay
+from megarl.reshard.forwarding import Relay
 from megarl.types import Version
 
 Pause = tuple[float, float]  # when the first engine had stopped, and when the last went on, by time.perf_counter

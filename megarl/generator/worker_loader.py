@@ -39,17 +39,17 @@ from megarl.messaging.messages import WorkerReply
 from megarl.reshard.audit import hash_tensor
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.reshard.nodes import Relay
+from megarl.reshard.forwarding import Relay
 from megarl.transports import cuda_ipc
 from megarl.transports.base import Endpoint, RemoteTensor, describe
-from megarl.transports.choice import this_host, transport_class
+from megarl.transports.choice import AUTO, this_host, transport_class
 from megarl.transports.mooncake_memory import MooncakeMemory
+from megarl.transports.pairwise import PairwiseTransport
 from megarl.transports.shared_memory import MemoryFile
 from megarl.transports.two_sided import TwoSidedReceiver
 
 Parameters = dict[str, torch.nn.Parameter]
 
-NEIGHBOURS_S = 60.0  # a deadline for copies inside a host
 
 
 class Worker:
@@ -66,7 +66,7 @@ class Worker:
         self.arrived: Optional[set[str]] = None  # of an update in groups: what SGLang's post-load work is still to be done for
         self.file: Optional[MemoryFile] = None
         self.mooncake: Optional[MooncakeMemory] = None
-        self.neighbours: Any = None  # the transport towards other generator ranks of this host
+        self.neighbours: Optional[PairwiseTransport] = None  # towards other generator ranks
         self.relays: list[Relay] = []
         self.receivers: dict[str, TwoSidedReceiver] = {}  # by kind of transport
 
@@ -86,6 +86,9 @@ class Worker:
     def connect(self, command: Connect) -> None:
         if self.peer is not None:
             self.peer.close()
+        if self.neighbours is not None:
+            self.neighbours.close()
+            self.neighbours = None
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
         self.receivers, self.mooncake, self.relays, self.groups, self.arrived = {}, None, [], {}, None
         self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
@@ -145,11 +148,13 @@ class Worker:
             self.mooncake.spread(self.of_group(parameters, command.group))
 
     def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
-        self.relays = command.relays[self.rank]
+        self.relays = command.relays.get(self.rank, [])
         reached = {relay.destination_rank for relay in self.relays}
         if reached:
-            self.neighbours = transport_class(command.kind)(self.rank, NEIGHBOURS_S)
+            self.neighbours = PairwiseTransport(AUTO, self.host, self.rank, command.timeout_s)
             self.neighbours.connect([endpoint for endpoint in command.endpoints if endpoint.rank in reached])
+            passed_on = {relay.tensor for relay in self.relays}
+            self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> None:
         tensors = self.of_group(parameters, command.group)
@@ -161,7 +166,7 @@ class Worker:
                 self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth
             )
             self.neighbours.write(copy, values)
-        if self.relays:
+        if self.neighbours is not None:
             self.neighbours.fence()
 
     def audit(self, parameters: Parameters, command: Audit) -> dict[str, int]:

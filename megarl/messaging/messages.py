@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Optional, Union
 
 import msgspec
 
@@ -37,8 +37,8 @@ class WeightsGrant(_Message, frozen=True):
     version: int
     endpoints: list[str]
     engines: int = -1
-    ranks_per_host: int = 0  # with the endpoints: of generator ranks that relay to each other; 0: nothing is relayed
-    plan_hash: str = ""  # with the endpoints: of the map that leaves out what is relayed
+    relay: Optional[tuple[str, int]] = None  # with the endpoints: a RelayRule (reshard.relays), where engines pass on a part
+    plan_hash: str = ""  # with the endpoints: of the map that leaves out what they pass on
     group: int = 0
 
 

@@ -27,6 +27,7 @@ from megarl.planner.sync_time import balanced_sync_s
 from megarl.planner.train_time import TrainModel
 from megarl.planner.trainer_memory import trainer_memory
 from megarl.planner.workload import Workload
+from megarl.reshard.relays import ENGINES
 
 @dataclass(frozen=True)
 class Side:
@@ -101,7 +102,8 @@ class Search:
         engine_bytes = generator_weights(self.spec, chosen.generator, self.dtype).total
         both = (trainer.seconds, generator.seconds)
         step_s = max(both) if self.config.async_.capacity else sum(both)
-        return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster)
+        relaying = chosen.generator.engines if chosen.weights.relay == ENGINES else 0
+        return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster, relaying)
 
     def _seconds(self, trainer_gpus: int) -> tuple[float, float]:
         sides = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)

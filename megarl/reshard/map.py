@@ -28,10 +28,11 @@ class Summary:
     tensors: int  # destination tensors, over all ranks
     copies: int
     writes: int  # copies after joining those that continue each other on both sides
-    bytes: int  # sent, over all ranks
+    bytes: int  # received, over all ranks
     bytes_minimum: int  # of all destination tensors: each destination byte once
     sender_max_over_mean: float
     receiver_max_over_mean: float
+    relayed_bytes: int = 0  # of `bytes`, those that come from other receivers
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +97,10 @@ class ReshardMap:
         return digest.hexdigest()
 
     def routes(self) -> list[tuple[Row, int]]:
-        """Rows of equal route as one, and their bytes at one instance and replica."""
+        """Rows that the same senders serve, at every instance and replica, as one, and their bytes at one of them."""
         per_route: dict[tuple, tuple[Row, int]] = {}
         for row in self.rows:
-            route = row.route
+            route = self.turns.alike(row)
             per_route[route] = (row, per_route.get(route, (row, 0))[1] + self.row_bytes(row))
         return list(per_route.values())
 
@@ -114,17 +115,21 @@ class ReshardMap:
             np.add.at(received, service.receivers.ravel(), copies)
         return sent, received
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Copies, and writes."""
+        return sum(self.times(row) for row in self.rows), sum(self.times(row) for row in self.write_rows)
+
     def summary(self) -> Summary:
-        sent, received = self.rank_bytes()
-        kinds = self.destination.kinds
+        (sent, received), (copies, writes) = self.rank_bytes(), self.counts
         return Summary(
             trainer_ranks=self.source.world_size,
             generator_ranks=self.destination.world_size,
-            tensors=sum(kind.instances * kind.replicas * sum(map(_count, kind.shards)) for kind in kinds),
-            copies=sum(self.times(row) for row in self.rows),
-            writes=sum(self.times(row) for row in self.write_rows),
+            tensors=count_tensors(self.destination),
+            copies=copies,
+            writes=writes,
             bytes=int(sent.sum()),
-            bytes_minimum=sum(kind.bytes for kind in kinds),
+            bytes_minimum=sum(kind.bytes for kind in self.destination.kinds),
             sender_max_over_mean=float(sent.max() / sent.mean()),
             receiver_max_over_mean=float(received.max() / received.mean()),
         )
@@ -143,6 +148,11 @@ class ReshardMap:
     def turns(self) -> Turns:
         """Who sends what: which of the ranks that hold a box, to which replica."""
         return Turns(self.source, self.destination, self.rows, self.nodes)
+
+
+def count_tensors(layout: Layout) -> int:
+    """Over all ranks."""
+    return sum(kind.instances * kind.replicas * sum(map(_count, kind.shards)) for kind in layout.kinds)
 
 
 def _count(tensor: LocalTensor) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import matplotlib
 import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.reshard.balance import sender_bound
+from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import ReshardMap
 
 FORMATS = (".svg", ".png")
@@ -27,8 +28,10 @@ def traffic(map: ReshardMap, most_cells: int = MOST_CELLS) -> np.ndarray:
     return matrix.reshape(shape)
 
 
-def draw(map: ReshardMap, path: str, title: str) -> None:
+def draw(map: ReshardMap, path: str, title: str, forwarding: Optional[Forwarding] = None) -> None:
     """Writes `path`, an .svg or .png: the matrix in the middle, each sender's bytes on its left, each receiver's above.
+
+    Of what the trainer sends; what engines pass on is told in the title.
 
     Raises ConfigError for another suffix.
     """
@@ -43,7 +46,9 @@ def draw(map: ReshardMap, path: str, title: str) -> None:
         2, 2, figsize=(10, 9), width_ratios=(1, 4), height_ratios=(1, 4), layout="constrained", sharex="col", sharey="row"
     )
     (corner, above), (left, main) = axes
-    figure.suptitle(f"{title}: {sent.sum():,.0f} GiB", fontsize=11)
+    passed_on = forwarding.rank_bytes()[0].sum() * gib if forwarding is not None else 0.0
+    more = f", and {passed_on:,.0f} GiB from engine to engine" if passed_on else ""
+    figure.suptitle(f"{title}: {sent.sum():,.0f} GiB{more}", fontsize=11)
     corner.axis("off")
     legend = "red: mean\ndashed: the least\nthat the layout\nallows the busiest"
     corner.text(0, 0.5, legend, color="tab:red", va="center", fontsize=9, transform=corner.transAxes)

@@ -1,13 +1,61 @@
-"""A reshard map whose receivers are the leaders of each host alone."""
+"""A reshard map of which the engines carry out a part themselves (`weights.relay`)."""
 
 from __future__ import annotations
 
-from megarl.reshard.map import ReshardMap
-from megarl.reshard.nodes import Forwarding, forward_inside_nodes
+import time
+from dataclasses import replace
+from typing import NamedTuple, Optional
+
+from megarl.reshard.fleet import between_engines
+from megarl.reshard.forwarding import Forwarding, inside_hosts
+from megarl.reshard.map import ReshardMap, Summary, count_tensors
+
+AUTO, OFF, ENGINES = "auto", "off", "engines"  # weights.relay
+INSIDE_HOSTS, BETWEEN_ENGINES = "inside_hosts", "between_engines"
 
 
-def relayed(map: ReshardMap, ranks_per_host: int) -> tuple[ReshardMap, Forwarding]:
-    """What crosses the network, and what generator ranks pass on. Pure: equal on all ranks of a run. Raises ValueError as
-    forward_inside_nodes does."""
-    forwarding = forward_inside_nodes(map.destination, ranks_per_host)
-    return ReshardMap.build(map.source, forwarding.leaders), forwarding
+class RelayRule(NamedTuple):
+    """Who passes on to whom. `ranks`: generator ranks of a host, or of an engine."""
+
+    how: str  # INSIDE_HOSTS | BETWEEN_ENGINES
+    ranks: int
+
+
+def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
+    """What the trainer writes of `map`, and what generator ranks pass on, proven to be the rest. Pure: equal on all ranks of a run.
+
+    Raises ValueError where replicas are not spread alike over the hosts.
+    """
+    begin = time.perf_counter()
+    by_host = rule.how == INSIDE_HOSTS
+    forwarding = inside_hosts(map.destination, rule.ranks) if by_host else between_engines(map, rule.ranks)
+    forwarding.prove()
+    return replace(map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin), forwarding
+
+
+def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Optional[Forwarding]]:
+    """As `relayed`, as far as it is settled before a run: `relay` is weights.relay, `tp` the ranks of an engine. What is passed on inside
+    hosts hangs on where engines come to run."""
+    return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
+
+
+def summary(map: ReshardMap, forwarding: Optional[Forwarding]) -> Summary:
+    """Of both parts together; copies and writes are the trainer's."""
+    if forwarding is None:
+        return map.summary()
+    (_, written), (given, taken) = map.rank_bytes(), forwarding.rank_bytes()
+    received = written + taken
+    return replace(
+        map.summary(),
+        tensors=count_tensors(forwarding.layout),
+        bytes=int(received.sum()),
+        bytes_minimum=sum(kind.bytes for kind in forwarding.layout.kinds),
+        relayed_bytes=int(given.sum()),
+        receiver_max_over_mean=float(received.max() / received.mean()),
+    )
+
+
+def busiest_bytes(map: ReshardMap, forwarding: Optional[Forwarding]) -> int:
+    """Of the rank that sends or receives most while the trainer writes, and then of that which does while engines pass on."""
+    written = max(int(side.max()) for side in map.rank_bytes())
+    return written if forwarding is None else written + max(int(side.max()) for side in forwarding.rank_bytes())

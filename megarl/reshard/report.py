@@ -11,8 +11,10 @@ from typing import Any, Iterator, Optional
 from megarl.config.errors import ConfigError
 from megarl.reshard.balance import sender_bound
 from megarl.reshard.box import Box
+from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
+from megarl.reshard.relays import busiest_bytes, summary
 from megarl.reshard.rows import QUANTISE, SCALE, ZEROS
 from megarl.reshard.schedule import batches_from, batches_to
 from megarl.reshard.table import size, sum_messages
@@ -20,25 +22,26 @@ from megarl.reshard.table import size, sum_messages
 LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC a rank
 
 
-def to_json(map: ReshardMap, link_bytes_per_s: float = LINK_BYTES_PER_S) -> dict[str, Any]:
-    """Summary numbers of a proven map.
+def to_json(
+    map: ReshardMap, forwarding: Optional[Forwarding] = None, link_bytes_per_s: float = LINK_BYTES_PER_S
+) -> dict[str, Any]:
+    """Summary numbers of a map, once proven, and of what is passed on beside it.
 
-    `build_s`: planning and proof. `predicted_s`: the busiest rank's bytes, sent or received, over `link_bytes_per_s`; no latency, and
-    nothing of quantising. `sender_bound`: the least `sender_max_over_mean` that the source layout allows, `sender_bound_of_stages` that
-    the sizes of its stages alone do. `messages`: see `schedule.messages`.
+    `build_s`: planning and proof. `predicted_s`: the busiest rank's bytes, sent or received, over `link_bytes_per_s` (`busiest_bytes`); no
+    latency, and nothing of quantising. `sender_bound`: the least `sender_max_over_mean` that the source layout allows,
+    `sender_bound_of_stages` that the sizes of its stages alone do. `messages`: see `schedule.messages`.
 
     Raises ProofError when the map does not write every destination byte exactly once.
     """
     begin = time.perf_counter()
     prove_exactly_once(map)
     proof_s = time.perf_counter() - begin
-    summary, bound = map.summary(), sender_bound(map)
-    busiest = max(int(side.max()) for side in map.rank_bytes())
-    return dataclasses.asdict(summary) | {
+    bound = sender_bound(map)
+    return dataclasses.asdict(summary(map, forwarding)) | {
         "exactly_once": True,
         "plan_hash": map.plan_hash,
         "build_s": map.build_s + proof_s,
-        "predicted_s": busiest / link_bytes_per_s,
+        "predicted_s": busiest_bytes(map, forwarding) / link_bytes_per_s,
         "link_bytes_per_s": link_bytes_per_s,
         "sender_bound": bound.max_over_mean,
         "sender_bound_of_stages": bound.of_stages,

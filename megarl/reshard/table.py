@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Iterator, Sequence
+from typing import Iterator, Optional, Sequence
+
+import numpy as np
 
 from megarl.models.parameters import LAYER_FIELD
 from megarl.reshard.balance import sender_bound
 from megarl.reshard.box import Box
+from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.kinds import ITEM_BYTES, Kind
-from megarl.reshard.map import ReshardMap, Summary
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.relays import busiest_bytes, summary
 from megarl.reshard.rows import ZEROS, Row
 from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands, messages, run_bytes
 
@@ -23,8 +27,11 @@ run       bytes that lie together in the receiver's memory; messages: what one-s
           runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the receiver spreads them"""
 
 
-def render(map: ReshardMap, link_bytes_per_s: float) -> str:
-    """One line per destination parameter, totals over all ranks, how evenly ranks share them, and what is meant by it all."""
+def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Optional[Forwarding] = None) -> str:
+    """One line per destination parameter, totals over all ranks, how evenly ranks share them, and what is meant by it all.
+
+    The lines are of what the trainer writes; what engines pass on (`forwarding`) is summed up behind them.
+    """
     rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))  # kind → its rows, its joined rows
     for n, found in enumerate((map.rows, map.write_rows)):
         for row in found:
@@ -32,15 +39,14 @@ def render(map: ReshardMap, link_bytes_per_s: float) -> str:
     sections: dict[str, list[Line]] = defaultdict(list)
     for k, kind in enumerate(map.destination.kinds):
         sections[_when(kind)].append(_line(map, kind, *rows[k]))
-    summary = map.summary()
-    counts = [f"{n:,}" for n in (summary.copies, summary.writes, sum_messages(map, map.write_rows))]
-    total = "total", "", "", "", *counts[:2], "", counts[2], size(summary.bytes)
+    counts = [f"{n:,}" for n in (*map.counts, sum_messages(map, map.write_rows))]
+    total = "total", "", "", "", *counts[:2], "", counts[2], size(map.rank_bytes()[0].sum())
     header = map.destination.name, _HEADER[0], f"from {map.source.name}", *_HEADER
     lines = [header, *(line for section in sections.values() for line in section), total]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     rule = "  ".join("-" * width for width in widths)
     body = [text for title, section in sections.items() for text in (title, *(_aligned(line, widths) for line in section))]
-    facts = [f"{key:<9} {text}" for key, text in _facts(map, summary, link_bytes_per_s)]
+    facts = [f"{key:<9} {text}" for key, text in _facts(map, forwarding, link_bytes_per_s)]
     return "\n".join([_aligned(header, widths), rule, *body, rule, _aligned(total, widths), "", _LEGEND, "", *facts])
 
 
@@ -64,20 +70,28 @@ def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Li
     return _short(kind.name), own, names, shards, *numbers
 
 
-def _facts(map: ReshardMap, summary: Summary, link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
-    (sent, received), bound = map.rank_bytes(), sender_bound(map)
-    for key, found, ratio in (("senders", sent, summary.sender_max_over_mean), ("receivers", received, summary.receiver_max_over_mean)):
-        yield key, f"{len(found)}, {size(found.mean())} each on average, {size(found.max())} the busiest: max/mean {ratio:.4f}"
+def _facts(map: ReshardMap, forwarding: Optional[Forwarding], link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
+    (sent, received), bound, found = map.rank_bytes(), sender_bound(map), summary(map, forwarding)
+    yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}"
+    yield "receivers", f"{_shared(received)}: max/mean {received.max() / received.mean():.4f}"
     yield "", (
-        f"of the senders' {summary.sender_max_over_mean:.4f} the trainer's layout forces {bound.max_over_mean:.4f}, "
+        f"of the senders' {found.sender_max_over_mean:.4f} the trainer's layout forces {bound.max_over_mean:.4f}, "
         f"the sizes of its pipeline stages alone {bound.of_stages:.4f}"
     )
     count = sum_messages(map, map.write_rows)
     yield "messages", f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average"
-    busiest = max(sent.max(), received.max())
-    yield "predicted", f"{busiest / link_bytes_per_s:.3g} s for the busiest rank's {size(busiest)} at {link_bytes_per_s / 1e9:g} GB/s"
-    yield "bytes", f"{summary.bytes / summary.bytes_minimum:.4f} times the least possible, every destination byte once"
+    if forwarding is not None:
+        most = forwarding.rank_bytes()[0].max()
+        yield "relays", f"{size(found.relayed_bytes)} more go from engine to engine, {size(most)} from the busiest rank"
+        yield "", f"receivers in all: max/mean {found.receiver_max_over_mean:.4f}"
+    busiest = busiest_bytes(map, forwarding)
+    yield "predicted", f"{busiest / link_bytes_per_s:.3g} s for the busiest ranks' {size(busiest)} at {link_bytes_per_s / 1e9:g} GB/s"
+    yield "bytes", f"{found.bytes / found.bytes_minimum:.4f} times the least possible, every destination byte once"
     yield "plan", map.plan_hash
+
+
+def _shared(of_ranks: np.ndarray) -> str:
+    return f"{len(of_ranks)}, {size(of_ranks.mean())} each on average, {size(of_ranks.max())} the busiest"
 
 
 def sum_messages(map: ReshardMap, joined: Sequence[Row]) -> int:

@@ -6,7 +6,7 @@ Where each of them runs is declared, so that one machine can play several hosts.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -17,19 +17,19 @@ from megarl.messaging.host import Host
 from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import relayed
+from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import groups, writes_by_group
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.pairwise import PairwiseTransport
 
 SPEC = ModelSpec("llama", 3, 64, 192, 16, 4, 2, 500, 64, False, 1e-6, 1e4)
-TRAINERS, ENGINES = 2, 2
+TRAINERS, ENGINES = 2, 3
 TIMEOUT_S = 60.0
 
 
 def plain_map() -> ReshardMap:
-    """Two trainer ranks of TP2 in float32 to two engines of one rank in bfloat16."""
+    """Two trainer ranks of TP2 in float32 to three engines of one rank in bfloat16."""
     source = trainer_layout(SPEC, TrainerTopology(tp=TRAINERS), "float32")
     return ReshardMap.build(source, generator_layout(SPEC, GeneratorTopology(engines=ENGINES), "bfloat16", device="cpu"))
 
@@ -64,10 +64,10 @@ class Trainer:
         torch.set_num_threads(1)
         self.rank = rank
 
-    def connect(self, setting: str, host: Host, endpoints: list[str], ranks_per_host: int) -> None:
+    def connect(self, setting: str, host: Host, endpoints: list[str], rule: Optional[RelayRule]) -> None:
         map = plain_map()
-        if ranks_per_host:
-            map, _ = relayed(map, ranks_per_host)
+        if rule is not None:
+            map, _ = relayed(map, rule)
         self.map, self.layout = map, map.source
         decoded = [Endpoint.decode(text) for text in endpoints]
         self.shapes = shapes_of(decoded)

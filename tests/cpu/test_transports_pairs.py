@@ -25,7 +25,8 @@ from megarl.generator.update import WeightUpdate
 from megarl.generator.workers import Workers, connect, divide
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
-from megarl.reshard.nodes import Relay
+from megarl.reshard.forwarding import Relay
+from megarl.reshard.relays import RelayRule
 from megarl.reshard.schedule import groups
 from megarl.transports import mooncake
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
@@ -71,7 +72,7 @@ class Run:
         texts = [endpoint.encode() for endpoint in self.opened.endpoints]
         self.connecting = list(self.trainers)
         for process, host in zip(self.trainers, self.trainer_hosts):
-            process.start("connect", self.weights.transport, host, texts, self.opened.ranks_per_host)
+            process.start("connect", self.weights.transport, host, texts, self.opened.relay)
         return self.opened
 
     def update(self, seed: int, group_bytes: int | None = None) -> list[Counter[int]]:
@@ -140,7 +141,7 @@ def networks() -> list[Any]:
 @pytest.mark.parametrize("network", networks())
 def test_each_pair_has_its_own_transport(processes, tmp_path, network):
     a, b = host("a", network), host("b", network)
-    with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b]) as both:
+    with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b, b]) as both:
         assert both.opened.kinds == {SHARED_MEMORY, network} and not both.opened.relays
         for seed, group_bytes in ((1, None), (2, 1)):
             by_rank = both.update(seed, group_bytes)
@@ -150,18 +151,32 @@ def test_each_pair_has_its_own_transport(processes, tmp_path, network):
 @pytest.mark.parametrize("network", networks())
 def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, tmp_path, network):
     a, b = host("a", network), host("b", network)
-    with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b]) as far:
-        assert far.opened.kinds == {network} and far.opened.ranks_per_host == ENGINES
+    with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b, b]) as far:
+        assert far.opened.kinds == {network, SHARED_MEMORY} and far.opened.relay == RelayRule("inside_hosts", ENGINES)
         of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
         for seed, group_bytes in ((1, None), (2, 1)):
             by_rank = far.update(seed, group_bytes)
             assert sum(sum(sent.values()) for sent in by_rank) == of_one_engine
-        assert {relay.source_rank for relay in far.opened.relays} == {0, 1}  # they share the load
+        assert {relay.source_rank for relay in far.opened.relays} == {0, 1, 2}  # they share the load
+
+
+@pytest.mark.skipif(not mooncake.imports(), reason="Mooncake does not import")
+@pytest.mark.parametrize("network", [GLOO, MOONCAKE])
+def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network):
+    """By Mooncake between hosts and by shared memory inside of one, however the trainer writes."""
+    a, b, c = host("a", MOONCAKE), host("b", MOONCAKE), host("c", MOONCAKE)
+    with run(processes, tmp_path, WeightsConfig(transport=network, relay="engines"), [a, a], [b, b, c]) as far:
+        assert far.opened.kinds == {network, MOONCAKE, SHARED_MEMORY} and far.opened.relay == RelayRule("between_engines", 1)
+        whole = sum(write.bytes for rank in range(TRAINERS) for write in plain_map().writes_from(rank))
+        for seed, group_bytes in ((1, None), (2, 1)):
+            by_rank = far.update(seed, group_bytes)
+            assert sum(sum(sent.values()) for sent in by_rank) + sum(relay.bytes for relay in far.opened.relays) == whole
+        assert {relay.source_rank for relay in far.opened.relays} == {relay.destination_rank for relay in far.opened.relays} == {0, 1, 2}
 
 
 def test_relays_can_be_turned_off(processes, tmp_path):
     a, b = host("a", GLOO), host("b", GLOO)
-    with run(processes, tmp_path, WeightsConfig(relay="off"), [a, a], [b, b]) as far:
+    with run(processes, tmp_path, WeightsConfig(relay="off"), [a, a], [b, b, b]) as far:
         assert not far.opened.relays
         of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
         assert sum(sum(sent.values()) for sent in far.update(1)) == ENGINES * of_one_engine
@@ -171,7 +186,7 @@ def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(proce
     a, b = host("a", GLOO), host("b", GLOO)
     refused = r"weights.transport=shared_memory: trainer rank 0 on a and generator rank 1 on b share no memory.*between them work gloo"
     with pytest.raises(ConfigError, match=refused):
-        with run(processes, tmp_path, WeightsConfig(transport="shared_memory"), [a, a], [a, b]):
+        with run(processes, tmp_path, WeightsConfig(transport="shared_memory"), [a, a], [a, b, b]):
             pass
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.generator.opening import ranks_per_host
+from megarl.config.errors import ConfigError
+from megarl.generator.opening import passing_on, relay_ways
 from megarl.messaging.host import Host
 from megarl.models import ModelSpec
-from megarl.reshard.layout import generator_layout
-from megarl.topology import GeneratorTopology
+from megarl.reshard.forwarding import Relay
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.relays import RelayRule
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 
@@ -28,12 +32,33 @@ SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
     ],
 )
 def test_relays_where_a_host_holds_replicas(relay, engines, tp, hosts, kind, expected):
-    layout = generator_layout(SPEC, GeneratorTopology(engines, tp), "float32")
     generators = [Host(memory=name, network=name, name=name) for name in hosts]
-    pairs = [[kind, kind] for _ in hosts]
-    assert ranks_per_host(relay, pairs, generators, layout) == expected
+    map = map_to(engines, tp)
+    rule, written, relays = passing_on(relay, [[kind, kind] for _ in hosts], generators, map, tp)
+    assert rule == (RelayRule("inside_hosts", expected) if expected else None)
+    assert bool(relays) == (rule is not None) == (written is not map)
 
 
 def test_no_relays_where_one_trainer_rank_is_near():
-    layout = generator_layout(SPEC, GeneratorTopology(2, 1), "float32")
-    assert ranks_per_host("auto", [["gloo", "shared_memory"], ["gloo", "shared_memory"]], [Host("a"), Host("a")], layout) == 0
+    pairs = [["gloo", "shared_memory"], ["gloo", "shared_memory"]]
+    assert passing_on("auto", pairs, [Host("a"), Host("a")], map_to(2, 1), 1)[0] is None
+
+
+@pytest.mark.parametrize("engines, expected", [(6, RelayRule("between_engines", 1)), (1, None)])
+def test_engines_pass_on_where_it_is_asked_for_and_shortens_the_update(engines, expected):
+    hosts = [Host(memory=str(n), network=str(n)) for n in range(engines)]
+    assert passing_on("engines", [["mooncake"]] * engines, hosts, map_to(engines, 1), 1)[0] == expected
+
+
+def test_ways_between_engines():
+    near, far, without = (Host(memory=n, network=n, name=n, mooncake=m) for n, m in (("a", True), ("b", True), ("c", False)))
+    relays = [Relay(0, 1, "norm", 0, 4), Relay(0, 2, "norm", 0, 4), Relay(2, 1, "norm", 0, 4)]
+    assert relay_ways(relays, [near, near, far]) == {"shared_memory": {1}, "mooncake": {1, 2}}
+    refused = "weights.relay=engines: passing on from generator rank 0 on a to generator rank 2 on c takes Mooncake"
+    with pytest.raises(ConfigError, match=refused):
+        relay_ways(relays, [near, near, without])
+
+
+def map_to(engines: int, tp: int) -> ReshardMap:
+    source = trainer_layout(SPEC, TrainerTopology(tp=1), "float32")
+    return ReshardMap.build(source, generator_layout(SPEC, GeneratorTopology(engines, tp), "float32"))

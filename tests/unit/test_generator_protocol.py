@@ -27,7 +27,7 @@ from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import LayoutError, LocalTensor
-from megarl.reshard.nodes import Relay
+from megarl.reshard.forwarding import Relay
 from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming
 
@@ -104,7 +104,7 @@ def test_commands_survive_the_wire():
         Connect(2, "tcp://h:1", "new", "/k"),
         ExpectMessages("gloo", "h:1", members, {1: [Incoming(0, "w", box, 1)]}, 5.0),
         Register("tcp", {1: [("w", box)]}),
-        MeetNeighbours("cuda_ipc", [endpoint], {1: [Relay(1, 2, "w", 3, 24)]}),
+        MeetNeighbours([endpoint], {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
         Audit(),
     ):
         assert commands.decode(commands.encode(command)) == command

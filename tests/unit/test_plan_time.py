@@ -15,12 +15,13 @@ from megarl.planner.communication import Group
 from megarl.planner.constants import CONSTANTS
 from megarl.planner.generate_time import GenerateModel
 from megarl.planner.hardware import GPUS, Cluster
-from megarl.planner.sizes import generator_topology, parameter_count, trainer_topology
+from megarl.planner.sizes import generator_topology, generator_weights, parameter_count, trainer_topology
 from megarl.planner.sync_time import balanced_sync_s, sync_s
 from megarl.planner.train_time import TrainModel, TrainTime, flops_per_token
 from megarl.planner.workload import Workload
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
+from megarl.reshard.relays import foreseen
 from megarl.reshard.report import to_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -173,6 +174,18 @@ def test_the_update_is_that_of_the_map(name: str) -> None:
     destination = generator_layout(spec, generator_topology(asked.generator), "bfloat16", quantization=asked.generator.quantization)
     reshard_map = ReshardMap.build(source, destination)
     found = sync_s(spec, asked, H100)
-    assert found == pytest.approx(to_json(reshard_map)["predicted_s"])
+    assert found == pytest.approx(to_json(*foreseen(reshard_map, asked.weights.relay, asked.generator.tp))["predicted_s"])
     engine_bytes = reshard_map.summary().bytes / destination.world_size
     assert found == pytest.approx(balanced_sync_s(engine_bytes, destination.world_size, source.world_size, H100), rel=0.06)
+
+
+@pytest.mark.parametrize("relay, most", [("auto", 16), ("engines", 2)])
+def test_the_update_from_few_trainer_ranks_to_many_engines(relay: str, most: int) -> None:
+    sizes = "trainer.tp=8", "trainer.pp=1", "trainer.dp=1", "generator.tp=8", "generator.engines=16", "generator.quantization=null"
+    asked = config("70b_aipo", *sizes, f"weights.relay={relay}")
+    spec = load_spec(Path(CONFIGS.parent) / asked.model.spec)
+    engine_bytes = generator_weights(spec, asked.generator, "bfloat16").total
+    found = sync_s(spec, asked, H100)
+    assert found < 1.05 * most * engine_bytes / H100.gpu.nic_bytes_per_s
+    relaying = 16 if relay == "engines" else 0
+    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)  # the embedding goes in one piece

@@ -19,11 +19,13 @@ from megarl.models.registry import family
 from megarl.reshard.amax import amax_parts, peers
 from megarl.reshard.audit import MASK, hash_slice, hash_tensor
 from megarl.reshard.execute import AmaxTable, apply_copy, payload
+from megarl.reshard.fleet import passed_on
 from megarl.reshard.layout import Layout, generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_copies, prove_exactly_once
 from megarl.reshard.quantise import quantise
 from megarl.reshard.quantise_rules import CHANNEL, TENSOR, Rule, block_rule
+from megarl.reshard.relays import summary
 from megarl.reshard.schedule import batches_from
 from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 
@@ -159,6 +161,39 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
     expected = [sglang(spec, cast, generator, rank % generator.tp, device) for rank in range(generator.world_size)]
     assert_equal(found, expected)
     check_lists(map, copies, joined)
+
+
+@settings(max_examples=10, deadline=None)
+@given(case=cases(fp8=True), data=st.data(), rule=st.sampled_from([None, *sorted(RULES)]))
+def test_what_engines_pass_on_fills_the_rest(case, data, rule):
+    """Of any numbers of engines that are written to. (What the trainer would write to all of them: the tests around this one.)"""
+    spec, topology, generator, device = case
+    engines = data.draw(st.integers(1, 6), "engines")
+    generator = dataclasses.replace(generator, engines=engines)
+    of_ends, of_layers = (data.draw(st.integers(1, engines), name) for name in ("of_ends", "of_layers"))
+    trainer = trainer_layout(spec, topology, "float32")
+    whole = ReshardMap.build(trainer, generator_layout(spec, generator, "float32", device, rule and RULES[rule]))
+    forwarding = passed_on(whole.destination, generator.tp, of_ends, of_layers)
+    forwarding.prove()
+    map = dataclasses.replace(whole, destination=forwarding.leaders)
+    prove_exactly_once(map)
+    hf = full_tensors(spec, torch.float32)
+    sources = [spread(trainer, rank, megatron(spec, hf, topology, rank, fill=7.0)) for rank in range(topology.world_size)]
+    found, _ = carry_out(map, sources, True)
+    given_bytes, taken_bytes = ([0] * generator.world_size for _ in range(2))
+    for relay in forwarding.relays:
+        assert relay.tensor not in found[relay.destination_rank], "twice"
+        found[relay.destination_rank][relay.tensor] = found[relay.source_rank][relay.tensor]
+        given_bytes[relay.source_rank] += relay.bytes
+        taken_bytes[relay.destination_rank] += found[relay.source_rank][relay.tensor].nbytes
+    assert_equal(found, carry_out(whole, sources, True)[0])
+    assert [side.tolist() for side in forwarding.rank_bytes()] == [given_bytes, taken_bytes]
+    if rule is None:
+        assert_equal(found, [sglang(spec, hf, generator, rank % generator.tp, device) for rank in range(generator.world_size)])
+    assert summary(map, forwarding) == dataclasses.replace(
+        whole.summary(), copies=map.summary().copies, writes=map.summary().writes, relayed_bytes=sum(given_bytes),
+        sender_max_over_mean=map.summary().sender_max_over_mean,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DP_ATTENTION_FAMILIES)

@@ -13,10 +13,11 @@ from msgspec import structs
 
 from megarl.models import ModelSpec
 from megarl.reshard.box import Box
+from megarl.reshard.fleet import passed_on
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
-from megarl.reshard.relays import relayed
+from megarl.reshard.relays import RelayRule, busiest_bytes, foreseen, relayed, summary
 from megarl.reshard.report import to_json
 from megarl.reshard.rows import Holder, Row, coalesce
 from megarl.reshard.schedule import batches_from, batches_to, depth_bytes, groups, writes_by_group
@@ -217,7 +218,7 @@ GROUPED = {
     "tied": lambda: tiny_map(spec=dataclasses.replace(TINY, tie_word_embeddings=True)),
     "experts": lambda: tiny_map(spec=MIXTURE),
     "one layer": lambda: tiny_map(spec=dataclasses.replace(TINY, num_layers=1), pp=1),
-    "relayed": lambda: relayed(tiny_map(engines=4), 8)[0],
+    "relayed": lambda: relayed(tiny_map(engines=4), RelayRule("inside_hosts", 8))[0],
 }
 
 
@@ -275,12 +276,14 @@ def test_report_names_every_parameter_and_json_every_number():
     text = render(map, 50e9)
     for kind in map.destination.kinds:
         assert kind.name.removeprefix("model.layers.{layer}.") in text
-    assert map.plan_hash in text and "zeros" in text
+    assert map.plan_hash in text and "zeros" in text and "relays" not in text
+    part, forwarding = relayed(tiny_map(engines=4), RelayRule("inside_hosts", 8))
+    assert "relays    " in render(part, 50e9, forwarding)
     found = to_json(map)
     assert found["copies"] == len(all_copies(map)) and found["exactly_once"] is True and found["bytes"] == found["bytes_minimum"]
     assert set(found) == set(
-        "trainer_ranks generator_ranks tensors copies writes bytes bytes_minimum sender_max_over_mean receiver_max_over_mean exactly_once "
-        "plan_hash build_s predicted_s link_bytes_per_s sender_bound sender_bound_of_stages messages".split()
+        "trainer_ranks generator_ranks tensors copies writes bytes bytes_minimum sender_max_over_mean receiver_max_over_mean relayed_bytes "
+        "exactly_once plan_hash build_s predicted_s link_bytes_per_s sender_bound sender_bound_of_stages messages".split()
     )
 
 
@@ -303,3 +306,55 @@ def test_405b_to_512_ranks(topology, balance):
     assert summary.sender_max_over_mean == pytest.approx(balance, abs=1e-4)
     assert len(map.copies_to(511)) == 583_040 // 512 + 1
     assert len(map.rows) < 200  # the template does not grow with layers or replicas
+
+
+def test_405b_in_fp8_with_relays_is_even():
+    """Embedding and output layer stay bf16: without relays the first and the last stage send 3.5 % more than the mean."""
+    topology = TrainerTopology(tp=8, pp=16, dp=4, first_stage_layers=7, last_stage_layers=7)
+    generator = generator_layout(LLAMA_405B, GeneratorTopology(64, 8), "bfloat16", quantization="fp8_block")
+    whole = ReshardMap.build(trainer_layout(LLAMA_405B, topology, "bfloat16"), generator)
+    map, forwarding = foreseen(whole, "engines", 8)
+    prove_exactly_once(map)
+    found, alone = summary(map, forwarding), whole.summary()
+    assert alone.sender_max_over_mean == pytest.approx(1.0356, abs=1e-4)
+    assert found.sender_max_over_mean < 1.001 and found.receiver_max_over_mean == 1.0
+    assert found.bytes == found.bytes_minimum == alone.bytes and found.relayed_bytes < 0.01 * found.bytes
+    assert busiest_bytes(map, forwarding) < 0.98 * busiest_bytes(whole, None)
+
+
+def test_many_engines_beside_few_trainer_ranks():
+    """One node of 8 trains, 16 nodes generate: alone, its ranks would send all weights 16 times."""
+    generator = generator_layout(LLAMA_405B, GeneratorTopology(16, 8), "bfloat16")
+    whole = ReshardMap.build(trainer_layout(LLAMA_405B, TrainerTopology(tp=8), "bfloat16"), generator)
+    map, forwarding = foreseen(whole, "engines", 8)
+    prove_exactly_once(map)
+    of_one_engine_rank = whole.rank_bytes()[1].max()
+    assert busiest_bytes(whole, None) > 15.9 * of_one_engine_rank
+    assert busiest_bytes(map, forwarding) < 2.1 * of_one_engine_rank
+    given, taken = forwarding.rank_bytes()
+    assert max(given.max(), taken.max()) < of_one_engine_rank  # layers take turns: no engine passes on more than it holds
+
+
+def test_nothing_is_passed_on_where_that_gains_nothing():
+    map, forwarding = foreseen(tiny_map(dp=4, engines=2), "engines", 4)
+    assert forwarding.relays == [] and map.plan_hash == tiny_map(dp=4, engines=2).plan_hash
+    assert foreseen(tiny_map(), "auto", 4)[1] is None
+
+
+def tamper_leaves_one_out(leader_of):
+    leader_of[0, 0, 1] = leader_of[0, 0, 0] = 0
+
+
+def tamper_from_one_without(leader_of):
+    followers = np.argwhere(leader_of[0, 0] != np.unique(leader_of[0, 0])[0]).ravel()
+    leader_of[0, 0, followers[0]] = 999
+
+
+@pytest.mark.parametrize("tamper", [tamper_leaves_one_out, tamper_from_one_without])
+def test_a_wrong_forwarding_is_found(tamper):
+    forwarding = passed_on(tiny_map(engines=4).destination, 4, of_ends=2, of_layers=2)
+    forwarding.prove()
+    tables = [table.copy() for table in forwarding.leader_of]
+    tamper(tables[1])
+    with pytest.raises(ProofError):
+        dataclasses.replace(forwarding, leader_of=tuple(tables)).prove()

@@ -12,9 +12,10 @@ from reshard_reference import full_tensors, megatron, sglang
 from megarl.models import ModelSpec
 from megarl.reshard.box import Box
 from megarl.reshard.execute import apply_copy
+from megarl.reshard.forwarding import inside_hosts
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.nodes import Nodes, forward_inside_nodes
+from megarl.reshard.nodes import Nodes
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import lands, messages
 from megarl.topology import GeneratorTopology, TrainerTopology
@@ -41,7 +42,7 @@ def test_receivers_take_from_their_own_node_where_it_holds_the_elements():
 def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
     topology, engine = TrainerTopology(tp=2, dp=2), GeneratorTopology(engines, tp)
     trainer, generator = trainer_layout(SPEC, topology, "float32"), generator_layout(SPEC, engine, "float32")
-    forwarding = forward_inside_nodes(generator, per_node)
+    forwarding = inside_hosts(generator, per_node)
     map = ReshardMap.build(trainer, forwarding.leaders)
     prove_exactly_once(map)
     hf = full_tensors(SPEC, torch.float32)

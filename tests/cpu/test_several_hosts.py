@@ -1,4 +1,4 @@
-"""A run over two hosts: trainer and engine in network namespaces of their own, on one shaped link, started as torchrun would."""
+"""Runs over several hosts: trainer and engines in network namespaces of their own, on shaped links, started as torchrun would."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from namespaces import INTERFACE, TwoHosts, missing
+from namespaces import INTERFACE, Hosts, missing
 from run_tools import OVERRIDES, ROOT, command, make_model, rows
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(420), pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -24,13 +25,12 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("run") / "model")
 
 
-def start(hosts: TwoHosts, arguments: list[str], folder: Path) -> list[subprocess.Popen]:
+def start(hosts: Hosts, arguments: list[str], folder: Path) -> list[subprocess.Popen]:
     """One launcher per host."""
     launchers = []
-    for host in range(2):
-        environment = dict(
-            os.environ, TORCHELASTIC_RUN_ID=folder.name, GROUP_RANK=str(host), GROUP_WORLD_SIZE="2", LOCAL_WORLD_SIZE="1"
-        )
+    for host in range(hosts.count):
+        own = {"GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(hosts.count), "LOCAL_WORLD_SIZE": "1"}
+        environment = os.environ | own | {"TORCHELASTIC_RUN_ID": folder.name}
         with open(folder / f"launcher.{host}.log", "wb") as log:
             argv = hosts.command(host, command(*arguments))
             launchers.append(subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
@@ -50,7 +50,7 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
     places = ["trainer.tp=1", "launch.ranks_per_node=1", f"launch.interface={INTERFACE}", f"weights.transport={transport}"]
     deadlines = [f"timeouts.{key}={NOTICED_S}" for key in ("weights_s", "request_s", "rollouts_s")]
     arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *places, *deadlines]
-    with TwoHosts() as hosts:
+    with Hosts() as hosts:
         launchers = start(hosts, [*arguments, "max_steps=100000", "observe.probe_every=0", "eval.limit=2"], tmp_path)
         try:
             wait_for_steps(run_dir, 2, launchers, tmp_path)
@@ -71,10 +71,35 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
     assert addresses == ["10.77.0.1", "10.77.0.2"]
 
 
+@pytest.mark.parametrize("relay", ["engines", "off"])
+def test_engines_pass_on_what_the_trainers_link_need_not_carry(relay, model, tmp_path):
+    """Three engines beside one trainer rank. What an update takes is printed, for docs/transports.md."""
+    run_dir = tmp_path / "run"
+    places = ["trainer.tp=1", "generator.engines=3", "launch.ranks_per_node=1", f"launch.interface={INTERFACE}"]
+    arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *places, "max_steps=100000"]
+    with Hosts(4, rate="20mbit") as hosts:
+        launchers = start(hosts, [*arguments, f"weights.relay={relay}", "observe.probe_every=0", "eval.limit=2"], tmp_path)
+        try:
+            wait_for_steps(run_dir, 2, launchers, tmp_path)
+            before, steps = [hosts.sent_bytes(host) for host in range(4)], len(rows(run_dir))
+            wait_for_steps(run_dir, steps + 6, launchers, tmp_path)
+            sent = [hosts.sent_bytes(host) - sent for host, sent in enumerate(before)]
+        finally:
+            stop(launchers)
+    finished = rows(run_dir)
+    per_step = [each / (len(finished) - steps) for each in sent]
+    pause_s = statistics.median(row["time/sync_pause_s"] for row in finished[2:])
+    print(f"weights.relay={relay}: {finished[-1]['sync/bytes']} bytes of weights a step; hosts send {per_step}; {pause_s=:.2f}")
+    assert all(row["sync/audit_ok"] for row in finished)
+    whole = finished[-1]["sync/bytes"] if relay == "off" else 3 * (model / "model.safetensors").stat().st_size
+    assert (finished[-1]["sync/bytes"] < 0.6 * whole) == (relay == "engines")
+    assert (min(per_step[1:]) > 0.1 * whole) == (relay == "engines")
+
+
 def wait_for_steps(run_dir: Path, count: int, launchers: list[subprocess.Popen], folder: Path, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while len(rows(run_dir)) < count:
-        logs = [(folder / f"launcher.{host}.log").read_text() for host in range(2)]
+        logs = [(folder / f"launcher.{host}.log").read_text() for host in range(len(launchers))]
         assert all(launcher.poll() is None for launcher in launchers), logs
         assert time.monotonic() < deadline, logs
         time.sleep(0.1)
