@@ -27,6 +27,7 @@ class LayerReplay(RouterReplay):
     """
 
     def __init__(self) -> None:
+        # (The parent's own would enter this into a list that outlives the trainer.)
         self._ids: Optional[torch.Tensor] = None
         self._again: deque[torch.Tensor] = deque()
         self.replayed: torch.Tensor | int = 0  # tokens

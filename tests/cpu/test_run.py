@@ -148,7 +148,7 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(re
 
 def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts_that_it_chose(tmp_path):
     """Each of the engine's ranks has half of the experts. Responses come in pieces of at most four tokens, each with its own choices."""
-    model = make_model(tmp_path / "model", "qwen3_moe")
+    model = make_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     more = ["async.capacity=0", "trainer.tp=1", "trainer.pp=2", "generator.tp=2", "weights.transport=gloo", "max_steps=3"]
     more += ["trainer.routing_replay=true", "generator.ep=2", "async.partial_rollout=resume", "async.chunk_tokens=4"]
     more += ["algorithm.skip_zero_advantage=false"]  # random weights earn nothing: all would be skipped
