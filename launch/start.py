@@ -71,6 +71,7 @@ class NodePart:
             kv_cache_tokens=config.generator.kv_cache_tokens,
             mem_fraction=config.generator.mem_fraction,
             device=device,
+            return_routing=config.trainer.routing_replay,
             seed=config.seed + engine,
             parts=part.parts,
             part=part.part,

@@ -43,6 +43,7 @@ class Sample(msgspec.Struct, frozen=True):
     policy_mask: list[bool] = []  # [T] False on the environment's tokens; empty: the policy produced all
     environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of what the environment wrote, for people
     metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
+    routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
 
     @property
     def policy_tokens(self) -> int:
@@ -97,3 +98,4 @@ class TrainSequence(msgspec.Struct, frozen=True):
     loss_mask: list[bool]  # [L] True on tokens that the policy produced (or, in SFT, is to learn)
     mu_logprobs: list[float]  # [L] 0 where masked
     advantages: list[float]  # [L] 0 where masked
+    routing: bytes = b""  # experts to use (models/routing.py), at the first positions, up to L - 1 of them; elsewhere the router's own

@@ -29,17 +29,27 @@ OVERRIDES = [
 ]
 
 
-def make_model(folder: Path, **changes: Any) -> Path:
-    """The quickstart's model with random weights, as an HF checkpoint; `changes` are of its config.json."""
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+
+
+def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """The quickstart's model, or one of another family in its shape, with random weights, as an HF checkpoint; `changes` are of its
+    config.json."""
     from megarl.generator import cpu_support
 
     cpu_support.install()
     import torch
-    from transformers import AutoConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(ROOT / "configs/models/tiny-llama", folder)
+    shape = json.loads((folder / "config.json").read_text()) | (EXPERTS if family == "qwen3_moe" else {}) | changes
+    config = AutoConfig.for_model(family, **{key: value for key, value in shape.items() if key not in ("model_type", "architectures")})
     torch.manual_seed(0)
-    LlamaForCausalLM(AutoConfig.from_pretrained(folder, **changes)).to(torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(folder)
+    if family == "qwen3_moe":  # transformers 5 calls it otherwise than checkpoints do
+        saved = json.loads((folder / "config.json").read_text())
+        saved["num_experts"] = saved.pop("num_local_experts", EXPERTS["num_experts"])
+        (folder / "config.json").write_text(json.dumps(saved))
     return folder
 
 

@@ -52,6 +52,7 @@ def _train_sequence(prompt: Prompt, sample: Sample, advantage: float) -> TrainSe
         loss_mask=[False] * p + mask,
         mu_logprobs=[0.0] * p + [logprob if mine else 0.0 for logprob, mine in zip(sample.logprobs, mask, strict=True)],
         advantages=[0.0] * p + [advantage if mine else 0.0 for mine in mask],
+        routing=sample.routing,
     )
 
 

@@ -30,6 +30,7 @@ from megarl.types import Batch, Ordinal, Version
 
 
 LATER_S = 600.0  # rank 0 may come to a batch so much later than the others: it also reports the step before
+BROADCAST_BYTES = 1 << 28  # of GPU memory, at most, in the way of a batch to all ranks
 
 
 class _Rollouts:
@@ -93,9 +94,10 @@ class RolloutsReceiver(_Rollouts):
     """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
 
     Rank 0 broadcasts a batch's bytes: every rank sees the whole batch (token ids and log-probs only: 64 MiB at 2048 samples of 8k
-    tokens) and picks its data-parallel share itself, so that all ranks agree on denominators and microbatch counts without
-    talking. Groups are decoded once, on each rank. The others wait for its size while rank 0 waits for rollouts, longer than any
-    other collective may take: so that is sent in a process group of its own, over gloo, where no GPU spins meanwhile.
+    tokens; routing replay adds a byte for each expert of a token) and picks its data-parallel share itself, so that all ranks agree on
+    denominators and microbatch counts without talking. Groups are decoded once, on each rank. The others wait for its size while
+    rank 0 waits for rollouts, longer than any other collective may take: so that is sent in a process group of its own, over gloo,
+    where no GPU spins meanwhile.
 
     Where the run is to stop, it broadcasts that there is no batch, so that all ranks stop after the same step.
     """
@@ -196,8 +198,9 @@ def broadcast_bytes(body: bytes, device: torch.device, patient: dist.ProcessGrou
     may wait in it for rank 0."""
     size = torch.tensor([len(body)])
     dist.broadcast(size, src=0, group=patient)
-    data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if body:
-        data.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    dist.broadcast(data, src=0)
-    return data.cpu().numpy().tobytes()
+    whole = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(int(size), dtype=torch.uint8)
+    for piece in whole.split(BROADCAST_BYTES):
+        data = piece.to(device)
+        dist.broadcast(data, src=0)
+        piece.copy_(data)
+    return whole.numpy().tobytes()

@@ -81,6 +81,11 @@ class TrainerConfig:
     )
     sequence_parallel: bool = setting(False, "split norms and residuals along the sequence over the tp ranks")
     recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
+    routing_replay: bool = setting(
+        False,
+        "mixture of experts: each token goes to the experts that the engine chose when it generated (R3; docs/algorithms.md), in training "
+        "and in scoring, instead of those that the trainer's router would choose",
+    )
     max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch", at_least(1))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

@@ -24,6 +24,7 @@ class Transcript:
     _logprobs: list[float] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
     _mask: list[bool] = field(default_factory=list)
+    _routing: bytes = b""
     _text: str = ""
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
@@ -42,6 +43,8 @@ class Transcript:
 
     def add_policy(self, completion: Completion) -> None:
         self._append(completion.token_ids, completion.logprobs, completion.versions, mine=True)
+        # That of the environment's tokens before this turn came with it; that of earlier turns is as they were sampled.
+        self._routing += completion.routing[len(self._routing) :]
         self.last_text = self.tokenizer.decode(completion.token_ids)
         self._text += self.last_text
         self.finish_reason = completion.finish_reason
@@ -68,6 +71,7 @@ class Transcript:
             policy_mask=[] if all(self._mask) else self._mask,
             environment_spans=self._spans,
             metrics=metrics,
+            routing=self._routing,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], versions: list[int], mine: bool) -> None:

@@ -161,13 +161,14 @@ class GeneratorExecutor:
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
         answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
         if not await self._while_serving(answers):
-            return ProbeReady(self.version, [], [], [])
+            return ProbeReady(self.version, [], [], [], [])
         completions = [completion for (completion,) in answers.result()]
         return ProbeReady(
             version=self.version,
             token_ids=[prompt.token_ids + completion.token_ids for prompt, completion in zip(prompts, completions)],
             prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
             logprobs=[completion.logprobs for completion in completions],
+            routing=[completion.routing for completion in completions],
         )
 
     async def evaluate(self) -> None:

@@ -14,6 +14,7 @@ from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
 from megarl.launch.rendezvous import Rendezvous
+from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.pool import RewardPool
 from megarl.types import Group, Prompt
@@ -54,7 +55,9 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     """Clients of all engines, once each takes requests; closed with `resources`. `elastic`: it can go on without some of them."""
     config = plan.config
     urls = rendezvous.engine_urls
-    engines = [EngineClient(url, rendezvous.engine_key, rendezvous.engine_admin_key, config.timeouts.request_s) for url in urls]
+    keys = rendezvous.engine_key, rendezvous.engine_admin_key
+    routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
+    engines = [EngineClient(url, *keys, config.timeouts.request_s, routing) for url in urls]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
     fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic)

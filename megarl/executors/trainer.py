@@ -114,6 +114,7 @@ class TrainerExecutor:
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
+                **result.routing,
                 "weights/version": self.version,
                 **self.algorithm.metrics(result.sums),
                 **self._probe_metrics,
@@ -145,17 +146,25 @@ class TrainerExecutor:
         return self.trainer.local_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
-        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics. It may be empty."""
+        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics. It may be empty.
+        With routing replay it is also measured without."""
         if not probe.token_ids:
             return
+        self._probe_metrics = {"logprob/abs_diff_mean": self._probe_difference(probe, probe.routing)}
+        if self.plan.config.trainer.routing_replay:
+            own = [b""] * len(probe.token_ids)
+            self._probe_metrics["logprob/abs_diff_mean_own_routing"] = self._probe_difference(probe, own)
+
+    def _probe_difference(self, probe: ProbeReady, routing: list[bytes]) -> float:
         sequences = [
             TrainSequence(
                 token_ids=ids,
                 loss_mask=[False] * prompt + [True] * (len(ids) - prompt),
                 mu_logprobs=[0.0] * len(ids),
                 advantages=[0.0] * len(ids),
+                routing=experts,
             )
-            for ids, prompt in zip(probe.token_ids, probe.prompt_lengths)
+            for ids, prompt, experts in zip(probe.token_ids, probe.prompt_lengths, routing, strict=True)
         ]
         ours = self.trainer.token_logprobs(sequences, temperature=self.plan.config.rollout.temperature)
         differences = [
@@ -163,7 +172,7 @@ class TrainerExecutor:
             for row, prompt, generated in zip(ours, probe.prompt_lengths, probe.logprobs)
             for mine, theirs in zip(row[prompt:], generated, strict=True)
         ]
-        self._probe_metrics = {"logprob/abs_diff_mean": sum(differences) / len(differences)}
+        return sum(differences) / len(differences)
 
     def save_checkpoint(self) -> None:
         """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, ledger of prompts."""

@@ -15,6 +15,7 @@ from megarl.files import log_tail
 from megarl.generator.completions import ABORT, Completion, EngineError, Sampling, completions_of, generation, scores_of, scoring
 from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
+from megarl.models.routing import RoutingFormat
 from megarl.types import Version
 
 
@@ -44,11 +45,15 @@ _decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 
 class EngineClient:
-    """Construct inside a running event loop; `close` at the end. `request_s` bounds one generation request."""
+    """Construct inside a running event loop; `close` at the end. `request_s` bounds one generation request. With `routing`, completions
+    come with the experts that were chosen."""
 
-    def __init__(self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0):
+    def __init__(
+        self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0, routing: Optional[RoutingFormat] = None
+    ):
         self.url = url
         self._request_s = request_s
+        self._routing = routing
         self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
@@ -74,8 +79,9 @@ class EngineClient:
         `version` is that of the weights at submission. SGLang's prefix cache keeps keys and values apart by it: what older
         weights left there is never used. All of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
         """
-        body = generation(inputs, samplings, version)
-        return completions_of(self.url, await self._post("/generate", body, self._user, self._request_s), samplings)
+        body = generation(inputs, samplings, version, self._routing)
+        answer = await self._post("/generate", body, self._user, self._request_s)
+        return completions_of(self.url, answer, samplings, self._routing)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """For each sequence of L tokens the log-probs of tokens 1 to L-1, each given those before it: [L - 1] values."""

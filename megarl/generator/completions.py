@@ -6,6 +6,7 @@ from typing import Any, Optional, Sequence
 
 import msgspec
 
+from megarl.models.routing import RoutingFormat
 from megarl.types import Version
 
 ABORT = "abort"  # finish reason of a request that was told to end
@@ -53,6 +54,7 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: list[float]  # [T] under the distribution sampled from: after temperature, top-k and top-p
     versions: list[Version]  # [T] weight version that produced each token
     finish_reason: str  # "stop" | "length"; of one answer of an engine, also "abort"
+    routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens but the last; empty: not asked for
 
 
 class _Span(msgspec.Struct):
@@ -69,10 +71,12 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
     weight_version: str
+    prompt_tokens: int = 0
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float, int, Any]] = []
     output_token_sampling_logprobs: list[float] = []
     input_token_logprobs: list[tuple[Optional[float], int, Any]] = []
+    routed_experts: bytes = b""  # base64 in JSON
 
 
 class _Answer(msgspec.Struct):
@@ -82,8 +86,10 @@ class _Answer(msgspec.Struct):
 _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 
 
-def generation(inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version]) -> dict[str, Any]:
-    """The request for one completion of each input; `EngineClient.complete` says what `version` is."""
+def generation(
+    inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version], routing: Optional[RoutingFormat] = None
+) -> dict[str, Any]:
+    """The request for one completion of each input; `EngineClient.complete` says what `version` is. `routing`: with the experts chosen."""
     body: dict[str, Any] = {
         "input_ids": inputs,
         "sampling_params": [sampling.parameters() for sampling in samplings],
@@ -93,16 +99,20 @@ def generation(inputs: Sequence[list[int]], samplings: Sequence[Sampling], versi
         body["extra_key"] = str(version)
     if samplings[0].truncated:
         body["return_sampling_mask"] = True
+    if routing is not None:
+        body["return_routed_experts"] = True
     return body
 
 
-def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling]) -> list[Completion]:
+def completions_of(
+    engine: str, answer: bytes, samplings: Sequence[Sampling], routing: Optional[RoutingFormat] = None
+) -> list[Completion]:
     """The answer to `generation`. Raises EngineError, which calls the engine by that name."""
     try:
-        answers = _decode_answers(answer)
+        answers = [each.meta_info for each in _decode_answers(answer)]
     except msgspec.DecodeError as error:  # JSON has no NaN: SGLang writes null
         raise EngineError(f"engine {engine} gave an unreadable answer: {error} (a log-prob of null is NaN or infinite)") from error
-    return [_completion(engine, each.meta_info, sampling) for each, sampling in zip(answers, samplings, strict=True)]
+    return [_completion(engine, meta, sampling, routing) for meta, sampling in zip(answers, samplings, strict=True)]
 
 
 def scoring(sequences: list[list[int]]) -> dict[str, Any]:
@@ -120,7 +130,7 @@ def scores_of(answer: bytes) -> list[list[float]]:
     return [[value for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
 
 
-def _completion(engine: str, meta: _Meta, sampling: Sampling) -> Completion:
+def _completion(engine: str, meta: _Meta, sampling: Sampling, routing: Optional[RoutingFormat]) -> Completion:
     if meta.finish_reason.type not in ("stop", "length", ABORT):
         raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
     tokens = [token for _, token, _ in meta.output_token_logprobs]
@@ -129,11 +139,26 @@ def _completion(engine: str, meta: _Meta, sampling: Sampling) -> Completion:
         logprobs = meta.output_token_sampling_logprobs
     spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
     versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+    experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
-        # The engine did not look whether the last token ends the response: whatever it is, it is to be sampled again.
+        # The engine did not look whether the last token ends the response: whatever it is, it is to be sampled again. And so is
+        # what it has forgotten the experts of, for it was aborted while it waited for memory.
         kept = max(0, min(len(tokens), len(logprobs), len(versions)) - 1)
-        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT)
+        if routing is not None:
+            kept = min(kept, max(0, routing.positions(experts) + 1 - meta.prompt_tokens))
+            experts = experts[: (meta.prompt_tokens + kept - 1) * routing.position_bytes] if kept else b""
+        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts)
+    if routing is not None and routing.positions(experts) != meta.prompt_tokens + len(tokens) - 1:
+        positions = f"of {routing.positions(experts)} positions; there were {meta.prompt_tokens} + {len(tokens)} tokens"
+        raise EngineError(f"engine {engine} answered with the experts {positions}")
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
         raise EngineError(f"engine {engine} answered with {counts}")
-    return Completion(tokens, logprobs, versions, meta.finish_reason.type)
+    return Completion(tokens, logprobs, versions, meta.finish_reason.type, experts)
+
+
+def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:
+    try:
+        return routing.from_engine(meta.routed_experts)
+    except ValueError as error:
+        raise EngineError(f"engine {engine} answered with experts that cannot be: {error}") from error

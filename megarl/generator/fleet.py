@@ -25,6 +25,7 @@ class Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
+    routing: bytes = b""
     finish_reason: str = ""  # while it goes on
     aborted: bool = False  # it was begun anew from the prompt; it will not be again
 
@@ -33,11 +34,12 @@ class Draft:
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions
+        self.routing += completion.routing[len(self.routing) :]  # what is known already is how the earlier tokens were sampled
         cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < max_tokens)
         self.finish_reason = "" if cut else completion.finish_reason
 
     def completion(self) -> Completion:
-        return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason)
+        return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason, self.routing)
 
 
 class Fleet:

@@ -56,6 +56,7 @@ class EngineSettings:
     parts: int = 1  # nodes that the engine spans; each starts a part, and part 0 answers requests
     part: int = 0
     group_address: Optional[str] = None  # host:port where the parts meet
+    return_routing: bool = False  # requests may ask which experts were chosen
     seed: int = 0
     log_level: str = "warning"
 
@@ -93,6 +94,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "max_total_tokens": settings.kv_cache_tokens,
         "mem_fraction_static": settings.mem_fraction,
         "random_seed": settings.seed,
+        "enable_return_routed_experts": settings.return_routing or None,
         **_spanning(settings),
         "log_level": settings.log_level,
         "custom_weight_loader": [LOADER],

@@ -112,6 +112,7 @@ class ProbeReady(_Message, frozen=True):
     token_ids: list[list[int]]
     prompt_lengths: list[int]
     logprobs: list[list[float]]
+    routing: list[bytes]  # of each sequence (models/routing.py), empty where it was not recorded
 
 
 class WorkerReply(_Message, frozen=True):

@@ -52,7 +52,10 @@ def summarize(run_dir: Path | str, eval_before: float | None, eval_after: float 
         lines.append(("staleness", f"{_mean(rows, 'staleness/mean'):.2f} steps on average, {max(staleness):.0f} at most"))
     differences = _values(rows, "logprob/abs_diff_mean")
     if differences:
-        lines.append(("log-prob difference", f"at most {max(differences):.1e} between trainer and generator, {len(differences)} probes"))
+        own = _values(rows, "logprob/abs_diff_mean_own_routing")
+        without = f"; at most {max(own):.1e} without routing replay" if own else ""
+        found = f"at most {max(differences):.1e} between trainer and generator, {len(differences)} probes{without}"
+        lines.append(("log-prob difference", found))
     audits = _values(rows, "sync/audit_ok")
     if audits:
         lines.append(("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit"))

@@ -29,6 +29,7 @@ SERVER_ARGS_BY_KEY = {
     "max_running_requests": "generator.max_concurrency",
     "mem_fraction_static": "generator.mem_fraction",
     "random_seed": "seed",
+    "enable_return_routed_experts": "trainer.routing_replay",
 }
 SERVER_ARGS_KEPT = frozenset(
     "host port api_key admin_api_key base_gpu_id custom_weight_loader weight_version skip_tokenizer_init sampling_defaults".split()

@@ -32,6 +32,11 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"generator.ep={generator.ep}: must divide generator.tp={generator.tp}"
 
 
+def check_routing_replay(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    if config.trainer.routing_replay and not spec.num_experts:
+        yield f"trainer.routing_replay=true: must be false: a {spec.family} model has no experts"
+
+
 def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Without sequence parallelism every tensor rank would send the same tokens to the experts, which Megatron refuses."""
     if spec.num_experts and config.trainer.tp > 1 and not config.trainer.sequence_parallel:
@@ -154,6 +159,13 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
                 yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
 
 
-MODEL_CHECKS: tuple[ModelCheck, ...] = (check_experts, check_tensor_parallel, check_blocks, check_pipeline, check_lengths)
+MODEL_CHECKS: tuple[ModelCheck, ...] = (
+    check_experts,
+    check_routing_replay,
+    check_tensor_parallel,
+    check_blocks,
+    check_pipeline,
+    check_lengths,
+)
 # Not of commands that only plan.
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_latent_format, check_expert_sequences)

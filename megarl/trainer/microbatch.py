@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+import numpy as np
 import torch
 
+from megarl.models.routing import RoutingFormat
 from megarl.types import TrainSequence
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class MicroBatch:
     mu_logprobs: torch.Tensor  # [b, s] float32, 0 where masked
     advantages: torch.Tensor  # [b, s] float32, 0 where masked
     reference_logprobs: Optional[torch.Tensor]  # [b, s] float32, if train_step was given them
+    routing: Optional[torch.Tensor]  # [b, s - 1, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     indices: tuple[int, ...]  # position of each row in train_step's `sequences`; empty when all rows are padding
 
 
@@ -85,8 +88,9 @@ def build(
     sequences: Sequence[TrainSequence],
     device: torch.device,
     reference_logprobs: Optional[Sequence[Sequence[float]]] = None,
+    routing: Optional[RoutingFormat] = None,
 ) -> MicroBatch:
-    """The tensors of one microbatch, on `device`."""
+    """The tensors of one microbatch, on `device`; `routing` is that of the sequences, where it is to be replayed."""
     chosen = [sequences[i] for i in plan.indices]
 
     def padded(rows: list[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
@@ -99,5 +103,16 @@ def build(
         mu_logprobs=padded([s.mu_logprobs for s in chosen], torch.float32),
         advantages=padded([s.advantages for s in chosen], torch.float32),
         reference_logprobs=None if reference_logprobs is None else padded([reference_logprobs[i] for i in plan.indices], torch.float32),
+        routing=None if routing is None else _routing(plan, chosen, routing).to(device),
         indices=plan.indices,
     )
+
+
+def _routing(plan: MicrobatchPlan, chosen: Sequence[TrainSequence], routing: RoutingFormat) -> torch.Tensor:
+    ids = np.full((max(1, len(chosen)), plan.positions, *routing.shape), -1, np.int16)
+    for row, sequence in zip(ids, chosen):
+        known = routing.unpack(sequence.routing)
+        if len(known) >= len(sequence.token_ids):
+            raise ValueError(f"experts of {len(known)} positions in a sequence of {len(sequence.token_ids)} tokens, the last of which has none")
+        row[: len(known)] = known
+    return torch.from_numpy(ids)

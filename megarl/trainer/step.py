@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.algorithms.base import LossOutput
 from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
@@ -33,6 +34,7 @@ from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_mi
 from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
 from megarl.trainer.norm_names import norm_names
 from megarl.trainer.optimizer import LearningRate, build_optimizer
+from megarl.trainer.routing_replay import RoutingReplay
 from megarl.trainer.supported import check_supported
 from megarl.types import TrainSequence
 
@@ -48,6 +50,7 @@ class StepResult:
     grad_norm: float  # before clipping
     sums: dict[str, float]  # the loss function's sums over the global batch
     learning_rate: float
+    routing: dict[str, float]  # metrics of routing replay; empty without it
 
 
 class MegatronTrainer:
@@ -97,6 +100,8 @@ class MegatronTrainer:
         self.chunks = build_chunks(spec, topology, config)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=topology.zero == 1)
         self.ddp = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
+        self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
+        self.replay = RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute) if self.routing else None
         settings = optimizer or trainer.optimizer
         self.optimizer = build_optimizer(settings, self.ddp, self.dtype, topology.zero)
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
@@ -123,10 +128,12 @@ class MegatronTrainer:
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.replay is not None:
+            self.replay.reset()
         plan = self._plan(sequences)
         outputs = self._run(
             plan,
-            partial(build, sequences=sequences, device=self.device, reference_logprobs=reference_logprobs),
+            partial(build, sequences=sequences, device=self.device, reference_logprobs=reference_logprobs, routing=self.routing),
             partial(self._loss, loss, denominator, temperature),
             forward_only=False,
         )
@@ -135,7 +142,10 @@ class MegatronTrainer:
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
-        return StepResult(loss=sums.pop("loss") / denominator, grad_norm=float(grad_norm), sums=sums, learning_rate=learning_rate)
+        loss = sums.pop("loss") / denominator
+        positions = sum(len(s.token_ids) - 1 for s in sequences)
+        routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
+        return StepResult(loss, float(grad_norm), sums, learning_rate, routing)
 
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, logits: torch.Tensor
@@ -155,7 +165,7 @@ class MegatronTrainer:
         with torch.no_grad(), weights:
             scored = self._run(
                 plan,
-                partial(build, sequences=sequences, device=self.device),
+                partial(build, sequences=sequences, device=self.device, routing=self.routing),
                 lambda microbatch, logits, non_loss_data: self._logprobs(logits, microbatch, temperature),
                 forward_only=True,
             )
@@ -208,6 +218,8 @@ class MegatronTrainer:
             microbatch = next(batches)
             # Rotary positions come from the shape, and causality from the attention itself: no ids, no mask.
             tokens = context.cut(microbatch.tokens[:, :-1], parallel_state.get_context_parallel_group())
+            if self.replay is not None:
+                self.replay.put(model, microbatch.routing)
             return model(tokens, None, None), partial(head, microbatch)
 
         return get_forward_backward_func()(

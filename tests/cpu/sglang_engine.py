@@ -24,6 +24,8 @@ from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.rendezvous import free_ports
+from megarl.models.registry import load_spec
+from megarl.models.routing import RoutingFormat
 
 ENGINES = Nursery("setproctitle:getproctitle", "megarl.generator.cpu_support:install", "sglang.srt.entrypoints.http_server")
 WRITER = Path(__file__).with_name("sglang_writer.py")
@@ -92,6 +94,18 @@ def hf_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 def hf_logprobs(model: torch.nn.Module, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     """[L - 1, vocabulary]: log-probs of every candidate for tokens 1 to L - 1."""
     return torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].float() / temperature, -1)
+
+
+@torch.no_grad()
+def hf_experts(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    """[L, layers, experts per token]: what the routers of a Qwen3-MoE choose for the tokens, in ascending order."""
+    chosen: list[torch.Tensor] = []
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [router.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for router in routers]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1).sort(dim=-1)[0]
 
 
 def partly_updated(old: torch.nn.Module, new: torch.nn.Module, layers: int) -> torch.nn.Module:
@@ -166,6 +180,7 @@ class Engine:
     keys: EngineKeys
     tp: int
     log: Path
+    routing: RoutingFormat | None = None  # clients ask for the experts chosen
 
     @property
     def port(self) -> int:
@@ -173,7 +188,7 @@ class Engine:
 
     def client(self) -> EngineClient:
         """Inside an event loop."""
-        return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60)
+        return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing)
 
     def died(self) -> str | None:
         return None if self.process.is_running() else "has ended"
@@ -193,7 +208,8 @@ def start_engine(
     (*_, arguments), env = server_command(settings, keys, extra)
     with open(log, "wb") as output:
         process = ENGINES.start("megarl.generator.server:main", [arguments], {**env, "MEGARL_ENGINE_LAUNCHER": PARENT}, output)
-    engine = Engine(process, f"http://127.0.0.1:{port}", keys, tp, log)
+    routing = RoutingFormat.of(load_spec(model)) if extra.get("enable_return_routed_experts") else None
+    engine = Engine(process, f"http://127.0.0.1:{port}", keys, tp, log, routing)
     try:
         yield engine
     finally:

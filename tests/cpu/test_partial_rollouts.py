@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, partly_updated, sampled_by, start_engine
+from sglang_engine import CONTEXT, hf_experts, hf_logprobs, hf_model, make_checkpoint, partly_updated, sampled_by, start_engine
 
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
@@ -22,6 +22,7 @@ from megarl.generator.memory import open_memory
 from megarl.generator.update import WeightUpdate
 from megarl.generator.workers import Workers, connect
 from megarl.messaging.link import Hub, RunKey
+from megarl.models.routing import RoutingFormat
 from megarl.transports.base import SHARED_MEMORY
 from megarl.transports.shared_memory import view_at
 
@@ -45,6 +46,7 @@ class Rig:
     client: EngineClient
     workers: Workers
     memory: dict[str, torch.Tensor]
+    routing: RoutingFormat
     weights: list[dict[str, torch.Tensor]]
     models: list[torch.nn.Module]
     version: int = 0
@@ -90,10 +92,10 @@ class Rig:
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory):
     folder = tmp_path_factory.mktemp("partial")
-    checkpoints = [make_checkpoint(folder / name, seed, torch.float32, tied=False) for name, seed in (("A", 1), ("B", 2))]
+    checkpoints = [make_checkpoint(folder / name, seed, torch.float32, False, "qwen3_moe") for name, seed in (("A", 1), ("B", 2))]
     key = RunKey.generate()
     key.save(folder / "key")
-    engines = start_engine(checkpoints[0], "float32", 1, folder / "engine.log")
+    engines = start_engine(checkpoints[0], "float32", 1, folder / "engine.log", enable_return_routed_experts=True)
     hub = Hub("generator.0", key)
     with asyncio.Runner() as runner:
         try:
@@ -118,7 +120,7 @@ async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
     await client.load_from_disk(str(checkpoints[1]), DEADLINE_S)
     weights.append({name: values.clone() for name, values in memory.items()})
     assert not any(torch.equal(weights[0][name], weights[1][name]) for name in memory)
-    rig = Rig(client, workers, memory, weights, [hf_model(folder, torch.float32) for folder in checkpoints], version=1)
+    rig = Rig(client, workers, memory, engine.routing, weights, [hf_model(folder, torch.float32) for folder in checkpoints], version=1)
     await rig.set_version(0)
     return rig
 
@@ -163,12 +165,29 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
     groups = runner.run(body())
     if mode in IN_PLACE:
         return check_in_place(rig, groups, mode)
+    check_experts(rig, groups, mode)
     for prompt, completions in zip(PROMPTS, groups):
         for version in sorted(set(itertools.chain(*(completion.versions for completion in completions)))):
             scored = runner.run(rig.scores(prompt, completions, version))
             for completion, fresh in zip(completions, scored):
                 at = [i for i, each in enumerate(completion.versions) if each == version]
                 assert difference([completion.logprobs[i] for i in at], [fresh[i] for i in at]) < TOLERANCE
+
+
+def check_experts(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
+    """They are the choice of the weights that sampled the next token; of a request whose keys and values were computed anew, of those
+    weights. (All but a few: of experts whose scores are equal but for rounding either may be chosen.)"""
+    same = other = total = 0
+    for prompt, completion in ((prompt, completion) for prompt, group in zip(PROMPTS, groups) for completion in group):
+        tokens, versions = prompt + completion.token_ids, completion.versions
+        found = torch.from_numpy(rig.routing.unpack(completion.routing).astype("int64")).sort(dim=-1)[0]
+        assert len(found) == len(tokens) - 1
+        by = [versions[max(0, at + 1 - len(prompt))] if mode != "retract" else versions[-1] for at in range(len(found))]
+        choices = [hf_experts(model, tokens) for model in rig.models]
+        same += sum(torch.equal(ids, choices[version % 2][at]) for at, (ids, version) in enumerate(zip(found, by)))
+        other += sum(torch.equal(ids, choices[1 - version % 2][at]) for at, (ids, version) in enumerate(zip(found, by)))
+        total += len(found)
+    assert same > 0.995 * total > total / 2 > other, (same, other, total)
 
 
 def check_in_place(rig: Rig, groups: list[list[Completion]], mode: str) -> None:

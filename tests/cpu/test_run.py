@@ -146,8 +146,11 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(re
     assert json.loads(scored.stdout)["pass@1"] == json.loads((run_dir / "eval/version_000006.json").read_text())["pass@1"]
 
 
-def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path):
+def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts_that_it_chose(tmp_path):
+    """Each of the engine's ranks has half of the experts. Responses come in pieces of at most four tokens, each with its own choices."""
+    model = make_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     more = ["async.capacity=0", "trainer.tp=1", "trainer.pp=2", "generator.tp=2", "weights.transport=gloo", "max_steps=3"]
+    more += ["trainer.routing_replay=true", "generator.ep=2", "async.partial_rollout=resume", "async.chunk_tokens=4"]
     more += ["algorithm.skip_zero_advantage=false"]  # random weights earn nothing: all would be skipped
     more += ["algorithm.kl_coef=0.01"]
     done = run(arguments(model, tmp_path / "run", *more))
@@ -157,6 +160,9 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine(model, tmp_path)
     assert all(row["sync/audit_ok"] for row in table)
     assert table[0]["logprob/abs_diff_mean"] <= 1e-4
     assert abs(table[0]["is_ratio/mean"] - 1) < 1e-3, "on policy, pi and mu are the same"
+    assert all(row["router/replayed_fraction"] == 1 for row in table), "every token that goes into the model has its experts"
+    assert all(row["router/replaced_fraction"] < 1e-3 for row in table), "in float32 the trainer's router chooses the same"
+    assert 0 < table[0]["logprob/abs_diff_mean_own_routing"]
     assert table[0]["kl/mean"] == pytest.approx(0, abs=1e-9), "before the first step, policy and reference are the same"
     assert table[2]["kl/mean"] >= 0
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, VOCAB, save_model
+from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, VOCAB, save_model
 from trainer_processes import saved, spawn
-from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference
+from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
 from trainer_worker import sequences
 from transformers import AutoModelForCausalLM  # after trainer_reference, which makes it importable without CUDA
 
@@ -42,12 +42,13 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     """Folder with everything the ranks saved."""
     out = tmp_path_factory.mktemp("runs")
 
+    def of_case(model: str, layout: str) -> dict[str, Any]:
+        _, topology, settings = LAYOUTS[layout]
+        settings = settings | dict(routing_replay=(model, layout) in REPLAYED)
+        return dict(run="gradients", name=f"{model}.{layout}", model=str(models[model]), topology=topology, trainer=settings)
+
     def gradients(world: int) -> list[dict[str, Any]]:
-        return [
-            dict(run="gradients", name=f"{m}.{name}", model=str(models[m]), topology=LAYOUTS[name][1], trainer=LAYOUTS[name][2])
-            for m, name in CASES
-            if LAYOUTS[name][0] == world
-        ]
+        return [of_case(model, layout) for model, layout in CASES if LAYOUTS[layout][0] == world]
 
     def checkpoint(run: str, name: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
@@ -117,6 +118,24 @@ def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: 
         assert step["sums"]["weights"] == pytest.approx(expected["weights"], rel=1e-5)
         if which != "dropped":
             assert step["sums"]["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize(("model", "layout"), REPLAYED)
+def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
+    models: dict[str, Path], runs: Path, model: str, layout: str
+) -> None:
+    """In several microbatches; where a sequence has no ids, and afterwards, the router's own choice stands."""
+    expected, ranks = replayed_reference(models[model]), saved(runs, f"{model}.{layout}")
+    assert expected["routing"]["router/replaced_fraction"] > 0.5, "other experts than the model's own"
+    for rank in ranks:
+        for scored, wanted in (("replayed_logprobs", expected), ("afterwards", reference(models[model]))):
+            for row, want in zip(rank[scored], wanted["logprobs"], strict=True):
+                assert row == pytest.approx(want, abs=1e-5)
+        assert rank["all"]["routing"] == {"router/replayed_fraction": 0.0, "router/replaced_fraction": 0.0}
+        assert rank["replayed"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert rank["replayed"]["routing"] == pytest.approx(expected["routing"])
+    found = hf_gradients(models[model], TrainerTopology(**LAYOUTS[layout][1]), [rank["replayed"]["grads"] for rank in ranks])
+    assert_same_gradients(found, expected["grads"])
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)

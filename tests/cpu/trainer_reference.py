@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from trainer_worker import DENOMINATOR, TEMPERATURE, sequences
+import torch.nn.functional as F
+from trainer_worker import DENOMINATOR, TEMPERATURE, forced, sequences
 
 from megarl.generator import cpu_support
 from megarl.models.registry import load_spec
+from megarl.models.routing import RoutingFormat
 from megarl.reshard.layout import hf_layout, trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.types import TrainSequence
@@ -25,7 +28,7 @@ def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, A
 
     `weights`: the precision that the weights are rounded to first.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager", experts_implementation="eager").double()
+    model = load_float64(folder, weights)
     batch = sequences(model.config.vocab_size)
     loss, logprobs = hf_loss(model, batch, TEMPERATURE)
     loss.backward()
@@ -39,10 +42,70 @@ def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, A
     }
 
 
-def hf_loss(model: PreTrainedModel, batch: list[TrainSequence], temperature: float) -> tuple[torch.Tensor, list[list[float]]]:
+def load_float64(folder: Path, weights: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager", experts_implementation="eager").double()
+
+
+@cache
+def replayed_reference(folder: Path) -> dict[str, Any]:
+    """As `reference`, of the batch with forced experts; and the share of forced choices that are not the model's own."""
+    model, routing = load_float64(folder), RoutingFormat.of(load_spec(folder))
+    batch = forced(sequences(model.config.vocab_size), routing)
+    force, replaced = force_experts(model, routing)
+    loss, logprobs = hf_loss(model, batch, TEMPERATURE, force)
+    loss.backward()
+    choices = routing.shape[0] * sum(len(sequence.token_ids) - 1 for sequence in batch)
+    return {
+        "logprobs": logprobs,
+        "loss": loss.item(),
+        "grads": checkpoint_tensors(folder, {name: parameter.grad for name, parameter in model.named_parameters()}),
+        "routing": {"router/replayed_fraction": len(replaced) / choices, "router/replaced_fraction": sum(replaced) / len(replaced)},
+    }
+
+
+def force_experts(model: PreTrainedModel, routing: RoutingFormat) -> tuple[Callable[[TrainSequence], None], list[bool]]:
+    """(What to call before each sequence; of each forced choice whether the model's own was another.) Scores and weights are written
+    out anew."""
+    config, current, replaced = model.config, {}, []
+
+    def choose(layer: int, own: torch.Tensor) -> torch.Tensor:
+        ids, known = own.clone(), current["ids"][:, layer]
+        ids[: len(known)] = known
+        replaced.extend(set(a) != set(b) for a, b in zip(known.tolist(), own[: len(known)].tolist()))
+        return ids
+
+    def softmax_gate(layer: int, gate: torch.nn.Module, own: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(x.reshape(-1, x.size(-1)), gate.weight)
+        ids = choose(layer, own(x)[2])
+        chosen = logits.softmax(dim=-1).gather(1, ids)
+        normalized = getattr(config, "norm_topk_prob", True)  # Mixtral always does
+        return logits, chosen / chosen.sum(dim=-1, keepdim=True) if normalized else chosen, ids
+
+    def sigmoid_choice(layer: int, own: Callable[..., Any], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = choose(layer, own(logits)[0])
+        chosen = logits.sigmoid().gather(1, ids)
+        return ids, chosen / chosen.sum(dim=-1, keepdim=True) * config.routed_scaling_factor
+
+    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for number, block in enumerate(blocks):
+        if hasattr(block, "route_tokens_to_experts"):
+            block.route_tokens_to_experts = partial(sigmoid_choice, number, block.route_tokens_to_experts)
+        else:
+            block.gate.forward = partial(softmax_gate, number, block.gate, block.gate.forward)
+
+    def force(sequence: TrainSequence) -> None:
+        current["ids"] = torch.from_numpy(routing.unpack(sequence.routing).astype("int64"))
+
+    return force, replaced
+
+
+def hf_loss(
+    model: PreTrainedModel, batch: list[TrainSequence], temperature: float, before: Callable[[TrainSequence], None] = lambda sequence: None
+) -> tuple[torch.Tensor, list[list[float]]]:
     """(loss as the written-out formula, log-prob of every token), one sequence at a time: no padding, no microbatches."""
     loss, logprobs = torch.zeros((), dtype=torch.float64), []
     for sequence in batch:
+        before(sequence)
         tokens = torch.tensor([sequence.token_ids])
         scores = (model(tokens).logits[0] / temperature).log_softmax(dim=-1)
         chosen = scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]

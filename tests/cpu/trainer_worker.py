@@ -22,12 +22,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.algorithms.base import LossOutput
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.registry import load_spec
+from megarl.models.routing import RoutingFormat
 from megarl.topology import TrainerTopology
 from megarl.trainer import cpu_support, hf_io
 from megarl.types import TrainSequence
@@ -54,6 +57,17 @@ def sequences(vocab: int, count: int = 9, seed: int = 0) -> list[TrainSequence]:
                 advantages=[w if j >= prompt else 0.0 for j, w in enumerate(weights.tolist())],
             )
         )
+    return made
+
+
+def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
+    """With experts drawn at random: at all positions, in every fourth sequence at the first half only, in every fifth at none."""
+    random, made = np.random.default_rng(3), []
+    for i, sequence in enumerate(batch):
+        positions = len(sequence.token_ids) - 1
+        known = 0 if i % 5 == 4 else positions // 2 if i % 4 == 3 else positions
+        ids = random.random((known, routing.shape[0], routing.num_experts)).argsort(axis=-1)[..., : routing.top_k]
+        made.append(msgspec.structs.replace(sequence, routing=routing.pack(ids)))
     return made
 
 
@@ -118,7 +132,8 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
 def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
     result = trainer.train_step(chosen, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
-    return {"loss": result.loss, "grad_norm": result.grad_norm, "sums": result.sums, "grads": gradients(trainer)}
+    sums = {"loss": result.loss, "grad_norm": result.grad_norm, "sums": result.sums, "routing": result.routing}
+    return {**sums, "grads": gradients(trainer)}
 
 
 def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -137,6 +152,11 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     }
     trainer.max_tokens = 48  # several microbatches of different shapes
     found["microbatches"] = one_step(trainer, all_sequences)
+    if trainer.routing:
+        replayed = forced(all_sequences, trainer.routing)
+        found["replayed"] = one_step(trainer, replayed)
+        found["replayed_logprobs"] = trainer.token_logprobs(replayed, temperature=TEMPERATURE)
+        found["afterwards"] = trainer.token_logprobs(all_sequences, temperature=TEMPERATURE)
     return found
 
 
@@ -155,7 +175,7 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
         return context.join(z.flatten(0, 1).T, parallel_state.get_context_parallel_group()).T[None]  # vocabulary as batch
 
     with torch.no_grad():
-        results = trainer._run(plan, lambda p: build(p, chosen, trainer.device), head, forward_only=True)
+        results = trainer._run(plan, lambda p: build(p, chosen, trainer.device, routing=trainer.routing), head, forward_only=True)
     return results[0][:, : len(chosen[0].token_ids), : trainer.spec.vocab_size] if results else None
 
 

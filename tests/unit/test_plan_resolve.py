@@ -74,6 +74,11 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.ep=4", "generator.ep=4: must be 1: a llama model has no experts"),
         ("generator.dp_attention=2", "generator.dp_attention=2: must be 1 for a llama model; others are for deepseek_v3, qwen3_moe"),
         ("trainer.etp=2", "trainer.etp=2: must be 1: a llama model has no experts"),
+        ("trainer.routing_replay=true", "trainer.routing_replay=true: must be false: a llama model has no experts"),
+        (
+            "generator.server_args.enable_return_routed_experts=true",
+            "generator.server_args.enable_return_routed_experts=True: must be set by trainer.routing_replay",
+        ),
         ("generator.quantization=fp8", "generator.quantization=fp8: must be one of fp8_block, fp8_channel, fp8_tensor"),
         (
             "generator.quantization=fp8_block generator.tp=32",

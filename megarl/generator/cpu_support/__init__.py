@@ -49,6 +49,7 @@ def register_hooks() -> None:
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
+    HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND)
     fp8.register_hooks()
     deepseek_v3.register_hooks()
 
@@ -60,6 +61,10 @@ def _fork_workers(result: None, server_args: object) -> None:
     """
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
+
+
+def _not_pinned(*_: object) -> None:
+    """Around the pinning of host memory, that of recorded expert ids: without CUDA nothing reads it directly."""
 
 
 class _CpuFinder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,108 @@
+"""Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the experts that they went to when they were generated.
+
+Only the choice is replayed. The weights of the chosen experts come from this trainer's own scores of them, so that gradients reach
+the router. Where no choice is known (padding, the end of a sequence that an environment wrote) the router's own stands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from megarl.models.routing import RoutingFormat
+from megarl.trainer import context
+
+
+class LayerReplay(RouterReplay):
+    """What one router asks for its choice, instead of Megatron's own RouterReplay, which knows no token without a recorded choice.
+
+    Where activations are recomputed, the backward passes of several microbatches ask again, in the order of their forward passes.
+    """
+
+    def __init__(self) -> None:
+        # (The parent's own would enter this into a list that outlives the trainer.)
+        self._ids: Optional[torch.Tensor] = None
+        self._again: deque[torch.Tensor] = deque()
+        self.replayed: torch.Tensor | int = 0  # tokens
+        self.replaced: torch.Tensor | int = 0  # of these, with other experts than the router's own
+
+    def put(self, ids: torch.Tensor, recomputed: bool) -> None:
+        """Of the next forward pass: ids [tokens, experts per token], -1 where unknown. `recomputed`: of its backward pass, too."""
+        self._ids = ids
+        if recomputed:
+            self._again.append(ids)
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: Optional[int] = None,
+        group_topk: Optional[int] = None,
+        default_compute_topk: Optional[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores of the chosen experts, their ids), both [tokens, experts per token], from scores [tokens, experts]."""
+        assert default_compute_topk is not None and self._ids is not None
+        with torch.no_grad():
+            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        again = torch.is_grad_enabled() and bool(self._again)  # a first pass that is to be recomputed has no gradient
+        recorded = (self._again.popleft() if again else self._ids).long()
+        known = recorded[:, :1] >= 0
+        chosen = torch.where(known, recorded, own)
+        if not again:
+            self.replayed = self.replayed + known.sum()
+            self.replaced = self.replaced + (chosen.sort(dim=1)[0] != own.sort(dim=1)[0]).any(dim=1).sum()
+        return scores.gather(1, chosen), chosen
+
+
+class RoutingReplay:
+    """Of all routers of this rank."""
+
+    def __init__(self, format: RoutingFormat, chunks: Sequence[torch.nn.Module], sequence_parallel: bool, recompute: bool):
+        """`chunks` are the model's virtual stages."""
+        self.format = format
+        self._sequence_parallel, self._recompute = sequence_parallel, recompute
+        self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {chunk: {} for chunk in chunks}
+        for chunk, layers in self._routers.items():
+            for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+                layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+        for replay in self._replays():
+            replay.replayed = replay.replaced = 0
+
+    def put(self, chunk: torch.nn.Module, routing: torch.Tensor) -> None:
+        """What `chunk` is to use in its next forward pass: [b, positions, layers with experts, experts per token], -1 where unknown.
+
+        Each router gets the tokens of this rank, in Megatron's order: sequence first, cut by context and by sequence parallelism.
+        """
+        mine = context.cut(routing, parallel_state.get_context_parallel_group()).transpose(0, 1)
+        if self._sequence_parallel:
+            tp = parallel_state.get_tensor_model_parallel_group()
+            mine = mine.chunk(tp.size())[tp.rank()]
+        tokens = mine.flatten(0, 1)
+        for layer, replay in self._routers[chunk].items():
+            replay.put(tokens[:, layer], self._recompute and torch.is_grad_enabled())
+
+    def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
+        """Since `reset`, in which `positions` went through the model, on all ranks together. Of all choices of experts, one for each
+        position and layer, the share that was replayed; of those, the share that this trainer's router would have made otherwise.
+
+        Collective: the same on every rank.
+        """
+        totals = [sum(replay.replayed for replay in self._replays()), sum(replay.replaced for replay in self._replays())]
+        counts = torch.stack([torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals])
+        dist.all_reduce(counts)
+        replayed, replaced = counts.tolist()
+        choices = positions * self.format.shape[0]
+        return {"router/replayed_fraction": replayed / max(1, choices), "router/replaced_fraction": replaced / max(1.0, replayed)}
+
+    def _replays(self) -> list[LayerReplay]:
+        return [replay for layers in self._routers.values() for replay in layers.values()]
