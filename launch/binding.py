@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+NVIDIA_SMI_S = 60.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str  # in CUDA_VISIBLE_DEVICES: an index, or a UUID
+    address: str  # on PCI, such as 0000:1b:00.0; empty where unknown
 
 
 @functools.cache
-def gpu_addresses() -> tuple[str, ...]:
-    """PCI address of every GPU in the driver's order, such as 0000:1b:00.0. Asked without torch."""
-    return tuple(sysfs_address(line) for line in nvidia_smi("--query-gpu=pci.bus_id", "--format=csv,noheader").split())
+def gpus() -> tuple[Gpu, ...]:
+    """Those that this launch may use, in CUDA's order. Asked without torch."""
+    shown = nvidia_smi("--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+    return visible([tuple(line.split(", ")) for line in shown.splitlines()], os.environ.get(VISIBLE))
+
+
+def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
+    """Of what the driver shows, (index, UUID, bus id) each, what CUDA_VISIBLE_DEVICES=`wanted` leaves; None: it is not set.
+
+    As CUDA reads it: indices, or beginnings of UUIDs, up to the first that is neither.
+    """
+    if wanted is None:
+        return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
+    found = []
+    for name in wanted.split(","):
+        buses = [bus for index, uuid, bus in shown if name == index or name.startswith("GPU-") and uuid.startswith(name)]
+        if not buses and not name.startswith("MIG-"):
+            break
+        found.append(Gpu(name, sysfs_address(buses[0]) if buses else ""))
+    return tuple(found)
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What the driver's tool prints; nothing on a machine without it."""
+    """What the driver's tool prints; nothing on a machine without it, or without a driver or a GPU for it (it then says so, and fails).
+
+    Raises TimeoutError.
+    """
     if shutil.which("nvidia-smi") is None:
         return ""
-    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60).stdout
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?") from error
+    return done.stdout if done.returncode == 0 else ""
 
 
 def sysfs_address(bus_id: str) -> str:

@@ -11,6 +11,7 @@ from megarl.config.load import dump_config
 from megarl.data.check import check_data
 from megarl.environments.loading import check_rollout
 from megarl.executors.checkpoints import complete_checkpoints, remove_leftovers
+from megarl.files import write_whole
 from megarl.launch.launcher import Job, Resume, launch
 from megarl.launch.node import Node, this_node
 from megarl.launch.stopping import EXIT_STATUS, Stopped
@@ -31,7 +32,7 @@ def train(plan: RunPlan) -> None:
                 check_weights_transport(config.weights.transport)
             check_rollout(config)
             remove_leftovers(run_dir)
-            (run_dir / "config.yaml").write_text(dump_config(config))
+            write_whole(run_dir / "config.yaml", dump_config(config))
             print(headline(plan, resume.step, node.count), flush=True)
 
         job = Job("train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True)

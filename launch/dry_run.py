@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from megarl.launch.binding import gpus
 from megarl.launch.commands import sizes
 from megarl.launch.launcher import Job, placement
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import NodePlan
-from megarl.launch.preflight import gpus
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.rendezvous import Rendezvous
 from megarl.launch.start import NodePart
+from megarl.launch.worker import PARENT
 from megarl.plan.resolve import RunPlan
 
 _MOST_NODES = 4096
@@ -21,7 +22,7 @@ _MOST_NODES = 4096
 
 def nodes_needed(plan: RunPlan, job: Job) -> int:
     """The fewest nodes of launch.ranks_per_node slots that hold the plan; 1 where that is not set."""
-    slots = plan.config.launch.ranks_per_node or gpus()
+    slots = plan.config.launch.ranks_per_node or len(gpus())
     if not slots:
         return 1
     placed = placement(plan, job, _MOST_NODES, slots)
@@ -31,13 +32,14 @@ def nodes_needed(plan: RunPlan, job: Job) -> int:
 def render_launch(plan: RunPlan) -> str:
     """Nodes that run alike are one line; of each role one command, as its node would start it."""
     job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")
-    placed = placement(plan, job, nodes_needed(plan, job), gpus())
+    placed = placement(plan, job, nodes_needed(plan, job), len(gpus()))
     lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
     for alike in _runs(placed):
         lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
     lines.append("commands, the first of each role (ADDRESS, PORT and KEY are settled when the nodes meet):")
     for node, spec in _samples(plan, job, placed):
-        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items()) if "KEY" not in key)
+        shown = sorted((key, value) for key, value in spec.env.items() if "KEY" not in key and key != PARENT)
+        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown)
         lines.append(f"  node {node}, {spec.name}:\n    {environment} \\\n    {' '.join(map(shlex.quote, spec.argv))}")
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.launch.binding import cores_near, gpu_addresses
+from megarl.launch.binding import VISIBLE, cores_near, gpus
 from megarl.launch.placement import EnginePart
 from megarl.launch.worker import CORES
 from megarl.plan.resolve import RunPlan
@@ -29,18 +29,23 @@ def one_thread() -> dict[str, str]:
 
 def binding(slot: int) -> dict[str, str]:
     """Cores of the rank, near its GPU; the worker takes them before it imports anything (launch/worker.py)."""
-    addresses = gpu_addresses()
-    cores = cores_near(addresses[slot]) if slot < len(addresses) else ()
+    here = gpus()
+    cores = cores_near(here[slot].address) if slot < len(here) and here[slot].address else ()
     return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
-def network(interface: str | None) -> dict[str, str]:
-    """Where `launch.interface` says which, every library is told: by itself each would choose in its own way, by host name mostly."""
+def network(interface: str | None, wanted: bool) -> dict[str, str]:
+    """Of a run on several nodes: `interface` is where this one is reached, `wanted` whether launch.interface says so.
+
+    gloo by itself takes what the host's own name resolves to, often 127.0.1.1; NCCL looks at the interfaces, and need not be told.
+    """
     if interface is None:
         return {}
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
+    return {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": interface} if wanted else {})}
 
 
 def engine_devices(part: EnginePart) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(part.first_slot + i) for i in range(part.ranks))}
+    """By the names under which this launch itself was given them."""
+    names = [gpu.name for gpu in gpus()]
+    slots = range(part.first_slot, part.first_slot + part.ranks)
+    return {VISIBLE: ",".join(names[slot] if slot < len(names) else str(slot) for slot in slots)}

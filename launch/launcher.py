@@ -15,13 +15,14 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.generator.server import EngineKeys
+from megarl.launch.binding import gpus
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.lock import held
 from megarl.launch.meeting import Meeting, NodeReport
-from megarl.launch.node import Node, address_of, interface_name
+from megarl.launch.node import Node, address_of, interface_with
 from megarl.launch.placement import NodePlan, place, slots_per_node
-from megarl.launch.preflight import disagreements, gpus, host_name, problems_here, versions
-from megarl.launch.processes import ProcessGroup
+from megarl.launch.preflight import disagreements, host_name, infiniband_ports, problems_here, versions
+from megarl.launch.processes import ProcessGroup, raise_limits
 from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.start import NodePart
 from megarl.launch.stopping import Stopped, StopOrder
@@ -60,20 +61,26 @@ def launch(
     Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan,
     Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
     """
+    raise_limits()
     folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
-    meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
+    try:
+        meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
+    except OSError as error:
+        raise ConfigError(f"run_dir={plan.config.run_dir}: cannot be written to: {error.strerror}: {error.filename}") from error
     try:
         with (
             _prepared(plan, job, node, folder, prepare),
             ProcessGroup(job.logs) as processes,
             _termination(processes, meeting, plan, job) as order,
         ):
-            placed = placement(plan, job, node.count, gpus())
+            placed = placement(plan, job, node.count, len(gpus()))
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
             keeper = engine_keeper(processes, plan, job)
-            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface_name(plan.config.launch.interface))
+            several = node.count > 1 or plan.config.launch.interface is not None
+            interface = interface_with(report.address) if several else None
+            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface)
             workers, trainers = _start(processes, keeper, here, job)
             if job.stops:
                 order.arm(trainers)
@@ -152,7 +159,7 @@ def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
     wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
     problems = problems_here(plan, mine, parameter_count(plan.spec)) if node.count > 1 else []
-    return NodeReport(node.rank, host_name(), address, gpus(), ports, versions(), problems)
+    return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems, infiniband_ports())
 
 
 def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:

@@ -7,7 +7,12 @@
     meeting.ask_to_stop()                 any node; meeting.asked_to_stop() on the others
     meeting.finish()                      every node with work, when that is done; meeting.all_finished() for those that only serve
 
-Files appear by rename, so nobody reads half of one.
+Files appear by rename, so nobody reads half of one; signs of life are overwritten in place, as a file that another has taken the place of
+while it is read is an error on NFS.
+
+Hundreds of launchers may look at this folder, on one server of files. So each looks at what is there by listing it, twice a second at
+most (which also makes NFS ask the server: it may answer for a single file, for a minute, by what it knew). The head listens to
+all nodes, the others to the head.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ from pathlib import Path
 
 import msgspec
 
+from megarl.config.errors import ConfigError
 from megarl.launch.node import Node
 from megarl.launch.rendezvous import Rendezvous, rendezvous_path
 
 POLL_S = 0.1
+LOOK_S = 0.5
 BEAT_S = 2.0
 
 
@@ -36,6 +43,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     ports: dict[str, int]  # by what they are for: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
     versions: dict[str, str]
     problems: list[str]  # that keep this node from taking part
+    infiniband: dict[str, bool] = {}  # ports, and whether they are up
 
 
 class PeerFailed(RuntimeError):
@@ -51,9 +59,15 @@ class Meeting:
         self._beats = 0
         self._beat_at = 0.0
         self._heard: dict[int, tuple[str, float]] = {}  # node → its last beat, and when this process first saw it
+        self._names: set[str] = set()  # in the folder
+        self._looked_at = -LOOK_S
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def announce(self, report: NodeReport) -> None:
+        """Raises ConfigError where there was a launch of this name before: what it has left would be taken for this one's."""
+        if self.node.count > 1 and self._path_of_report(self.node.rank).exists():
+            how = "torchrun needs a new --rdzv-id for every launch, srun a step of its own"
+            raise ConfigError(f"{self.folder}: launch {self.node.launch} was used before; {how}")
         self._write(self._path_of_report(self.node.rank).name, msgspec.json.encode(report))
 
     def reports(self) -> list[NodeReport]:
@@ -61,7 +75,7 @@ class Meeting:
         deadline = time.monotonic() + self._timeout_s
         found: dict[int, NodeReport] = {}
         while missing := [rank for rank in range(self.node.count) if rank not in found]:
-            present = [rank for rank in missing if self._path_of_report(rank).exists()]
+            present = [rank for rank in missing if self._path_of_report(rank).name in self._there()]
             for rank in present:
                 found[rank] = msgspec.json.decode(self._path_of_report(rank).read_bytes(), type=NodeReport)
             if not present:
@@ -74,7 +88,7 @@ class Meeting:
 
     def await_rendezvous(self) -> Rendezvous:
         deadline = time.monotonic() + self._timeout_s
-        while not rendezvous_path(self.folder).exists():
+        while rendezvous_path(self.folder).name not in self._there():
             self._wait(deadline, f"node 0 to publish {rendezvous_path(self.folder)}")
         return Rendezvous.load(self.folder)
 
@@ -84,44 +98,44 @@ class Meeting:
         if self.node.count == 1 or now - self._beat_at < BEAT_S:
             return
         self._beat_at, self._beats = now, self._beats + 1
-        self._write(f"alive.{self.node.rank}", str(self._beats).encode())
+        self._path_of_beats(self.node.rank).write_text(str(self._beats))
         if (failure := self.failure()) is not None:
             raise PeerFailed(failure)
-        for rank in range(self.node.count):
+        for rank in range(self.node.count) if self.node.is_head else (0,):
             self._listen(rank, now)
 
     def _listen(self, rank: int, now: float) -> None:
-        path = self.folder / f"alive.{rank}"
-        beat = path.read_text() if path.exists() else ""
-        last, since = self._heard.get(rank, (None, now))
-        if beat != last:
-            self._heard[rank] = (beat, now)
-        elif now - since > self._silence_s and not self._path_of_finished(rank).exists():
+        last, since = self._heard.setdefault(rank, ("", now))
+        with contextlib.suppress(OSError):  # no news: it is not there yet, or cannot be read just now
+            if (beat := self._path_of_beats(rank).read_text()) != last:
+                self._heard[rank] = (beat, now)
+                return
+        if now - since > self._silence_s and self._path_of_finished(rank).name not in self._there():
             raise PeerFailed(f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher or its host is gone")
 
     def fail(self, message: str) -> None:
-        """The first failure counts: later ones are mostly its consequences."""
-        with contextlib.suppress(FileExistsError):
+        """The first failure counts: later ones are mostly its consequences. Where the folder cannot be written to (a full disk), this
+        node's silence must do."""
+        with contextlib.suppress(OSError):  # FileExistsError: another was first
             path = self.folder / f".failure.{self.node.rank}"
             path.write_text(message)
             os.link(path, self.folder / "failure")
 
     def failure(self) -> str | None:
-        path = self.folder / "failure"
-        return path.read_text() if path.exists() else None
+        return (self.folder / "failure").read_text() if "failure" in self._there() else None
 
     def ask_to_stop(self) -> None:
         """Asks the launchers of all nodes to bring the run to a stop."""
         self._write("stop", b"")
 
     def asked_to_stop(self) -> bool:
-        return (self.folder / "stop").exists()
+        return "stop" in self._there()
 
     def finish(self) -> None:
         self._write(self._path_of_finished(self.node.rank).name, b"")
 
     def all_finished(self, nodes: list[int]) -> bool:
-        return all(self._path_of_finished(rank).exists() for rank in nodes)
+        return all(self._path_of_finished(rank).name in self._there() for rank in nodes)
 
     def _path_of_report(self, rank: int) -> Path:
         return self.folder / f"node.{rank}.json"
@@ -129,10 +143,20 @@ class Meeting:
     def _path_of_finished(self, rank: int) -> Path:
         return self.folder / f"finished.{rank}"
 
+    def _path_of_beats(self, rank: int) -> Path:
+        return self.folder / f"alive.{rank}"
+
+    def _there(self) -> set[str]:
+        """Names of the files in the folder, as they were LOOK_S ago at the earliest; our own at once."""
+        if (now := time.monotonic()) - self._looked_at >= LOOK_S:
+            self._names, self._looked_at = set(os.listdir(self.folder)), now
+        return self._names
+
     def _write(self, name: str, body: bytes) -> None:
         half = self.folder / f".{name}.{self.node.rank}"
         half.write_bytes(body)
         half.rename(self.folder / name)
+        self._names.add(name)
 
     def _wait(self, deadline: float, awaited: str) -> None:
         if (failure := self.failure()) is not None:

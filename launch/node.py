@@ -63,10 +63,10 @@ def _slurm_node(environment: Mapping[str, str]) -> Node:
 def address_of(interface: str | None, nodes: int) -> str:
     """IPv4 address at which the other nodes reach this one: of `interface` (a pattern such as ib*), else of the default route.
 
-    Raises ConfigError when no interface matches.
+    Raises ConfigError when no interface matches, or there is no way out of the host.
     """
     if interface is not None:
-        return _interface(interface)[1]
+        return _address_on(interface)
     if nodes == 1:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -74,19 +74,23 @@ def address_of(interface: str | None, nodes: int) -> str:
             probe.connect(_ELSEWHERE)
             return probe.getsockname()[0]
         except OSError:  # no default route
-            return socket.gethostbyname(socket.gethostname())
+            address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
+        raise ConfigError(f"launch.interface=null: must be set: {socket.gethostname()} has no default route, and its name means {address}")
+    return address
 
 
-def interface_name(pattern: str | None) -> str | None:
-    """The first interface that matches, with an IPv4 address."""
-    return None if pattern is None else _interface(pattern)[0]
+def interface_with(address: str) -> str | None:
+    """The network interface that has this IPv4 address."""
+    found = psutil.net_if_addrs()
+    return next((name for name in sorted(found) for entry in found[name] if entry.address == address), None)
 
 
-def _interface(pattern: str) -> tuple[str, str]:
+def _address_on(pattern: str) -> str:
     found = psutil.net_if_addrs()
     for name in sorted(found):
         for entry in found[name]:
             if entry.family == socket.AF_INET and fnmatch.fnmatch(name, pattern):
-                return name, entry.address
+                return entry.address
     there = ", ".join(sorted(found))
     raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {there}")

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.launch.binding import gpu_addresses, nvidia_smi
+from megarl.launch.binding import nvidia_smi
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import NodePlan
 from megarl.plan.resolve import RunPlan
@@ -18,11 +18,6 @@ from megarl.plan.resolve import RunPlan
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 INFINIBAND = Path("/sys/class/infiniband")
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 2  # of a checkpoint: fp32 master, both of Adam's moments, the weight itself
-
-
-def gpus() -> int:
-    """GPUs that the driver shows."""
-    return len(gpu_addresses())
 
 
 def versions() -> dict[str, str]:
@@ -38,7 +33,7 @@ def versions() -> dict[str, str]:
 
 def problems_here(plan: RunPlan, mine: NodePlan, parameters: int) -> list[str]:
     """What keeps this node from running `mine`. `parameters` of the model, for the size of checkpoints."""
-    return [*_missing_files(plan), *_no_room(plan, mine, parameters), *dead_ports(), *dead_nvlinks(nvidia_smi("nvlink", "--status"))]
+    return [*_missing_files(plan), *_no_room(plan, mine, parameters), *dead_nvlinks(nvidia_smi("nvlink", "--status"))]
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
@@ -57,12 +52,10 @@ def _no_room(plan: RunPlan, mine: NodePlan, parameters: int) -> Iterator[str]:
         yield f"run_dir={plan.config.run_dir} has {free / 2**30:.1f} GiB free; {checkpoints} checkpoints take {needed / 2**30:.1f} GiB"
 
 
-def dead_ports(devices: Path = INFINIBAND) -> Iterator[str]:
-    """An InfiniBand port that is there but down makes NCCL and Mooncake fall back, or hang, without a word."""
-    for state in sorted(devices.glob("*/ports/*/state")):
-        text = state.read_text().strip()
-        if not text.endswith("ACTIVE"):
-            yield f"InfiniBand port {state.parts[-4]}:{state.parts[-2]} is {text}"
+def infiniband_ports(devices: Path = INFINIBAND) -> dict[str, bool]:
+    """Ports by name, such as mlx5_0:1, and whether they are up."""
+    states = sorted(devices.glob("*/ports/*/state"))
+    return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip().endswith("ACTIVE") for state in states}
 
 
 def dead_nvlinks(status: str) -> Iterator[str]:
@@ -77,8 +70,10 @@ def dead_nvlinks(status: str) -> Iterator[str]:
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:
-    """One line per problem of a node, and per version or number of GPUs in which a node differs from node 0."""
+    """One line per problem of a node, per version or number of GPUs in which it differs from node 0, and per InfiniBand port that is down
+    on it and up on others: NCCL and Mooncake would fall back, or hang, without a word. (One that is down everywhere has no cable.)"""
     first, lines = reports[0], []
+    up = {port for report in reports for port, is_up in report.infiniband.items() if is_up}
     for report in reports:
         name = f"node {report.node} ({report.host})"
         lines += [f"{name}: {problem}" for problem in report.problems]
@@ -89,6 +84,8 @@ def disagreements(reports: list[NodeReport]) -> list[str]:
         ]
         if report.gpus != first.gpus:
             lines.append(f"{name}: {report.gpus} GPUs, but {first.gpus} on node 0 ({first.host})")
+        down = [port for port, is_up in report.infiniband.items() if not is_up and port in up]
+        lines += [f"{name}: InfiniBand port {port} is down, but up on other nodes" for port in down]
     return lines
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megarl.files import log_tail
+
+FILES = 65_536
+KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,12 @@ class ProcessGroup:
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.05)
         self._signal_all(signal.SIGKILL)
-        for child in self._children.values():
-            child.wait()
+        for name, child in self._children.items():
+            try:
+                child.wait(KILLED_S)
+            except subprocess.TimeoutExpired:
+                held = f"has not ended {KILLED_S:.0f} s after SIGKILL: something in the kernel holds it"
+                print(f"{name}, process {child.pid}, {held}", flush=True)
         self._children.clear()
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -139,5 +149,10 @@ class ProcessGroup:
             os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
 
 
-def log_tail(path: Path, lines: int = 25) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+def raise_limits() -> None:
+    """Of this process and its children, as far as the system admits. FILES files: each request to an engine is a connection of its own,
+    thousands of them on the generator, and shells mostly begin with 1024. All memory that RDMA wants to lock."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
+    _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.rendezvous import Rendezvous
+from megarl.launch.worker import PARENT
 from megarl.plan.resolve import RunPlan
 
 
@@ -24,7 +26,7 @@ class NodePart:
     report: NodeReport
     rendezvous: Rendezvous
     folder: Path  # of the launch
-    interface: str | None  # of the network
+    interface: str | None  # by which other nodes reach this one, where there are others
 
     def engines(self, device: str | None = None) -> list[ProcessSpec]:
         """One process per engine, or part of one, in the order of `placed.engines`. `device`: cuda | cpu; None: what the node has."""
@@ -32,7 +34,7 @@ class NodePart:
         server_args, specs = self.plan.config.generator.server_args, []
         for part in self.placed.engines:
             argv, environment = server_command(self._settings(part, device), keys, server_args)
-            specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **network(self.interface)}))
+            specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **self._network()}))
         return specs
 
     def trainers(self, role: str) -> list[ProcessSpec]:
@@ -40,16 +42,19 @@ class NodePart:
         specs = []
         for local_rank, rank in enumerate(self.placed.trainer_ranks):
             environment = trainer_environment(self.plan, rank, local_rank, self.rendezvous.trainer_host, self.rendezvous.trainer_port)
-            specs.append(self._worker(role, rank, {**environment, **network(self.interface)}))
+            specs.append(self._worker(role, rank, {**environment, **self._network()}))
         return specs
 
     def driver(self, role: str) -> ProcessSpec:
         """Of the engines, in the given role."""
         return self._worker(role, 0, one_thread())
 
+    def _network(self) -> dict[str, str]:
+        return network(self.interface, wanted=self.plan.config.launch.interface is not None)
+
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
-        return ProcessSpec(f"{role}.{rank}", argv, environment, dumps_stacks=True)
+        return ProcessSpec(f"{role}.{rank}", argv, {**environment, PARENT: str(os.getpid())}, dumps_stacks=True)
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config, engine = self.plan.config, part.engine
@@ -69,5 +74,6 @@ class NodePart:
             seed=config.seed + engine,
             parts=part.parts,
             part=part.part,
+            cores_taken=part.first_slot - len(self.placed.trainer_ranks),
             group_address=f"{self.rendezvous.engine_hosts[engine]}:{self.rendezvous.engine_group_ports[engine]}",
         )

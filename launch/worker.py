@@ -14,13 +14,16 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 CORES = "MEGARL_CORES"  # environment: the cores this process keeps to
+PARENT = "MEGARL_PARENT"  # environment: the process that has started this one
 
 
 def die_with_parent() -> None:
-    """A parent that is killed outright cannot end its children; the kernel then does."""
+    """A parent that is killed outright cannot end its children; the kernel then does. Raises SystemExit where it is gone already: whoever
+    has taken over its children, and it may itself be process 1, of a container."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
         raise SystemExit("the parent is gone")
+    os.environ[PARENT] = str(os.getpid())  # of what this process spawns
 
 
 def keep_to_cores() -> None:

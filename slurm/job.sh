@@ -19,10 +19,12 @@ megarl_job() {
 # SIGTERM (scancel, preemption) comes to the launchers from Slurm itself: they save a checkpoint and end. SIGUSR1 (#SBATCH --signal:
 # the time limit is near) comes to this script alone. It asks the launchers for the same, and puts the job back into the queue, from
 # where it goes on from that checkpoint. By scancel: an srun that gets SIGTERM kills its tasks outright.
+# --cpu-bind=none: the launcher has a core for each rank; some clusters would bind it, and all that it starts, to a single one.
 # --wait: when a node is lost the others end, and the job must still be there when Slurm notices (SlurmdTimeout, 300 s) and requeues it.
 megarl_step() {
     local status=0 again=
-    srun ${SLURM_HET_SIZE:+--het-group=0-$((SLURM_HET_SIZE - 1))} --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=600 .venv/bin/megarl "$@" &
+    srun ${SLURM_HET_SIZE:+--het-group=0-$((SLURM_HET_SIZE - 1))} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=600 \
+        .venv/bin/megarl "$@" &
     local step=$!
     trap : TERM
     trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Optional, Union
 
 import msgspec
@@ -26,6 +27,9 @@ from megarl.messaging.link import LOOK_UP_S, Hub, Peer
 from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
 from megarl.protocols import ChannelType, Executor
 from megarl.types import Batch, Ordinal, Version
+
+
+LATER_S = 600.0  # rank 0 may come to a batch so much later than the others: it also reports the step before
 
 
 class _Rollouts:
@@ -88,9 +92,10 @@ _decode_agreed = msgspec.msgpack.Decoder(Union[Batch, _Resend, None]).decode
 class RolloutsReceiver(_Rollouts):
     """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
 
-    Rank 0 broadcasts a batch's bytes over the trainer's own process group: every rank sees the whole batch (token ids and
-    log-probs only: 64 MiB at 2048 samples of 8k tokens) and picks its data-parallel share itself, so that all ranks agree on
-    denominators and microbatch counts without talking. Groups are decoded once, on each rank.
+    Rank 0 broadcasts a batch's bytes: every rank sees the whole batch (token ids and log-probs only: 64 MiB at 2048 samples of 8k
+    tokens) and picks its data-parallel share itself, so that all ranks agree on denominators and microbatch counts without
+    talking. Groups are decoded once, on each rank. The others wait for its size while rank 0 waits for rollouts, longer than any
+    other collective may take: so that is sent in a process group of its own, over gloo, where no GPU spins meanwhile.
 
     Where the run is to stop, it broadcasts that there is no batch, so that all ranks stop after the same step.
     """
@@ -108,6 +113,7 @@ class RolloutsReceiver(_Rollouts):
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
         self._resend = resend  # of the weights, for an engine that has come back
         self._idle_s = 0.0  # of the generator, up to the batch before
+        self._patient: Optional[dist.ProcessGroup] = None  # once the first batch is asked for
         if buffer is not None:
             ledger = buffer.ledger()
             held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
@@ -125,8 +131,10 @@ class RolloutsReceiver(_Rollouts):
 
     def _agreed(self, executor: Executor) -> Union[Batch, _Resend, None]:
         """What rank 0 says, on every rank. Collective."""
+        if self._patient is None:  # rank 0's own deadline comes first, and says what is missing
+            self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S))
         body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
-        return _decode_agreed(broadcast_bytes(body, executor.device))
+        return _decode_agreed(broadcast_bytes(body, executor.device, self._patient))
 
     def ledger(self) -> bytes:
         """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
@@ -183,12 +191,13 @@ class RolloutsReceiver(_Rollouts):
         )
 
 
-def broadcast_bytes(body: bytes, device: torch.device) -> bytes:
-    """The bytes of global rank 0, on every rank of the default process group. Collective."""
-    size = torch.tensor([len(body)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src=0)
+def broadcast_bytes(body: bytes, device: torch.device, patient: dist.ProcessGroup) -> bytes:
+    """The bytes of global rank 0, on every rank of the default process group. Collective; `patient`, over gloo, has the same ranks, which
+    may wait in it for rank 0."""
+    size = torch.tensor([len(body)])
+    dist.broadcast(size, src=0, group=patient)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if dist.get_rank() == 0:
+    if body:
         data.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     dist.broadcast(data, src=0)
     return data.cpu().numpy().tobytes()

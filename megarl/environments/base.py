@@ -72,6 +72,13 @@ def _problems(sample: Sample, max_tokens: int) -> list[str]:
         problems.append("none of its tokens is the policy's")
     if length > max_tokens:
         problems.append(f"{length} tokens, more than max_tokens={max_tokens}")
-    if not math.isfinite(sample.reward):
-        problems.append(f"reward {sample.reward}")
+    if not _finite(sample.reward):
+        problems.append(f"reward {sample.reward!r}, no finite number")
+    if wrong := [logprob for logprob in sample.logprobs if not _finite(logprob)]:
+        problems.append(f"log-prob {wrong[0]!r}, no finite number")
     return problems
+
+
+def _finite(number: Any) -> bool:
+    """A truth value is no number: it would not be one to the trainer, which is told of rewards in MessagePack."""
+    return type(number) in (int, float) and math.isfinite(number)

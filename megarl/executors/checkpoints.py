@@ -32,8 +32,12 @@ def remove_leftovers(run_dir: Path | str) -> None:
 
 
 def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints."""
+    """Removes all but the newest `keep` checkpoints. What cannot be removed (on NFS a file that somebody else reads leaves a remnant until
+    it is closed) is told, and left to the next launch: it is no reason to end a run."""
     for _, path in complete_checkpoints(run_dir)[:-keep]:
         doomed = path.with_name(path.name + ".removing")  # a half-removed folder must not look whole
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            print(f"checkpoint {path} could not be removed: {error}", flush=True)

@@ -16,7 +16,7 @@ from megarl.channels.rollouts import RolloutsSender
 from megarl.data.prompts import eval_prompts, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.background import Background
-from megarl.executors.evaluate import pass_at_1
+from megarl.executors.evaluate import pass_at_1, places
 from megarl.executors.rollout import eval_sampling, open_fleet, open_rollout, train_sampling
 from megarl.executors.stream import RolloutStream
 from megarl.generator.fleet import Fleet
@@ -177,7 +177,8 @@ class GeneratorExecutor:
         if not (due and self.eval_prompts):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
-            result = await pass_at_1(self.rollout, self.eval_prompts, eval_sampling(self.plan, self.tokenizer))
+            sampling = eval_sampling(self.plan, self.tokenizer)
+            result = await pass_at_1(self.rollout, self.eval_prompts, sampling, places(self.plan))
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:

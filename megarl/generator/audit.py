@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Collection, Iterable, Mapping, Sequence
 
 from megarl.reshard.audit import MASK
@@ -22,20 +21,32 @@ def compare(
 ) -> None:
     """`found[generator rank][tensor]` against the sum of the senders' shares modulo 2^64. Raises AuditError.
 
-    What a relay brought must be what was sent to its leader.
+    What a relay brought must be what was sent to its leader. The engines stand still meanwhile, and of a large model there are a million
+    shares: all that is done for each of them is done by dict itself, but where several senders share a tensor.
     """
-    sent: dict[tuple[int, str], int] = defaultdict(int)
+    sent: list[dict[str, int]] = [{} for _ in found]
     for of_sender in shares:
         for rank, tensors in of_sender.items():
-            for name, share in tensors.items():
-                sent[rank, name] = (sent[rank, name] + share) & MASK
+            _add(sent[rank], tensors)
     leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
-    sent |= {(rank, name): sent[leader, name] for (rank, name), leader in leaders.items()}
-    there = {(rank, name): value for rank, hashes in enumerate(found) for name, value in hashes.items()}
-    wrong = sorted(key for key in there.keys() | sent.keys() if there.get(key) != sent.get(key))
+    for (rank, name), leader in leaders.items():
+        sent[rank][name] = sent[leader].get(name, 0)
+    differing = [rank for rank, hashes in enumerate(found) if hashes != sent[rank]]
+    wrong = sorted((rank, name) for rank in differing for name in _differing(found[rank], sent[rank]))
     if wrong:
         lines = [f"{name} on generator rank {rank} is not what {_sent(map, rank, name, leaders)}" for rank, name in wrong]
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
+
+
+def _add(sums: dict[str, int], shares: Mapping[str, int]) -> None:
+    common = sums.keys() & shares.keys()
+    added = {name: (sums[name] + shares[name]) & MASK for name in common}
+    sums.update(shares)
+    sums.update(added)
+
+
+def _differing(one: Mapping[str, int], other: Mapping[str, int]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:

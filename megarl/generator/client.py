@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from pathlib import Path
 from typing import Any, Callable, Optional, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Callable, Optional, Sequence
 import aiohttp
 import msgspec
 
+from megarl.files import log_tail
 from megarl.generator.completions import ABORT, Completion, EngineError, Sampling, completions_of, generation, scores_of, scoring
 from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
@@ -201,6 +203,8 @@ class EngineClient:
             raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             self._check_condemned()
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # nothing is wrong with the engine
+                raise EngineError(f"no connection to engine {self.url}: {error.strerror}; raise ulimit -n") from error
             raise EngineUnreachable(self.url, f"engine {self.url}{path} is not reachable: {error}") from error
 
     def _check_condemned(self) -> None:
@@ -208,7 +212,5 @@ class EngineClient:
             raise EngineError(f"engine {self.url} must not be used any more: {self._condemned}")
 
 
-def _tail(log: Optional[Path], lines: int = 20) -> str:
-    if log is None or not log.exists():
-        return ""
-    return f"; the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def _tail(log: Optional[Path]) -> str:
+    return "" if log is None else f"; the end of {log}:\n{log_tail(log)}"

@@ -98,7 +98,11 @@ def generation(inputs: Sequence[list[int]], samplings: Sequence[Sampling], versi
 
 def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling]) -> list[Completion]:
     """The answer to `generation`. Raises EngineError, which calls the engine by that name."""
-    return [_completion(engine, each.meta_info, sampling) for each, sampling in zip(_decode_answers(answer), samplings, strict=True)]
+    try:
+        answers = _decode_answers(answer)
+    except msgspec.DecodeError as error:  # JSON has no NaN: SGLang writes null
+        raise EngineError(f"engine {engine} gave an unreadable answer: {error} (a log-prob of null is NaN or infinite)") from error
+    return [_completion(engine, each.meta_info, sampling) for each, sampling in zip(answers, samplings, strict=True)]
 
 
 def scoring(sequences: list[list[int]]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Fleet:
             self._load[index] += n
             try:
                 while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
-                    await self._continue(self.engines[index], prompt_ids, sampling, unfinished)
+                    await self._continue(index, prompt_ids, sampling, unfinished)
             except EngineUnreachable as error:
                 self.lose(error)
             finally:
@@ -117,9 +117,13 @@ class Fleet:
         self.returned -= back
         self.pulse.beat()
 
-    async def _continue(self, engine: EngineClient, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
-        """One request: each draft goes on from the prompt and what it has, to its end or the next cut."""
+    async def _continue(self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
+        """One request: each draft goes on from the prompt and what it has, to its end or the next cut. None where the engine was lost
+        while requests were held: it may run again by now, without the weights."""
         await self.pulse.until(lambda: not self._held)
+        if index not in self.serving:
+            return
+        engine = self.engines[index]
         protected, aborts = any(draft.aborted for draft in drafts), self._aborts
         left = [sampling.max_tokens - len(draft.token_ids) for draft in drafts]
         samplings = [msgspec.structs.replace(sampling, max_tokens=min(tokens, self._chunk_tokens or tokens)) for tokens in left]

@@ -6,11 +6,11 @@ import asyncio
 import time
 from pathlib import Path
 
+from megarl.files import log_tail
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
 
 LOOK_UP_S = 0.5
-LOG_LINES = 20
 
 
 async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float) -> None:
@@ -36,6 +36,5 @@ def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:
     lines = [f"no engine is left, and none came back within {waited_s:.0f} s"]
     for index, reason in fleet.lost.items():
         log = logs / f"engine.{index}.log"
-        end = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else ["(no log)"]
-        lines += [f"engine {index}: {reason}; the end of {log}:", *end]
+        lines += [f"engine {index}: {reason}; the end of {log}:", log_tail(log)]
     return "\n".join(lines)

@@ -50,7 +50,8 @@ class EngineSettings:
     kv_cache_tokens: Optional[int] = None
     mem_fraction: float = 0.85  # of GPU memory
     device: Optional[str] = None  # None: cuda where there is one, else cpu
-    cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores this process may use
+    cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores this process may use, but for
+    cores_taken: int = 0  # so many, of other engines on this host
     base_gpu: int = 0
     parts: int = 1  # nodes that the engine spans; each starts a part, and part 0 answers requests
     part: int = 0
@@ -124,7 +125,8 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
 def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
     allowed = sorted(os.sched_getaffinity(0))
     ranks = settings.tp // settings.parts
-    cores = settings.cores or [allowed[-1 - (settings.part * ranks + rank) % len(allowed)] for rank in range(ranks)]
+    first = settings.cores_taken + settings.part * ranks
+    cores = settings.cores or [allowed[-1 - (first + rank) % len(allowed)] for rank in range(ranks)]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),

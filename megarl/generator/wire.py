@@ -21,4 +21,4 @@ def tensor_payload(content: bytes) -> str:
 def content_of(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
     """What `tensor_payload` wrapped."""
     [(_, tensor)] = named_tensors
-    return bytes(tensor.tolist())
+    return tensor.numpy().tobytes()

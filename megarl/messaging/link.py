@@ -155,6 +155,7 @@ class Hub(_Endpoint):
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = key.hub_public.encode(), key.hub_secret.encode()
         socket.router_mandatory = True  # sending to a peer that is gone is an error, not a silent drop
+        socket.router_handover = True  # a peer whose connection broke unnoticed here comes back under its name; else nobody would hear it
         socket.sndhwm = socket.rcvhwm = 0
         socket.bind(f"tcp://{host}:{port}")
         self.address = socket.last_endpoint.decode()

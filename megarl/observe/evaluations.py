@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megarl.files import write_whole
 from megarl.types import Version
 
 
@@ -12,7 +13,7 @@ def write_result(run_dir: Path | str, version: Version, result: dict[str, float]
     """Keeps `result` ("pass@1", "correct", "prompts", …) as that of one weight version; a second one replaces the first."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"version_{version:06d}.json").write_text(json.dumps({"version": version, **result}))
+    write_whole(folder / f"version_{version:06d}.json", json.dumps({"version": version, **result}))
 
 
 def read_results(run_dir: Path | str) -> list[dict[str, float]]:

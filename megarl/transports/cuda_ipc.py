@@ -1,7 +1,8 @@
 """One-sided writes inside a node: the trainer rank opens the GPU memory in which an engine worker's parameters lie, and copies into it.
 
 torch's allocator cuts large allocations into many tensors, and CUDA shares whole allocations only. So an endpoint names each
-allocation once, with one handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it.
+allocation once, with one handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it. The
+endpoint's address is an empty file that the engine's process holds open: whether it is there tells whether the process is.
 
 The engine's GPU need not be visible to the trainer process: a handle is opened on the trainer's own current device, which from then
 on reaches the memory over NVLink or PCIe (CUDA enables peer access), or directly where both share a GPU.
@@ -9,6 +10,8 @@ on reaches the memory over NVLink or PCIe (CUDA enables peer access), or directl
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from typing import Iterable, Mapping, Protocol, Sequence
 
@@ -17,6 +20,7 @@ import torch
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
 from megarl.transports.base import CUDA_IPC, Allocation, Endpoint, RemoteTensor, describe
+from megarl.transports.owners import Owners, file_at
 from megarl.transports.shared_memory import view_at
 
 _POLL_S = 0.0001
@@ -81,12 +85,14 @@ class CudaIpcTransport:
         self._rank, self._timeout_s = rank, timeout_s
         self._memory = self.make_memory()
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
+        self._owners = Owners(rank)
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._tensors = {endpoint.rank: self._open(endpoint) for endpoint in endpoints}
+        self._owners.note(endpoints)
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        """Nothing to do."""
+        self._owners.check()
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         target = self._tensors[copy.destination_rank][copy.destination_tensor]
@@ -97,18 +103,33 @@ class CudaIpcTransport:
             ranks = ", ".join(map(str, self._tensors))
             late = f"not through within {self._timeout_s:.0f} s by CUDA IPC"
             raise TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: {late}")
+        self._owners.check()
 
     def close(self) -> None:
         self._tensors = {}
 
     def _open(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
+        """Where its process has ended by now, in memory that is none, as shared memory does: the checks tell."""
         try:
             storages = [self._memory.open(allocation) for allocation in endpoint.allocations]
         except RuntimeError as error:
+            if file_at(endpoint.address) is None:
+                storages = [torch.UntypedStorage(allocation.size_bytes, device="meta") for allocation in endpoint.allocations]
+                return _tensors(storages, endpoint)
             ranks = f"trainer rank {self._rank} cannot open the GPU memory of generator rank {endpoint.rank} on {endpoint.host.name}"
             advice = "CUDA IPC needs peer access between the GPUs, and one container or --ipc=host; weights.transport=nccl does not"
             raise RuntimeError(f"{ranks}: {error}. {advice}") from error
-        return {tensor.name: view_at(storages[tensor.allocation], tensor) for tensor in endpoint.tensors}
+        return _tensors(storages, endpoint)
+
+
+def _tensors(storages: Sequence[torch.UntypedStorage], endpoint: Endpoint) -> dict[str, torch.Tensor]:
+    return {tensor.name: view_at(storages[tensor.allocation], tensor) for tensor in endpoint.tensors}
+
+
+@functools.cache
+def _sign_of_life() -> str:
+    """A file that is there for as long as this process."""
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('megarl-alive')}"
 
 
 def export(parameters: Mapping[str, torch.Tensor], rank: int, host: Host, memory: DeviceMemory) -> Endpoint:
@@ -130,4 +151,4 @@ def export(parameters: Mapping[str, torch.Tensor], rank: int, host: Host, memory
         offset = begin + parameter.storage_offset() * parameter.itemsize
         tensors.append(describe(name, parameter, offset, index_of[handle]))
     size = sum(allocation.size_bytes for allocation in allocations.values())
-    return Endpoint(rank, CUDA_IPC, "", size, tensors, allocations=list(allocations.values()), host=host)
+    return Endpoint(rank, CUDA_IPC, _sign_of_life(), size, tensors, allocations=list(allocations.values()), host=host)

@@ -16,14 +16,15 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import Any, Iterable, Iterator, Optional, Sequence
+from typing import Any, Iterable, Optional, Sequence
 
 import torch
 
 from megarl.config.errors import ConfigError
 from megarl.messaging.host import address_towards
 from megarl.reshard.map import Copy
-from megarl.transports.base import MOONCAKE, Endpoint, RemoteTensor
+from megarl.transports.base import MOONCAKE, Endpoint
+from megarl.transports.runs import destination_runs, pieces
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several at a time, and RDMA cuts them up anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
@@ -42,6 +43,7 @@ class MooncakeTransport:
         self._rank, self._timeout_s = rank, timeout_s
         self._staging: Optional[torch.Tensor] = None  # [2, HALF_BYTES], on the device of what is written
         self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
+        self._on_gpu = False  # what is written comes from there
         self._sources: dict[int, torch.UntypedStorage] = {}  # registered, by address; kept, so that no address is used again
         self._runs: dict[int, list[Run]] = {}  # generator rank → what lies in the current half for it
         self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None: the end
@@ -59,6 +61,7 @@ class MooncakeTransport:
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         storages = {storage.data_ptr(): storage for storage in (source.untyped_storage() for source in sources)}
+        self._on_gpu = any(storage.is_cuda for storage in storages.values())
         if gone := self._sources.keys() - storages.keys():
             self._engine.batch_unregister_memory(list(gone))
         if new := storages.keys() - self._sources.keys():
@@ -84,8 +87,7 @@ class MooncakeTransport:
         self._raise_failure()
 
     def close(self) -> None:
-        self._jobs.put(None)
-        self._staging = None
+        self._jobs.put(None)  # (after a failure it may still be sending from the staging buffer, which stays as long as the thread)
 
     def _put(self, rank: int, address: int, values: torch.Tensor) -> None:
         """Values of any strides to contiguous memory at `address`: from where they lie if that is registered, else packed."""
@@ -121,7 +123,7 @@ class MooncakeTransport:
 
     def _flush(self) -> None:
         """Hands the current half to the thread and takes over the other."""
-        if self._staging is not None and self._staging.is_cuda:
+        if self._on_gpu:  # the engine reads memory, whatever kernels have still to write there: ours, and the optimizer's step
             torch.cuda.current_stream().synchronize()
         self._raise_failure()
         self._jobs.put((self._half, self._runs))
@@ -133,50 +135,27 @@ class MooncakeTransport:
         while (job := self._jobs.get()) is not None:
             half, runs_of = job
             for rank, runs in runs_of.items():
-                peer = self._peers[rank][1]
-                if not self._failure and not write_runs(self._engine, peer, runs, self._timeout_s):
-                    self._failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {peer}"
+                if not self._failure:
+                    self._failure = self._send_runs(rank, runs)
             self._free[half].release()
+
+    def _send_runs(self, rank: int, runs: list[Run]) -> str:
+        """What went wrong; empty if nothing did."""
+        peer = self._peers[rank][1]
+        failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} by Mooncake"
+        try:
+            written = write_runs(self._engine, peer, runs, self._timeout_s)
+        except Exception as error:  # else the thread would end, and a deadline be the first to tell
+            return f"{failure}: {error!r}"
+        return "" if written else f"{failure}: is its engine alive? see the log on stderr"
 
     def _raise_failure(self) -> None:
         if self._failure:
-            raise RuntimeError(f"weights from {self._failure} by Mooncake: is its engine alive? see the log on stderr")
+            raise RuntimeError(f"weights from {self._failure}")
 
     def _late(self) -> TimeoutError:
         ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in self._peers.items())
         return TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: not through within {self._timeout_s:.0f} s")
-
-
-def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(offset in the endpoint's memory, its values) of each contiguous run of a box of `tensor` that begins at `start`."""
-    dim = len(tensor.shape)  # from here on the box is contiguous in the destination
-    extent = 1
-    while dim and tensor.strides[dim - 1] == extent:
-        dim -= 1
-        extent *= tensor.shape[dim]
-        if values.shape[dim] != tensor.shape[dim]:
-            break
-    item = values.element_size()
-    first = tensor.offset_bytes + item * sum(s * stride for s, stride in zip(start, tensor.strides))
-    for index in _indices(values.shape[:dim]):
-        yield first + item * sum(i * stride for i, stride in zip(index, tensor.strides)), values[index]
-
-
-def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """Views of at most `most_bytes` that together are `values`, in the order of its elements."""
-    if values.nbytes <= most_bytes:
-        yield values
-        return
-    row_bytes = values.nbytes // len(values)
-    if row_bytes > most_bytes:
-        for row in values:
-            yield from pieces(row, most_bytes)
-    else:
-        yield from values.split(most_bytes // row_bytes)
-
-
-def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return (tuple(i) for i in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()) if shape else iter([()])
 
 
 def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) -> bool:

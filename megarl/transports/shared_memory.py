@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Iterable, Mapping, Optional, Sequence
+from typing import Iterable, Mapping, Sequence
 
 import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.transports.base import SHARED_MEMORY, Endpoint, OwnerGone, RemoteTensor, describe
+from megarl.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor, describe
+from megarl.transports.owners import Owners, file_at
 
 _ALIGNMENT = 64  # bytes
 _MOST_NOTED_BYTES = 16 << 20  # what is copied by one call, so that quantised values do not pile up
@@ -22,16 +23,16 @@ class SharedMemoryTransport:
         self._rank = rank
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
         self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # a box where it lies: cut once, used every update
-        self._files: list[tuple[Endpoint, Optional[tuple[int, int]]]] = []  # what was mapped
+        self._owners = Owners(rank)
         self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # to be copied: places, and their values
         self._noted_bytes = 0
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._tensors, self._places = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}, {}
-        self._files = [(endpoint, file_at(endpoint.address)) for endpoint in endpoints]
+        self._owners.note(endpoints)
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        self._check_owners()
+        self._owners.check()
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
@@ -46,7 +47,7 @@ class SharedMemoryTransport:
     def fence(self) -> None:
         """Copies what is still noted. A store to shared memory is in place then, and the message that follows orders it."""
         self._copy()
-        self._check_owners()
+        self._owners.check()
 
     def _copy(self) -> None:
         """All in one call: between long copies, Python's own work would find none of its memory in the cache."""
@@ -57,13 +58,6 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         self._tensors, self._places = {}, {}
-
-    def _check_owners(self) -> None:
-        """A mapping outlives the process that it was made with: what is written into it then is lost without an error."""
-        for endpoint, file in self._files:
-            if file is None or file_at(endpoint.address) != file:
-                ranks = f"trainer rank {self._rank} to generator rank {endpoint.rank}"
-                raise OwnerGone(f"weights from {ranks}: the engine process that owned {endpoint.address} has ended")
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
         """Where its process has ended by now, in memory that is none: as of one that ends a moment later, the checks tell, and whoever
@@ -115,15 +109,6 @@ class MemoryFile:
     def close(self) -> None:
         """Nobody can map it any more; who has, keeps it."""
         os.close(self._file)
-
-
-def file_at(address: str) -> Optional[tuple[int, int]]:
-    """(device, inode) of a file; None where there is none."""
-    try:
-        found = os.stat(address)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor:

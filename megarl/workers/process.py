@@ -11,10 +11,9 @@ import json
 import os
 import resource
 import signal
-import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 _MAX_OPEN_FILES = 64
@@ -43,12 +42,12 @@ def limit_resources(memory_mib: str, files_writable: bool) -> None:
 
 def serve(function: Callable[..., Any], timeout_s: str) -> None:
     """Answers until standard input closes. After running out of memory the process ends: a fresh one is cleaner."""
-    write, sys.stdout = os.dup(sys.stdout.fileno()), sys.stderr  # what the function prints is no reply
+    requests, write = _own_ends()
     _write(write, "ready")
-    for line in sys.stdin.buffer:
+    for line in requests:
         _limit_cpu(float(timeout_s))
         try:
-            answer = json.dumps(reply(function, json.loads(line)))
+            answer = reply(function, json.loads(line))
             if len(answer) > MAX_REPLY_BYTES:
                 answer = json.dumps({"error": f"more than {MAX_REPLY_BYTES} bytes of result"})
             _write(write, answer)
@@ -57,17 +56,26 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
             os._exit(1)
 
 
-def reply(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
+def _own_ends() -> tuple[BinaryIO, int]:
+    """Standard input and output, from now on for ourselves alone: what the function or its children print is no reply, and what they read
+    no request."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def reply(function: Callable[..., Any], arguments: list[Any]) -> str:
     """A ValueError is the function's word on its arguments; any other exception is a mistake, and goes to standard error."""
     try:
-        return {"result": function(*arguments)}
+        return json.dumps({"result": function(*arguments)})
     except ValueError as error:
-        return {"error": str(error)}
+        return json.dumps({"error": str(error)})
     except MemoryError:
         raise
     except Exception as error:
         traceback.print_exc()
-        return {"error": f"it failed: {type(error).__name__}"}
+        return json.dumps({"error": f"it failed: {type(error).__name__}"})
 
 
 def _write(file: int, line: str) -> None:

@@ -14,14 +14,16 @@ import aiohttp
 import psutil
 import pytest
 import torch
-from sglang_engine import hf_logprobs, hf_model, make_checkpoint, shares_of, start_engine, write_as_trainer
+from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, shares_of, start_engine, write_as_trainer
 from sglang_writer import reshard_map
 
+from megarl.data.check import KEPT_BACK
 from megarl.messaging.link import Hub, RunKey
 from megarl.generator.audit import AuditError
 from megarl.generator.client import EngineClient
 from megarl.generator.commands import Arrange
 from megarl.generator.completions import Completion, EngineError, Sampling
+from megarl.generator.fleet import Fleet
 from megarl.generator.memory import open_memory
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import WeightUpdate
@@ -87,6 +89,19 @@ def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
         expected = reference.max(-1).values
         assert (torch.tensor(completion.logprobs) - expected).abs().max() < 3e-6
         assert completion.versions == [-1] * 12 and completion.finish_reason == "length"
+
+
+def test_a_response_fills_the_context_but_for_what_sglang_keeps_back(engine):
+    """Also where its last token takes a request of its own."""
+
+    async def longest(client, left_over):
+        tokens = CONTEXT - len(PROMPTS[0]) - left_over
+        fleet = Fleet([client], "resume", chunk_tokens=tokens - 1)
+        return len((await fleet.generate(PROMPTS[0], Sampling(max_tokens=tokens, ignore_eos=True), 1))[0].token_ids) == tokens
+
+    assert with_client(engine, lambda client: longest(client, KEPT_BACK))
+    with pytest.raises(EngineError, match="exceeds the maximum allowed length"):
+        with_client(engine, lambda client: longest(client, KEPT_BACK - 1))
 
 
 @pytest.mark.parametrize(

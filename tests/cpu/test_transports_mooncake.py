@@ -13,6 +13,7 @@ from megarl.reshard.map import Copy
 from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands
 from megarl.transports import mooncake
 from megarl.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor, send, shapes_of
+from megarl.transports.runs import destination_runs, pieces
 
 try:
     mooncake.open_engine("127.0.0.1", "tcp")
@@ -86,6 +87,23 @@ def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
     transport.close()
 
 
+class BrokenEngine:
+    def transfer_submit_write(self, peer, *run):
+        raise ValueError(f"no such segment: {peer}")
+
+
+def test_what_the_sending_thread_dies_of_is_told_at_the_fence():
+    receiver = Receiver()
+    transport = mooncake.MooncakeTransport(3, 20)
+    transport.connect([receiver.endpoint])
+    transport.prepare([values := torch.zeros(1, 2 * LONG)])
+    transport._engine = BrokenEngine()
+    transport.write(copy("x", Box((0, 0), (1, 2 * LONG)), "wide", Box((0, 0), (1, 2 * LONG)), "identity", "float32"), values)
+    with pytest.raises(RuntimeError, match="3 could not write to generator rank 0 at .* by Mooncake: ValueError..no such segment: 127"):
+        transport.fence()
+    transport.close()
+
+
 @pytest.mark.parametrize(
     "start, shape, of, runs, through_landing",
     [
@@ -100,7 +118,7 @@ def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
 def test_which_boxes_land(start, shape, of, runs, through_landing):
     assert lands(Box(start, shape), of, 4) is through_landing
     remote = RemoteTensor("t", of, "float32", torch.empty(of).stride(), 256)
-    found = [run.nbytes for _, run in mooncake.destination_runs(torch.zeros(shape), start, remote)]
+    found = [run.nbytes for _, run in destination_runs(torch.zeros(shape), start, remote)]
     assert len(found) == runs and sum(found) == 4 * torch.Size(shape).numel()
 
 
@@ -109,7 +127,7 @@ def test_runs_name_every_byte_of_the_box_once():
     remote = RemoteTensor("t", (3, 5, 8), "float32", whole.stride(), 0)
     for box in (Box((1, 1, 2), (2, 3, 4)), Box((0, 2, 0), (3, 2, 8)), Box((2, 0, 0), (1, 5, 8))):
         memory = torch.full_like(whole, -1)
-        for offset, run in mooncake.destination_runs(whole[box.slices()], box.start, remote):
+        for offset, run in destination_runs(whole[box.slices()], box.start, remote):
             memory.view(-1)[offset // 4 : offset // 4 + run.numel()] = run.reshape(-1)
         expected = torch.full_like(whole, -1)
         expected[box.slices()] = whole[box.slices()]
@@ -120,6 +138,6 @@ def test_runs_name_every_byte_of_the_box_once():
 @pytest.mark.parametrize("most", [4, 20, 40, 64, 10_000])
 def test_pieces_are_short_and_in_order(shape, most):
     values = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape, 2)[..., 1]  # not contiguous
-    found = list(mooncake.pieces(values, most))
+    found = list(pieces(values, most))
     assert torch.equal(torch.cat([piece.reshape(-1) for piece in found]), values.reshape(-1))
     assert max(piece.nbytes for piece in found) <= most and all(piece.numel() for piece in found)

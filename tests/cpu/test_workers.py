@@ -24,12 +24,14 @@ def test_functions_run_elsewhere_and_fail_with_a_reason(tmp_path: Path) -> None:
             assert (name, result) == ("\u00e9", "42") and pid != os.getpid()
             for how, reason in {
                 "value": "no such thing: \n\u00e9", "mistake": "it failed: KeyError", "memory": "it ran out of memory",
-                "exit": "it brought its process down", "2000000": "more than 1048576 bytes of result",
+                "odd": "it failed: TypeError", "exit": "it brought its process down", "2000000": "more than 1048576 bytes of result",
             }.items():  # fmt: skip
                 with pytest.raises(ToolError) as error:
                     await tools.run(fail, how)
                 assert str(error.value) == reason
             assert len(await tools.run(fail, "1000000")) == 1_000_000
+            requests = [tools.run(fail, "children") for _ in range(3)]  # the second and third are written while the first runs
+            assert await asyncio.gather(*requests) == ["18"] * 3
             with pytest.raises(ValueError, match="only a function of a module"):
                 await tools.run(lambda: 1)
             assert not waiting.done(), "one that computes for long holds up nobody"

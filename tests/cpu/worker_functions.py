@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -25,6 +26,10 @@ def fail(how: str) -> str:
         raise KeyError(how)
     if how == "memory":
         return str(len(bytearray(1 << 40)))
+    if how == "children":  # that take what stands in for a terminal: from one, and to the other
+        return str(len(subprocess.run("echo no reply; cat", shell=True).args))
+    if how == "odd":
+        return {1, 2}
     if how == "exit":
         os._exit(3)
     return "{" * int(how)

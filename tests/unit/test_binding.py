@@ -1,4 +1,4 @@
-"""Cores near a GPU, read from the kernel's files."""
+"""GPUs as the driver shows them, and the cores near them, read from the kernel's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megarl.launch import worker
-from megarl.launch.binding import cores_near, parse_cpulist, sysfs_address
+from megarl.launch.binding import cores_near, nvidia_smi, parse_cpulist, sysfs_address, visible
 
 
 @pytest.mark.parametrize("text, cores", [("0-3,8,10-11\n", (0, 1, 2, 3, 8, 10, 11)), ("5\n", (5,)), ("\n", ())])
@@ -37,3 +37,33 @@ def test_a_worker_keeps_to_the_cores_it_is_allowed(monkeypatch):
         assert os.sched_getaffinity(0) == before, "cores outside of the job's are no reason to fail"
     finally:
         os.sched_setaffinity(0, before)
+
+
+SHOWN = [(str(index), f"GPU-{index}aaa", f"00000000:{index}B:00.0") for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    "wanted, names, addresses",
+    [
+        (None, ["0", "1", "2", "3"], ["0000:0b:00.0", "0000:1b:00.0", "0000:2b:00.0", "0000:3b:00.0"]),
+        ("2,3", ["2", "3"], ["0000:2b:00.0", "0000:3b:00.0"]),
+        ("GPU-3a,GPU-1aaa", ["GPU-3a", "GPU-1aaa"], ["0000:3b:00.0", "0000:1b:00.0"]),
+        ("1,-1,2", ["1"], ["0000:1b:00.0"]),
+        ("MIG-77", ["MIG-77"], [""]),
+        ("", [], []),
+    ],
+)
+def test_a_launch_uses_the_gpus_that_it_was_given(wanted, names, addresses):
+    found = visible(SHOWN, wanted)
+    assert [gpu.name for gpu in found] == names and [gpu.address for gpu in found] == addresses
+
+
+@pytest.mark.parametrize("status, shown", [(0, "0, GPU-1, 00000000:1B:00.0\n"), (9, "")])
+def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, monkeypatch):
+    """The tool then writes its excuse to standard output."""
+    tool = tmp_path / "nvidia-smi"
+    said = shown or "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    tool.write_text(f"#!/bin/sh\necho \"{said.strip()}\"\nexit {status}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert nvidia_smi("--query-gpu=index") == shown

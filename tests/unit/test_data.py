@@ -294,9 +294,13 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
     with pytest.raises(ConfigError) as error:
         check_data(config, spec, "train")
     assert error.value.problems == [
-        f"{tmp_path}/a.jsonl, line 2: the prompt has 501 tokens; there is room for 496 (512 tokens of context less 16 for the response)",
+        f"{tmp_path}/a.jsonl, line 2: the prompt has 501 tokens; there is room for 490 (512 tokens of context less 16 for the response and "
+        "6 that SGLang keeps back)",
         f"{tmp_path}/b.jsonl, line 2: malformed JSON at column 12: Expecting ':' delimiter",
     ]
+    config.generator.kv_cache_tokens = 400
+    with pytest.raises(ConfigError, match="room for 378 .400 tokens of generator.kv_cache_tokens less 16 for the response and 6 that"):
+        check_data(config, spec, "train")
     config.data.eval = DatasetConfig(source=str(tmp_path / "c.jsonl"))
     with pytest.raises(ConfigError, match="c.jsonl, line 1: the tokenizer does not know some of the characters of 'r\u00e9sum\u00e9'"):
         check_data(config, spec, "eval")

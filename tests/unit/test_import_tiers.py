@@ -19,6 +19,7 @@ FOLDERS = {"megarl": "megarl", "megarl.kernels": "kernels", "megarl.launch": "la
 TIERS = {
     "types": 0,
     "protocols": 0,
+    "files": 0,
     "config": 1,
     "topology": 1,
     "models": 2,

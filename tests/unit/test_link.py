@@ -57,6 +57,20 @@ def test_strangers_are_refused(hub, key):
     plain.close(linger=0)
 
 
+def test_a_peer_that_connects_anew_is_heard_though_its_old_connection_still_stands(hub, key):
+    """As after a break that only its side has noticed."""
+    before = Peer("trainer.0", key, hub.address)
+    before.send(Hello("before"))
+    assert hub.receive(Hello, 5, "x")[1] == Hello("before")
+    after = Peer("trainer.0", key, hub.address)
+    after.send(Hello("after"))
+    assert hub.receive(Hello, 5, "x")[1] == Hello("after")
+    hub.send("trainer.0", Hello("back"))
+    assert after.receive(Hello, 5, "x")[1] == Hello("back")
+    for peer in (before, after):
+        peer.close()
+
+
 def test_sending_to_an_absent_peer_is_an_error(hub):
     with pytest.raises(RuntimeError, match="generator.0 cannot reach trainer.5"):
         hub.send("trainer.5", Hello(""))

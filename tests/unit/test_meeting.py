@@ -9,12 +9,18 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.launch import meeting as meeting_module
+from megarl.launch.environment import network
 from megarl.launch.meeting import Meeting, NodeReport, PeerFailed
-from megarl.launch.node import Node, speaks, this_node
+from megarl.launch.node import Node, address_of, interface_with, speaks, this_node
 from megarl.launch.preflight import disagreements
 
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_PROCID": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "r1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.fixture(autouse=True)
+def looks_always(monkeypatch):
+    monkeypatch.setattr(meeting_module, "LOOK_S", 0.0)
 
 
 def report(node: int, **changes) -> NodeReport:
@@ -32,6 +38,12 @@ def test_a_node_knows_its_place_from_srun_torchrun_or_alone():
     assert this_node(STEP | {"SLURM_RESTART_COUNT": "3"}).launch != this_node(STEP).launch
     assert this_node(TORCHRUN) == Node(1, 2, "torchrun.r1.0")
     assert [speaks(environment) for environment in ({}, STEP, STEP | {"SLURM_PROCID": "0"}, TORCHRUN)] == [True, False, True, False]
+
+
+def test_gloo_is_told_the_interface_by_which_a_node_is_reached_and_nccl_only_what_was_asked_for():
+    assert interface_with(address_of("lo", 2)) == "lo" and interface_with("192.0.2.1") is None
+    assert network("ib0", wanted=False) == {"GLOO_SOCKET_IFNAME": "ib0"} and network(None, wanted=False) == {}
+    assert network("ib0", wanted=True) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
 
 
 def test_components_of_a_heterogeneous_job_share_one_launch():
@@ -90,6 +102,41 @@ def test_a_silent_node_ends_the_run_and_a_finished_one_does_not(tmp_path, monkey
     second._path_of_finished(1).unlink()
     with pytest.raises(PeerFailed, match="node 1 has shown no sign of life"):
         first.poll()
+
+
+def test_the_head_listens_to_all_nodes_and_the_others_to_the_head(tmp_path, monkeypatch):
+    """Else the signs of life of n nodes were read n * n times every other second, from one server of files."""
+    monkeypatch.setattr(meeting_module, "BEAT_S", 0.0)
+    head, second, third = meetings(tmp_path, count=3, silence_s=0.2)
+    for each in (second, third, head, third):
+        each.poll()
+    time.sleep(0.3)
+    head._path_of_beats(0).write_text("2")
+    third.poll()
+    with pytest.raises(PeerFailed, match="node 1 has shown no sign of life"):
+        head.poll()
+    time.sleep(0.3)
+    with pytest.raises(PeerFailed, match="node 0 has shown no sign of life"):
+        third.poll()
+
+
+def test_signs_of_life_are_overwritten_where_they_are(tmp_path, monkeypatch):
+    """A reader on NFS would be told of a stale handle, and its launcher end the run."""
+    monkeypatch.setattr(meeting_module, "BEAT_S", 0.0)
+    first, second = meetings(tmp_path, silence_s=0.5)
+    second.poll()
+    with open(second._path_of_beats(1)) as reader:
+        second.poll()
+        assert reader.read() == "2"
+    second._path_of_beats(1).unlink()
+    second._path_of_beats(1).mkdir()  # what cannot be read just now
+    first.poll()
+
+
+def test_a_launch_of_a_name_that_was_used_before_is_refused(tmp_path):
+    meetings(tmp_path)[1].announce(report(1))
+    with pytest.raises(ConfigError, match="launch x was used before; torchrun needs a new --rdzv-id for every launch"):
+        meetings(tmp_path)[1].announce(report(1))
 
 
 def test_nodes_that_serve_wait_for_those_that_work(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.launch import preflight
+from megarl.launch.meeting import NodeReport
 
 
 def status(*links: str) -> str:
@@ -28,9 +29,14 @@ def test_nodes_whose_gpus_are_linked_alike_or_not_at_all_pass(text):
     assert list(preflight.dead_nvlinks(text)) == []
 
 
-def test_an_infiniband_port_that_is_down_is_named(tmp_path):
-    for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
-        port = tmp_path / device / "ports/1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state)
-    assert list(preflight.dead_ports(tmp_path)) == ["InfiniBand port mlx5_1:1 is 1: DOWN"]
+def test_an_infiniband_port_that_is_down_here_and_up_elsewhere_is_named(tmp_path):
+    """One that is down on all nodes, as the second of two ports often is, keeps nobody from running."""
+    reports = []
+    for node, states in enumerate((("4: ACTIVE\n", "1: DOWN\n"), ("1: DOWN\n", "2: INIT\n"), ())):
+        for number, state in enumerate(states):
+            port = tmp_path / str(node) / f"mlx5_{number}/ports/1"
+            port.mkdir(parents=True)
+            (port / "state").write_text(state)
+        ports = preflight.infiniband_ports(tmp_path / str(node))
+        reports.append(NodeReport(node, f"h{node}", "", gpus=8, ports={}, versions={}, problems=[], infiniband=ports))
+    assert preflight.disagreements(reports) == ["node 1 (h1): InfiniBand port mlx5_0:1 is down, but up on other nodes"]

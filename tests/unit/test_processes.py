@@ -1,11 +1,15 @@
 import os
+import resource
+import signal
+import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 
-from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
+from megarl.files import log_tail, write_whole
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits
 from megarl.launch.watch import watch
 
 
@@ -71,3 +75,54 @@ def test_workers_that_end_well_end_the_watch(tmp_path):
         group.start(python("trainer.0", "pass"))
         watch(group, {"trainer.0"}, poll=lambda: polls.append(os.getpid()))
     assert polls
+
+
+def test_the_end_of_a_log_is_told_however_long_the_log_is(tmp_path):
+    (tmp_path / "log").write_bytes(b"\xc3\xa9" * 100_000 + b"\nlast but one\nlast\n")
+    assert log_tail(tmp_path / "log", 2) == "last but one\nlast"
+    assert len(log_tail(tmp_path / "log")) < 1 << 16 and log_tail(tmp_path / "none") == "(no log)"
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_whole(path, "seed: 1")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))  # as a full disk would
+        with pytest.raises(OSError):
+            write_whole(path, "seed: 2" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("config.yaml", "seed: 1")]
+
+
+def test_processes_may_open_more_files_than_a_shell_begins_with(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        raise_limits()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(65_536, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("parent, status", [("its own", 0), ("1", 1), (None, 0)])
+def test_a_process_whose_parent_is_gone_ends(parent, status):
+    code = "import os; from megarl.launch.worker import die_with_parent as check; check(); check() if os.fork() == 0 else os.wait()"
+    env = {**os.environ, **({} if parent is None else {"MEGARL_PARENT": str(os.getpid()) if parent == "its own" else parent})}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and done.stderr == ("the parent is gone\n" if status else "")
+
+
+def test_the_parent_may_be_the_first_process_of_a_container():
+    """Which is number 1, as is whoever takes over orphans elsewhere."""
+    launcher = (
+        "import os, subprocess, sys; child = 'from megarl.launch.worker import die_with_parent as check; check()';"
+        "sys.exit(subprocess.run([sys.executable, '-c', child], env={**os.environ, 'MEGARL_PARENT': str(os.getpid())}).returncode)"
+    )
+    done = subprocess.run(["unshare", "--pid", "--fork", sys.executable, "-c", launcher], capture_output=True, text=True, timeout=60)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import msgspec
 import pytest
@@ -62,7 +63,7 @@ def ready(ordinal: int, version: int = 0, started_s: float = 1.0, ended_s: float
 
 @pytest.fixture(scope="module")
 def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     yield
     dist.destroy_process_group()
 
@@ -108,6 +109,13 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     sender.finished(ready(1))
     until_held(receiver, [1, 3])
     assert b"\xc3\xa9" in receiver.ledger()
+
+
+def test_ranks_may_wait_longer_for_a_batch_than_for_each_other(alone, link):
+    sender, receiver = ends(link, ledger=Ledger(0, [], [ready(0), ready(1)]), timeout_s=3600.0)
+    receiver.recv(FakeTrainer())
+    limit = receiver._patient._get_backend(torch.device("cpu")).options._timeout
+    assert limit > timedelta(seconds=3600)
 
 
 class LinkUnderLoad:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -47,3 +48,15 @@ def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it(monk
     assert shown.startswith("launch     68 nodes")
     engine = json.loads(shlex.split(shown.splitlines()[-1])[-1])
     assert (engine["device"], engine["nnodes"], engine["node_rank"], engine["dist_init_addr"]) == ("cuda", 2, 0, "ADDRESS:0")
+
+
+def test_engines_on_the_cores_of_one_node_do_not_share_them(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
+    plan = resolve(load_config("configs/quickstart.yaml", ["generator.engines=3", "generator.tp=1"]), "plan")
+    job = Job("train", Path("logs"), "trainer", "generator")
+    [node] = placement(plan, job, 1, 0)
+    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, ["h"] * 3, [3, 4, 5], [6, 7, 8], "", "", 0, "")
+    report = NodeReport(0, "", "h", gpus=0, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
+    specs = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None).engines(device="cpu")
+    assert [spec.env["SGLANG_CPU_OMP_THREADS_BIND"] for spec in specs] == ["3", "2", "1"]

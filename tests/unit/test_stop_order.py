@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.launch import meeting
 from megarl.launch.meeting import Meeting
 from megarl.launch.node import Node
 from megarl.launch.stopping import Stopped, StopOrder
+
+
+@pytest.fixture(autouse=True)
+def looks_always(monkeypatch):
+    monkeypatch.setattr(meeting, "LOOK_S", 0.0)
 
 
 class Processes:

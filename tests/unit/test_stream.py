@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from megarl.channels.admission import Admission
 from megarl.executors.background import Background
 from megarl.executors.stream import RolloutStream
-from megarl.generator.client import EngineUnreachable
+from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
 from megarl.messaging.messages import GenerateFrom, GroupReady
@@ -286,6 +287,12 @@ def test_the_last_token_of_an_aborted_answer_is_sampled_again():
     assert completions_of("engine", json.dumps(answers[:1]).encode(), [truncated]) == [empty], "its log-probs are missing"
 
 
+def test_a_log_prob_that_is_no_number_names_the_engine():
+    meta = {"weight_version": "3", "finish_reason": {"type": "stop"}, "output_token_logprobs": [[None, 5, None]]}
+    with pytest.raises(EngineError, match="engine url gave an unreadable answer: Expected `float`, got `null`.*NaN or infinite"):
+        completions_of("url", json.dumps([{"meta_info": meta}]).encode(), [Sampling(8)])
+
+
 def test_requests_wait_for_the_end_of_an_update_and_carry_the_new_version():
     async def answer(inputs, samplings):
         return [tokens_of(s.max_tokens, "length") for s in samplings]
@@ -347,6 +354,28 @@ def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
     assert lengths == [[3, 3], [7, 7], [11, 11]], "nothing that was answered is asked for again"
 
 
+def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
+    """It may run again by then, without the weights."""
+
+    async def run():
+        fleet = Fleet([first := FakeEngine(answer), second := FakeEngine(answer)], "in_flight", elastic=True)
+        first.url, second.url = "first", "second"
+        fleet.release(0)
+        await fleet.hold(1)
+        request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
+        await settle()
+        fleet.lose(EngineUnreachable("first", "gone"))
+        fleet.come_back(0)
+        fleet.release(1)
+        await request
+        assert (first.versions, second.versions) == ([], [1])
+
+    async def answer(inputs, samplings):
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    asyncio.run(run())
+
+
 def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
     async def run():
         fleet = Fleet([engine := FakeEngine(answer)], "in_flight", elastic=True)
@@ -368,6 +397,24 @@ def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
         return [tokens_of(s.max_tokens, "length") for s in samplings]
 
     answered: list = []
+    asyncio.run(run())
+
+
+def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
+    """Each connection is one; with an elastic fleet one engine after the other would count as lost."""
+
+    async def run():
+        client = EngineClient("http://127.0.0.1:9", "key", "key")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+            with pytest.raises(EngineError, match="no connection to engine http://127.0.0.1:9: Too many open files; raise ulimit -n") as found:
+                await client.generate([1], Sampling(max_tokens=2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            await client.close()
+        assert not isinstance(found.value, EngineUnreachable)
+
     asyncio.run(run())
 
 

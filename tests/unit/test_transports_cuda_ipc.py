@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import msgspec
 import pytest
 import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.transports.base import Allocation, Endpoint, send, shapes_of
+from megarl.transports.base import Allocation, Endpoint, OwnerGone, send, shapes_of
 from megarl.transports.cuda_ipc import CudaIpcTransport, export
 
 HOST = Host(name="gpu-node")
@@ -123,3 +127,22 @@ def test_memory_that_does_not_open_names_both_ranks_and_the_way_out(parameters):
     wanted = "trainer rank 2 cannot open the GPU memory of generator rank 3 on gpu-node: invalid device context.*weights.transport=nccl"
     with pytest.raises(RuntimeError, match=wanted):
         FakeCudaIpcTransport(2, 5).connect([endpoint])
+
+
+def test_memory_of_a_process_that_has_ended_is_told_from_memory_that_does_not_open(parameters):
+    """Before it was opened or after: a run that can go on without the engine does so by this error."""
+    code = "import os, sys; print(os.memfd_create('x'), flush=True); sys.stdin.read()"
+    owner = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    address = f"/proc/{owner.pid}/fd/{int(owner.stdout.readline())}"
+    endpoint = msgspec.structs.replace(export(parameters, 3, HOST, FakeDeviceMemory()), address=address)
+    opened, too_late = FakeCudaIpcTransport(2, 5), FakeCudaIpcTransport(2, 5)
+    opened.connect([endpoint])
+    opened.prepare([])
+    owner.communicate()
+    FakeDeviceMemory.allocations.clear()
+    too_late.connect([endpoint])
+    too_late.write(Copy(2, "x", Box((0,), (7,)), 3, "b", Box((0,), (7,)), "identity", "bfloat16", 0), torch.ones(7, dtype=torch.bfloat16))
+    for transport in (opened, too_late):
+        for step in (lambda: transport.prepare([]), transport.fence):
+            with pytest.raises(OwnerGone, match=f"trainer rank 2 to generator rank 3: the engine process that owned {address} has ended"):
+                step()
