@@ -18,10 +18,10 @@ from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.schedule import groups
-from megarl.transports.base import CUDA_IPC, SHARED_MEMORY
+from megarl.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY
 from megarl.types import Version
 
-MAPPED = {SHARED_MEMORY, CUDA_IPC}  # ways that can be opened anew at any time, and that a lost engine does not block
+ONE_SIDED = {SHARED_MEMORY, CUDA_IPC, MOONCAKE}  # ways that can be opened anew at any time, and that a lost engine does not block
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ class EngineSessions:
                 fleet.lose(error)
             else:
                 self._members = members
-                mapped = self._opened.kinds <= MAPPED  # memory outlives its owner
-                self._workers.may_lose = fleet.elastic and mapped and not self._opened.relays  # (what it was to pass on, it did not)
+                self._workers.may_lose = fleet.elastic and self._opened.kinds <= ONE_SIDED
                 return Session(members, session, self._opened, grant, self._group_of)
 
     async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
@@ -101,7 +100,7 @@ class EngineSessions:
 
     def _use(self, members: list[int], fleet: Fleet) -> None:
         """Raises RuntimeError where the way that weights go by cannot be opened anew for other engines than before."""
-        if self._opened is not None and not self._opened.kinds <= MAPPED:
+        if self._opened is not None and not self._opened.kinds <= ONE_SIDED:
             ways, lost = ", ".join(sorted(self._opened.kinds)), "; ".join(fleet.lost.values()) or "an engine has come back"
             raise RuntimeError(f"weights go by {ways}, which cannot go on with engines {members} alone: {lost}")
         clients = [fleet.engines[index] for index in members]

@@ -190,8 +190,9 @@ class WeightsReceiver:
         written = await self._await_written(grant.version, update.group)
         if MOONCAKE in opened.kinds:
             await update.spread()
+        await update.give_up({rank: f"{sender} could not write" for sender, message in written.items() for rank in message.unwritten})
         if opened.relays:
-            await update.pass_on()
+            await update.pass_on(session.relays)
         if self._plan.config.weights.audit:
             await update.audit([message.shares for message in written.values()], opened.map, session.relays)
         return sum(message.bytes_written for message in written.values())

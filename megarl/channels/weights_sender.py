@@ -167,7 +167,9 @@ class WeightsSender:
             self._cut_amax = self._amax.table(model)
         writes, audit = self._writes[grant.group], self._plan.config.weights.audit
         sent = send(self._transport, writes, model, self._shapes, audit, self._cut_amax, self._payloads)
-        self._link.send(WeightsWritten(grant.version, sent.bytes, time.monotonic() - started, sent.shares, group=grant.group))
+        unwritten = sorted(self._transport.unwritten)
+        write_s = time.monotonic() - started
+        self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, group=grant.group, unwritten=unwritten))
 
     def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
         """To the engines that take part from now on. Whether the map is another than before."""

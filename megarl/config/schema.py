@@ -111,8 +111,8 @@ class GeneratorConfig:
     on_failure: str = setting(
         "restart",
         "when an engine dies or hangs; restart: it is started again, given the current weights, and serves again; drop: the others do "
-        "its work; fail: the run ends. Its unfinished requests go to others. Where weights do not go through mapped memory "
-        "(weights.transport), the run ends in any case, at the next update",
+        "its work; fail: the run ends. Its unfinished requests go to others. Where weights go by gloo or nccl (weights.transport), the "
+        "run ends in any case, at the next update",
         one_of("restart", "drop", "fail"),
     )
     max_restarts: int = setting(3, "of one engine; when it dies once more, the run ends", at_least(0))

@@ -89,7 +89,8 @@ class MeetNeighbours(_Command, frozen=True):
 
 
 class PassOn(_Command, frozen=True):
-    """A group is written: passes on what this rank leads. Answered when it is there."""
+    """A group is written: passes on what this rank leads. Answered when it is there: list[int], the generator ranks that could not be
+    reached."""
 
     group: int = 0
 
@@ -100,13 +101,19 @@ class Audit(_Command, frozen=True):
     group: int = 0
 
 
+class End(_Command, frozen=True):
+    """What the engine holds is half-written, and it shall be started again: its processes end. Not answered."""
+
+
 Command = Union[
-    Connect, Describe, Arrange, Divide, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit
-]
+    Connect, Describe, Arrange, Divide, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit,
+    End,
+]  # fmt: skip
 
 Description = list[RemoteTensor]
 Opened = Optional[Endpoint]
 Hashes = dict[str, int]
+Unwritten = list[int]
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Command).decode

@@ -14,6 +14,7 @@ between two of them `await update.let_go()`, then `await update.open_next()`: th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Awaitable, Callable, Collection, Iterable, Mapping, Optional
@@ -22,13 +23,15 @@ import msgspec
 
 from megarl.generator import commands
 from megarl.generator.audit import compare
-from megarl.generator.client import EngineClient
-from megarl.generator.commands import Audit, PassOn, Receive, Spread
+from megarl.generator.client import EngineClient, EngineUnreachable
+from megarl.generator.commands import Audit, End, PassOn, Receive, Spread
 from megarl.generator.completions import EngineError
 from megarl.generator.workers import Workers
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.forwarding import Relay
 from megarl.types import Version
+
+ENDED_S = 10.0  # an engine that was told to end has, or is left to its launcher
 
 Pause = tuple[float, float]  # when the first engine had stopped, and when the last went on, by time.perf_counter
 
@@ -92,9 +95,32 @@ class WeightUpdate:
         """Mooncake only, when the trainer ranks have written all: the workers put the boxes of short rows where they belong."""
         await self.workers.run_all(Spread(self.group))
 
-    async def pass_on(self) -> None:
-        """With relays only, when everything is in place at their leaders (after `receive` and `spread`)."""
-        await self.workers.run_all(PassOn(self.group))
+    async def pass_on(self, relays: Collection[Relay]) -> None:
+        """With relays only, when everything is in place at their leaders (after `receive` and `spread`). `relays` are the group's."""
+        payloads = await self.workers.run_all(PassOn(self.group))
+        lost = {rank for rank, payload in enumerate(payloads) if not payload}
+        by_lost = [relay for relay in relays if relay.source_rank in lost]
+        left_out = {r.destination_rank: f"generator rank {r.source_rank} was lost before it passed weights on" for r in by_lost}
+        for rank, payload in enumerate(payloads):
+            for other in msgspec.msgpack.decode(payload, type=commands.Unwritten) if payload else ():
+                left_out[other] = f"generator rank {rank} could not pass weights on"
+        await self.give_up(left_out)
+
+    async def give_up(self, left_out: Mapping[int, str]) -> None:
+        """Goes on without the engines of these generator ranks, which lack a part of the group, and why. One that still answers is ended,
+        so that it is started again. Raises EngineUnreachable where nothing may be lost."""
+        places = {rank // self.workers.tp: why for rank, why in left_out.items()}
+        missed = {place: why for place, why in places.items() if place not in self.workers.lost}
+        engines = {place: self.workers.engines[place] for place in missed}
+        losses = {place: EngineUnreachable(engine.url, f"{missed[place]} to engine {engine.url}") for place, engine in engines.items()}
+        self.workers.go_on_without(losses)
+        for loss in losses.values():
+            print(f"it lacks a part of the weights, and is ended: {loss}", flush=True)
+        await asyncio.gather(*(self._end(engine) for engine in engines.values()))
+
+    async def _end(self, engine: EngineClient) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):  # it does not come to answer
+            await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
 
     async def audit(
         self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()
@@ -105,7 +131,7 @@ class WeightUpdate:
         gone = {rank for rank, payload in enumerate(payloads) if not payload}
         of_the_living = [{rank: hashes for rank, hashes in each.items() if rank not in gone} for each in shares]
         found = [msgspec.msgpack.decode(payload, type=commands.Hashes) if payload else {} for payload in payloads]
-        compare(found, of_the_living, map, relays)
+        compare(found, of_the_living, map, [relay for relay in relays if not {relay.source_rank, relay.destination_rank} & gone])
 
     async def close(self, version: Version) -> None:
         """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`.

@@ -6,6 +6,7 @@ the engine, so each is caught here, once, and travels back as the answer.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -23,6 +24,7 @@ from megarl.generator.commands import (
     Connect,
     Describe,
     Divide,
+    End,
     ExpectMessages,
     MeetNeighbours,
     PassOn,
@@ -151,12 +153,12 @@ class Worker:
         self.relays = command.relays.get(self.rank, [])
         reached = {relay.destination_rank for relay in self.relays}
         if reached:
-            self.neighbours = PairwiseTransport(AUTO, self.host, self.rank, command.timeout_s)
+            self.neighbours = PairwiseTransport(AUTO, self.host, self.rank, command.timeout_s, may_lose=True)
             self.neighbours.connect([endpoint for endpoint in command.endpoints if endpoint.rank in reached])
             passed_on = {relay.tensor for relay in self.relays}
             self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
-    def pass_on(self, parameters: Parameters, command: PassOn) -> None:
+    def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
         tensors = self.of_group(parameters, command.group)
         for relay in [relay for relay in self.relays if relay.tensor in tensors]:
             values = tensors[relay.tensor]
@@ -166,8 +168,14 @@ class Worker:
                 self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth
             )
             self.neighbours.write(copy, values)
-        if self.neighbours is not None:
-            self.neighbours.fence()
+        if self.neighbours is None:
+            return []
+        self.neighbours.fence()
+        return sorted(self.neighbours.unwritten)
+
+    def end(self, parameters: Parameters, command: End) -> None:
+        print("told to end: the weights are half-written", file=sys.stderr, flush=True)
+        os._exit(1)  # SGLang ends an engine of which a scheduler has
 
     def audit(self, parameters: Parameters, command: Audit) -> dict[str, int]:
         tensors = self.of_group(parameters, command.group)
@@ -200,6 +208,7 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     Spread: Worker.spread,
     MeetNeighbours: Worker.meet_neighbours,
     PassOn: Worker.pass_on,
+    End: Worker.end,
     Audit: Worker.audit,
 }
 

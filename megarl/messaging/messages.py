@@ -45,7 +45,7 @@ class WeightsGrant(_Message, frozen=True):
 class WeightsWritten(_Message, frozen=True):
     """Trainer rank: all my copies of a group are written. `shares[generator rank][tensor]` is my share of the audit hash of that tensor.
 
-    Or they are not: `error` then says why, and is empty otherwise.
+    Or they are not: `error` then says why, and is empty otherwise. `unwritten` are generator ranks that could not be reached.
     """
 
     version: int
@@ -54,6 +54,7 @@ class WeightsWritten(_Message, frozen=True):
     shares: dict[int, dict[str, int]]
     error: str = ""
     group: int = 0
+    unwritten: list[int] = []
 
 
 class WeightsApplied(_Message, frozen=True):

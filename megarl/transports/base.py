@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Iterable, Mapping, Optional, Protocol, Sequence
+from typing import Collection, Iterable, Mapping, Optional, Protocol, Sequence
 
 import msgspec
 import torch
@@ -110,6 +110,14 @@ class Transport(Protocol):
 
 class OwnerGone(RuntimeError):
     """The engine process whose memory is mapped here has ended: what is written into it is lost."""
+
+
+class PeerUnreachable(RuntimeError):
+    """Generator ranks could not be written to; all others were. Their engines have ended, or the network to them is broken."""
+
+    def __init__(self, message: str, ranks: Collection[int]):
+        super().__init__(message)
+        self.ranks = frozenset(ranks)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from megarl.config.errors import ConfigError
 from megarl.messaging.host import address_towards
 from megarl.reshard.map import Copy
-from megarl.transports.base import MOONCAKE, Endpoint
+from megarl.transports.base import MOONCAKE, Endpoint, PeerUnreachable
 from megarl.transports.runs import destination_runs, pieces
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several at a time, and RDMA cuts them up anyway
@@ -48,7 +48,7 @@ class MooncakeTransport:
         self._runs: dict[int, list[Run]] = {}  # generator rank → what lies in the current half for it
         self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None: the end
         self._free = [threading.Semaphore(1), threading.Semaphore(1)]  # of the halves
-        self._failure = ""
+        self._failures: dict[int, str] = {}  # by generator rank: nothing more is sent there
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._peers = {endpoint.rank: address_parts(endpoint.address) for endpoint in endpoints}
@@ -84,7 +84,8 @@ class MooncakeTransport:
         if not other.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._late()
         other.release()
-        self._raise_failure()
+        if self._failures:
+            raise PeerUnreachable("; ".join(f"weights from {failure}" for failure in self._failures.values()), self._failures)
 
     def close(self) -> None:
         self._jobs.put(None)  # (after a failure it may still be sending from the staging buffer, which stays as long as the thread)
@@ -125,7 +126,6 @@ class MooncakeTransport:
         """Hands the current half to the thread and takes over the other."""
         if self._on_gpu:  # the engine reads memory, whatever kernels have still to write there: ours, and the optimizer's step
             torch.cuda.current_stream().synchronize()
-        self._raise_failure()
         self._jobs.put((self._half, self._runs))
         self._half, self._filled, self._noted, self._runs = 1 - self._half, 0, 0, {}
         if not self._free[self._half].acquire(timeout=self._timeout_s):
@@ -135,8 +135,8 @@ class MooncakeTransport:
         while (job := self._jobs.get()) is not None:
             half, runs_of = job
             for rank, runs in runs_of.items():
-                if not self._failure:
-                    self._failure = self._send_runs(rank, runs)
+                if rank not in self._failures and (failure := self._send_runs(rank, runs)):
+                    self._failures[rank] = failure
             self._free[half].release()
 
     def _send_runs(self, rank: int, runs: list[Run]) -> str:
@@ -148,10 +148,6 @@ class MooncakeTransport:
         except Exception as error:  # else the thread would end, and a deadline be the first to tell
             return f"{failure}: {error!r}"
         return "" if written else f"{failure}: is its engine alive? see the log on stderr"
-
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise RuntimeError(f"weights from {self._failure}")
 
     def _late(self) -> TimeoutError:
         ranks = ", ".join(f"{rank} at {peer}" for rank, (_, peer, _) in self._peers.items())

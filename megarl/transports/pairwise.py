@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from typing import Iterable, Sequence
+from typing import Iterable, Iterator, Sequence
 
 import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.transports.base import Endpoint, OwnerGone, Transport
+from megarl.transports.base import Endpoint, OwnerGone, PeerUnreachable, Transport
 from megarl.transports.choice import kind_of, transport_between, transport_class
 
 
 class PairwiseTransport:
     """`setting` is weights.transport, `host` that of this trainer rank, as the generator knows it.
 
-    With `may_lose`, writing goes on where an engine has ended that memory was mapped of: the generator goes on without it too.
+    With `may_lose`, writing goes on where an engine has ended that memory was mapped of: the generator goes on without it too. Of
+    those that could not be reached over the network it must be told (`unwritten`): it is not sure that they have ended.
     """
 
     kind = "pairwise"
 
     def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):
-        self._gone = (OwnerGone,) if may_lose else ()
+        self._may_lose = may_lose
+        self.unwritten: set[int] = set()  # generator ranks, since `connect`
         self._setting, self._host, self._rank, self._timeout_s = setting, host, rank, timeout_s
         self._kind = kind_of(setting)
         self._transports: list[Transport] = []
@@ -44,7 +46,7 @@ class PairwiseTransport:
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         tensors = list(sources)
         for transport in self._transports:
-            with contextlib.suppress(*self._gone):
+            with self._going_on():
                 transport.prepare(tensors)
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
@@ -52,10 +54,20 @@ class PairwiseTransport:
 
     def fence(self) -> None:
         for transport in self._transports:
-            with contextlib.suppress(*self._gone):
+            with self._going_on():
                 transport.fence()
 
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
-        self._transports, self._towards = [], {}
+        self._transports, self._towards, self.unwritten = [], {}, set()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except (OwnerGone, PeerUnreachable) as error:
+            if not self._may_lose:
+                raise
+            if isinstance(error, PeerUnreachable):
+                self.unwritten |= error.ranks

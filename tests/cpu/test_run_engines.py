@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import psutil
 import pytest
 
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
-from waiting_transport import ASK, FOLDER, REACHED, SETTINGS
+from waiting_transport import ASK, FOLDER, REACHED, settings
 
 from megarl.executors.checkpoints import complete_checkpoints
+from megarl.transports import mooncake
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 DEADLINE_S = 240
@@ -25,8 +27,16 @@ def engine(process, number: int) -> psutil.Process:
     return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {number}' in line)
 
 
-@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.sample, id="killed"), pytest.param(True, id="killed, then stopped")])
-def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path, monkeypatch):
+WITH_MOONCAKE = pytest.mark.skipif(not mooncake.imports(), reason="Mooncake does not import")
+CASES = [
+    pytest.param("WaitingTransport", False, marks=pytest.mark.sample, id="killed"),
+    pytest.param("WaitingTransport", True, id="killed, then stopped"),
+    pytest.param("WaitingMooncake", True, marks=WITH_MOONCAKE, id="by Mooncake"),
+]
+
+
+@pytest.mark.parametrize("transport, hangs", CASES)
+def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs, tmp_path, monkeypatch):
     """Two engines: the first is killed in the middle of an update, the second then made to hang; each comes back, with the weights
     of the moment. In the end a trainer rank hangs too: one SIGTERM waits for it, a second ends the run at once.
 
@@ -35,7 +45,7 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path, 
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["generator.engines=2", "generator.health_s=15", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0"]
     more += ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=1"]
-    more += ["rollout.name=slow_rollouts:after_a_second", *SETTINGS]
+    more += ["rollout.name=slow_rollouts:after_a_second", *settings(transport), "weights.relay=off"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = make_model(tmp_path / "model")
     process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
@@ -75,6 +85,35 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(hangs, tmp_path, 
     assert all(row["sync/audit_ok"] for row in table if "sync/audit_ok" in row)
     assert [row["step"] for row in table] == list(range(len(table)))
     assert exactly_once(run_dir, len(table))
+
+
+@WITH_MOONCAKE
+def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, monkeypatch):
+    """Over Mooncake, engines of one host pass on by themselves. The one that waits for the dead one's part is ended and comes back too."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    more = ["generator.engines=2", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0", "eval.limit=1"]
+    more += ["async.partial_rollout=in_flight", *settings("WaitingMooncake")]
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    model = make_model(tmp_path / "model")
+    process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    driver_log = run_dir / "logs/generator.0.log"
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
+        (tmp_path / ASK).touch()
+        wait_until((tmp_path / REACHED).exists, process, "an update in its middle")
+        engine(process, 0).kill()
+        (tmp_path / ASK).unlink()
+        for number in range(2):
+            lost = f"engine {number} is lost"
+            wait_until(lambda: lost in driver_log.read_text(), process, f"notice that {lost}", DEADLINE_S)
+        done = len(rows(run_dir))
+        wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
+    finally:
+        kill(process)
+    text, output = driver_log.read_text(), log.read_text()
+    assert "was lost before it passed weights on to engine" in text and " bytes an update are passed on by engines" in text
+    assert "engine.0 was killed by SIGKILL; started again" in output and re.search("engine.1 .*; started again", output)
+    assert all(row["sync/audit_ok"] for row in rows(run_dir) if "sync/audit_ok" in row)
 
 
 def exactly_once(run_dir: Path, steps: int) -> bool:

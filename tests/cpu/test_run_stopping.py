@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
-from waiting_transport import ASK, FOLDER, REACHED, SETTINGS
+from waiting_transport import ASK, FOLDER, REACHED, settings
 
 from megarl.executors.checkpoints import complete_checkpoints
 
@@ -35,7 +35,7 @@ def test_sigterm_saves_the_running_step_and_the_same_command_goes_on(model, tmp_
     """Trainer TP2, checkpoints only at the end. All processes get the signal, as in a Slurm step, while the engine has a half of an
     update: the run that goes on gives it all of the weights first. (In a wait for samples:
     tests/unit/test_rollouts_channel.py; a second signal: test_run_engines.py.)"""
-    run_dir, log, in_groups = tmp_path / "run", tmp_path / "log", [*SETTINGS, "async.partial_rollout=in_flight"]
+    run_dir, log, in_groups = tmp_path / "run", tmp_path / "log", [*settings(), "async.partial_rollout=in_flight"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     process = start(arguments(model, run_dir, *in_groups, "max_steps=100000"), log)
     try:

@@ -108,7 +108,7 @@ class Run:
         if MOONCAKE in self.opened.kinds:
             self.do(session.spread())
         if self.opened.relays:
-            self.do(session.pass_on())
+            self.do(session.pass_on([]))
         return sent
 
     def close(self) -> None:

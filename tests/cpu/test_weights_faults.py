@@ -467,13 +467,9 @@ def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
 
     monkeypatch.setattr(faulty_transports, "before_write", kill)
     job = site.job(hub, HOOKED[kind], weights_s=30.0)
-    message = {
-        SHARED_MEMORY: f"engine {site.generator.client.url}/update_weights_from_tensor is not reachable",  # writers go on without it
-        GLOO: f"engine {site.generator.client.url}/update_weights_from_tensor is not reachable",
-        MOONCAKE: r"trainer.\d could not write weights version 0: .*trainer rank \d could not write to generator rank \d at 127.0.0.1:\d+",
-    }
+    lost = f"engine {site.generator.client.url}/update_weights_from_tensor is not reachable"  # writers go on without it
     with threads(as_thread(0, job), as_thread(1, job), hub=hub), unusable_after(site, paused=False):
-        with pytest.raises((RuntimeError, TimeoutError), match=message[kind]):
+        with pytest.raises(RuntimeError, match=lost):
             take(site, job, hub)
     assert psutil.wait_procs(processes, timeout=15)[1] == []
 

@@ -1,4 +1,4 @@
-"""A transport that waits in the middle of an update in groups, while the first of them is in use: for what may happen then."""
+"""Transports that wait in the middle of an update in groups, while the first of them is in use: for what may happen then."""
 
 from __future__ import annotations
 
@@ -9,24 +9,37 @@ from pathlib import Path
 import torch
 
 from megarl.reshard.map import Copy
+from megarl.transports.mooncake import MooncakeTransport
 from megarl.transports.shared_memory import SharedMemoryTransport
 
 FOLDER = "WAITING_TRANSPORT_FOLDER"  # environment: of the files ASK and REACHED
 ASK, REACHED = "ask", "reached"
 SECOND_LAYER = 2  # depth; with `weights.group_bytes=1`, of the second group
 DEADLINE_S = 60
-SETTINGS = ["weights.transport=waiting_transport:WaitingTransport", "weights.apply=in_flight", "weights.group_bytes=1"]
+
+
+def settings(transport: str = "WaitingTransport") -> list[str]:
+    return [f"weights.transport=waiting_transport:{transport}", "weights.apply=in_flight", "weights.group_bytes=1"]
+
+
+def wait_if_asked(rank: int, copy: Copy) -> None:
+    """While there is a file ASK, trainer rank 0 makes the file REACHED before it writes the second layer, and waits until ASK has gone."""
+    ask = Path(os.environ[FOLDER], ASK)
+    if rank == 0 and copy.depth == SECOND_LAYER and ask.exists():
+        ask.with_name(REACHED).touch()
+        deadline = time.monotonic() + DEADLINE_S
+        while ask.exists():
+            assert time.monotonic() < deadline, f"{ask} is still there"
+            time.sleep(0.01)
 
 
 class WaitingTransport(SharedMemoryTransport):
-    """While there is a file ASK, trainer rank 0 makes the file REACHED before it writes the second layer, and waits until ASK has gone."""
-
     def write(self, copy: Copy, values: torch.Tensor) -> None:
-        ask = Path(os.environ[FOLDER], ASK)
-        if self._rank == 0 and copy.depth == SECOND_LAYER and ask.exists():
-            ask.with_name(REACHED).touch()
-            deadline = time.monotonic() + DEADLINE_S
-            while ask.exists():
-                assert time.monotonic() < deadline, f"{ask} is still there"
-                time.sleep(0.01)
+        wait_if_asked(self._rank, copy)
+        super().write(copy, values)
+
+
+class WaitingMooncake(MooncakeTransport):
+    def write(self, copy: Copy, values: torch.Tensor) -> None:
+        wait_if_asked(self._rank, copy)
         super().write(copy, values)
