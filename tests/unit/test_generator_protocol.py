@@ -81,6 +81,14 @@ def test_server_command_prefers_the_users_server_args():
     assert arguments["host"] == "127.0.0.1" and arguments["tp_size"] == 2 and arguments["max_total_tokens"] == 8 * 64
 
 
+def test_server_command_of_replicas_of_attention():
+    """SGLang divides the requests by itself, but not the keys and values."""
+    argv, _ = server_command(dataclasses.replace(SETTINGS, dp_attention=2), EngineKeys("a", "b"))
+    arguments = json.loads(argv[-1])
+    assert (arguments["tp_size"], arguments["dp_size"], arguments["enable_dp_attention"]) == (2, 2, True)
+    assert (arguments["max_running_requests"], arguments["max_total_tokens"]) == (8, 8 * 64 // 2)
+
+
 def test_gpu_command_has_none_of_the_cpu_settings():
     settings = EngineSettings("models/x", "bfloat16", 1, 64, 8, device="cuda")
     argv, environment = server_command(settings, EngineKeys("a", "b"))
