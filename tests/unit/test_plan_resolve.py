@@ -113,6 +113,14 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "rollout.max_tokens=1024: must be less than generator.kv_cache_tokens / generator.dp_attention = 1000, "
             "prompt and response together",
         ),
+        (f"{REPLICAS} generator.tp=1", "generator.dp_attention=2: must divide generator.tp=1"),
+        (f"{REPLICAS} generator.tp=1 generator.quantization=fp8_block", "generator.dp_attention=2: must divide generator.tp=1"),
+        (
+            f"{REPLICAS} generator.tp=4 generator.quantization=fp8_block",
+            "generator.quantization=fp8_block: with generator.tp=4, generator.ep=1, generator.dp_attention=2 a rank must hold multiples of 128; "
+            "it holds 192 rows of model.layers.*.mlp.experts.*.gate_proj.weight, 192 rows of model.layers.*.mlp.experts.*.up_proj.weight, "
+            "192 columns of model.layers.*.mlp.experts.*.down_proj.weight",
+        ),
         (f"{REPLICAS} generator.max_concurrency=1", "generator.max_concurrency=1: must be at least generator.dp_attention=2"),
         (
             "eval.max_tokens=131072",
