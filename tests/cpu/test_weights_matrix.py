@@ -82,11 +82,13 @@ class Setting:
 
 
 SETTINGS = [
-    Setting(family, dtype, *sizes)
+    Setting(family, dtype, tp, ep)
     for family in FAMILIES
     for dtype in DTYPES
-    for sizes in ((1,), (2,), *([(2, 2)] * (family in OF_EXPERTS)), *([(2, 1, 2), (2, 2, 2)] * (family in DP_ATTENTION_FAMILIES)))
+    for tp, ep in ((1, 1), (2, 1), (2, 2))
+    if ep == 1 or family in OF_EXPERTS
 ]
+SETTINGS += [Setting(family, "float32", *sizes) for family in DP_ATTENTION_FAMILIES for sizes in ((2, 1, 2), (2, 2, 2), (4, 2, 2))]
 SAMPLE = {  # each value of each axis
     Setting("llama", "float32", 1): ("TP2xPP2", "DP2-zero1"),
     Setting("qwen2", "bfloat16", 2): ("VPP2", "TP1"),
