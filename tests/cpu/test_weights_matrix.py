@@ -88,7 +88,7 @@ SETTINGS = [
     for tp, ep in ((1, 1), (2, 1), (2, 2))
     if ep == 1 or family in OF_EXPERTS
 ]
-SETTINGS += [Setting(family, "float32", *sizes) for family in DP_ATTENTION_FAMILIES for sizes in ((2, 1, 2), (2, 2, 2), (4, 2, 2))]
+SETTINGS += [Setting(family, "float32", *sizes) for family in DP_ATTENTION_FAMILIES for sizes in ((2, 1, 2), (2, 2, 2))]
 SAMPLE = {  # each value of each axis
     Setting("llama", "float32", 1): ("TP2xPP2", "DP2-zero1"),
     Setting("qwen2", "bfloat16", 2): ("VPP2", "TP1"),
