@@ -66,6 +66,7 @@ class NodePart:
             max_running_requests=config.generator.max_concurrency,
             tp=config.generator.tp,
             ep=config.generator.ep,
+            dp_attention=config.generator.dp_attention,
             host=self.report.address,
             quantization=config.generator.quantization,
             kv_cache_tokens=config.generator.kv_cache_tokens,

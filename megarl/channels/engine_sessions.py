@@ -110,7 +110,7 @@ class EngineSessions:
         """Compares the live engines with the map's destination layout, then makes their parameters writable; the grant that says how."""
         every = self._plan.generator_topology.engines
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
-        await workers.check_parallelism(self._workers, self._plan.config.generator.ep)
+        await workers.check_parallelism(self._workers, self._plan.generator_topology)
         hosts = await workers.connect(self._workers, self._key_file)
         await workers.settle_layout(self._workers, map.destination)
         await workers.divide(self._workers, map.destination, self._group_of)

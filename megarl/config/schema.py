@@ -105,7 +105,9 @@ class GeneratorConfig:
         one_of("fp8_block", "fp8_channel", "fp8_tensor"),
     )
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
-    kv_cache_tokens: Optional[int] = setting(None, "size of an engine's KV cache; null: SGLang decides from free memory", at_least(1))
+    kv_cache_tokens: Optional[int] = setting(
+        None, "size of an engine's KV cache, over all replicas of attention; null: SGLang decides from free memory", at_least(1)
+    )
     mem_fraction: float = setting(0.85, "of GPU memory, weights and KV cache together", between(0, 1, open_low=True))
     startup_timeout_s: float = setting(900.0, "until an engine answers", above(0))
     on_failure: str = setting(

@@ -30,6 +30,7 @@ class EngineUnreachable(EngineError):
 class Parallelism(msgspec.Struct):
     tp_size: int
     ep_size: int
+    dp_size: int = 1
 
 
 class _Info(msgspec.Struct):
@@ -169,7 +170,7 @@ class EngineClient:
             return False
 
     async def parallelism(self, timeout_s: float) -> Parallelism:
-        """How many ranks the engine has."""
+        """How many ranks the engine has, and how they share the model."""
         text = await self._call("GET", "/server_info", b"", self._user, timeout_s)
         return msgspec.json.decode(text, type=Parallelism)
 

@@ -45,9 +45,10 @@ class EngineSettings:
     max_running_requests: int
     tp: int = 1
     ep: int = 1  # of the tp ranks: the experts are dealt out over so many
+    dp_attention: int = 1  # of the tp ranks: so many replicas of attention, each with its own requests and KV cache
     host: str = "127.0.0.1"
     quantization: Optional[str] = None  # generator.quantization
-    kv_cache_tokens: Optional[int] = None
+    kv_cache_tokens: Optional[int] = None  # of the engine
     mem_fraction: float = 0.85  # of GPU memory
     device: Optional[str] = None  # None: cuda where there is one, else cpu
     cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores this process may use, but for
@@ -91,9 +92,10 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "base_gpu_id": settings.base_gpu,
         "context_length": settings.context_length,
         "max_running_requests": settings.max_running_requests,
-        "max_total_tokens": settings.kv_cache_tokens,
+        "max_total_tokens": settings.kv_cache_tokens and settings.kv_cache_tokens // settings.dp_attention,
         "mem_fraction_static": settings.mem_fraction,
         "random_seed": settings.seed,
+        **_replicated(settings),
         "enable_return_routed_experts": settings.return_routing or None,
         **_spanning(settings),
         "log_level": settings.log_level,
@@ -107,6 +109,10 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+def _replicated(settings: EngineSettings) -> dict[str, Any]:
+    return {"dp_size": settings.dp_attention, "enable_dp_attention": True} if settings.dp_attention > 1 else {}
+
+
 def _spanning(settings: EngineSettings) -> dict[str, Any]:
     if settings.parts == 1:
         return {}
@@ -118,7 +124,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         "attention_backend": "torch_native",
         "disable_overlap_schedule": True,
-        "max_total_tokens": tokens,
+        "max_total_tokens": tokens // settings.dp_attention,
         "sleep_on_idle": True,  # without it every idle worker spins on a core
         "skip_server_warmup": True,  # there is nothing to compile, and SGLang looks once a second whether it is up
     }
@@ -163,5 +169,6 @@ if __name__ in ("__main__", "__mp_main__"):
     cpu_support.install()
 if __name__ == "__mp_main__":
     _die_with(int(os.environ[_LAUNCHER]))
+    os.environ[_LAUNCHER] = str(os.getpid())  # one of them may spawn others: with data-parallel attention, all that have GPUs
 if __name__ == "__main__":
     main()

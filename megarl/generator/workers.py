@@ -22,6 +22,7 @@ from megarl.messaging.link import Hub
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.kinds import Layout, LayoutError
 from megarl.reshard.scales import engine_view
+from megarl.topology import GeneratorTopology
 from megarl.transports.base import RemoteTensor
 
 
@@ -83,16 +84,20 @@ class Workers:
         return await self.run([command] * len(self.engines))
 
 
-async def check_parallelism(workers: Workers, ep: int) -> None:
+async def check_parallelism(workers: Workers, planned: GeneratorTopology) -> None:
     """Raises LayoutError that names every engine with other parallel sizes than planned. Before `connect`: commands go to so many ranks."""
     found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
     wrong = [
-        f"engine {engine.url} runs with tp={sizes.tp_size}, ep={sizes.ep_size}"
+        f"engine {engine.url} runs with {_sizes(sizes.tp_size, sizes.ep_size, sizes.dp_size)}"
         for engine, sizes in zip(workers.engines, found)
-        if (sizes.tp_size, sizes.ep_size) != (workers.tp, ep)
+        if (sizes.tp_size, sizes.ep_size, sizes.dp_size) != (planned.tp, planned.ep, planned.dp_attention)
     ]
     if wrong:
-        raise LayoutError(f"{'; '.join(wrong)}, the reshard map is for tp={workers.tp}, ep={ep}")
+        raise LayoutError(f"{'; '.join(wrong)}, the reshard map is for {_sizes(planned.tp, planned.ep, planned.dp_attention)}")
+
+
+def _sizes(tp: int, ep: int, dp_attention: int) -> str:
+    return f"tp={tp}, ep={ep}, dp_attention={dp_attention}"
 
 
 async def connect(workers: Workers, key_file: str) -> list[Host]:

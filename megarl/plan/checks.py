@@ -42,12 +42,6 @@ def check_trainer_features(config: RunConfig) -> Iterable[str]:
         yield f"trainer.fsdp={config.trainer.fsdp}: only null can be trained"
 
 
-def check_generator_features(config: RunConfig) -> Iterable[str]:
-    """What can be planned and resharded, but not generated with yet."""
-    if config.generator.dp_attention != 1:
-        yield f"generator.dp_attention={config.generator.dp_attention}: only 1 can run"
-
-
 def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
     """The importance ratio needs mu under the distribution really sampled from; the trainer scores the untruncated one."""
     if config.rollout.top_p != 1:
@@ -143,11 +137,11 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_generator_features, check_resume)
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_trainer_features, check_sft_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),
     "dry-run": _TRAIN_CHECKS,  # on a machine that need not have the run's folder
-    "eval": (check_run_dir, check_generator_features, check_evaluated_format, check_eval_command),
+    "eval": (check_run_dir, check_evaluated_format, check_eval_command),
     "export": (check_run_dir, check_trainer_features),
 }

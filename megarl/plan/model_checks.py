@@ -75,6 +75,8 @@ def _check_dp_attention(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"generator.dp_attention={replicas}: must be 1 for a {spec.family} model; others are for {allowed}"
     elif tp % replicas:
         yield f"generator.dp_attention={replicas}: must divide generator.tp={tp}"
+    elif config.generator.max_concurrency < replicas:
+        yield f"generator.max_concurrency={config.generator.max_concurrency}: must be at least generator.dp_attention={replicas}"
 
 
 def _indivisible(key: str, tp: int, sizes: dict[str, int]) -> Iterable[str]:
@@ -149,7 +151,8 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     room = {"the model's context of": spec.max_position_embeddings}
     train_room = {"trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch}
     if config.generator.kv_cache_tokens is not None:
-        room["generator.kv_cache_tokens ="] = config.generator.kv_cache_tokens
+        key = "generator.kv_cache_tokens" + " / generator.dp_attention" * (config.generator.dp_attention > 1)
+        room[f"{key} ="] = config.generator.kv_cache_tokens // max(1, config.generator.dp_attention)
     for key, length, limits in (
         ("rollout.max_tokens", config.rollout.max_tokens, room | train_room),
         ("eval.max_tokens", config.eval.max_tokens or 0, room),

@@ -39,10 +39,10 @@ def check_latent_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 def check_blocks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """As SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod: what is fused or cut must be whole blocks."""
     generator = config.generator
-    if generator.quantization != "fp8_block" or generator.dp_attention != 1:  # of others the layout itself says so
+    if generator.quantization != "fp8_block":  # of others the layout itself says so
         return
     try:
-        topology = GeneratorTopology(generator.engines, generator.tp, generator.ep)
+        topology = GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
         parameters = family(spec).sglang_parameters(spec, topology, "cuda")
     except (ConfigError, ArithmeticError):
         return  # sizes that do not divide: other checks say so
@@ -50,13 +50,15 @@ def check_blocks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     found = [uneven for parameter in parameters if parameter.name in quantised for uneven in _uneven(spec, parameter, topology)]
     if found:
         sizes = f"generator.tp={generator.tp}" + (f", generator.ep={generator.ep}" if spec.num_experts else "")
+        sizes += f", generator.dp_attention={generator.dp_attention}" if generator.dp_attention > 1 else ""
         yield f"generator.quantization=fp8_block: with {sizes} a rank must hold multiples of {BLOCK}; it holds {', '.join(found)}"
 
 
 def _uneven(spec: ModelSpec, parameter: Parameter, topology: GeneratorTopology) -> Iterator[str]:
     if parameter.dim is None:  # whole on every rank: SGLang rounds up
         return
-    shards = topology.tp // topology.ep if parameter.of_expert else topology.tp
+    dense = topology.attention_tp if parameter.of_attention else topology.tp
+    shards = topology.tp // topology.ep if parameter.of_expert else dense
     logical = {tensor.name: tensor.shape for tensor in family(spec).logical_tensors(spec)}
     for part in parameter.parts:
         shape = list(logical[part.logical_name])

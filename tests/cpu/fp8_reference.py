@@ -61,9 +61,9 @@ class Quantised:
             self.codes[name], self.spread[name] = code, of_elements.contiguous()
             self.scales[name] = scales[0, 0] if self.quantization == "fp8_tensor" else scales
 
-    def in_engine(self, spec: ModelSpec, tp: int, ep: int) -> list[HF]:
+    def in_engine(self, spec: ModelSpec, tp: int, ep: int, dp_attention: int = 1) -> list[HF]:
         """Every parameter by TP rank and SGLang's name, in the shape in which the engine shows it."""
-        topology = GeneratorTopology(tp=tp, ep=ep)
+        topology = GeneratorTopology(tp=tp, ep=ep, dp_attention=dp_attention)
         rows, cols, _ = TILES[self.quantization]
         block = self.quantization == "fp8_block"
         suffix = "_scale_inv" if block else "_scale"

@@ -198,12 +198,12 @@ class Engine:
 
 
 def start_engine(
-    model: Path, dtype: str, tp: int, log: Path, ep: int = 1, instead_of: Engine | None = None, **extra: Any
+    model: Path, dtype: str, tp: int, log: Path, ep: int = 1, dp_attention: int = 1, instead_of: Engine | None = None, **extra: Any
 ) -> Iterator[Engine]:
     """Body of a fixture. The engine takes the port and the keys of `instead_of`, which has ended."""
     port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
     settings = EngineSettings(
-        model_path=str(model), dtype=dtype, port=port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep
+        str(model), dtype, port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep, dp_attention=dp_attention
     )
     (*_, arguments), env = server_command(settings, keys, extra)
     with open(log, "wb") as output:

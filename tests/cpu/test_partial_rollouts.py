@@ -1,7 +1,8 @@
 """What weight updates do to running requests (`async.partial_rollout`), on one real SGLang engine that all modes share.
 
 Two sets of weights, A and B, take turns as versions 0, 1, 2, …: even versions are A, odd ones B. They are written into the
-engine's memory between the real steps of an update, while long requests run through the real fleet.
+engine's memory between the real steps of an update, while long requests run through the real fleet. `make matrix` does the same to an
+engine with two replicas of attention, which share the requests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from sglang_engine import CONTEXT, hf_experts, hf_logprobs, hf_model, make_checkpoint, partly_updated, sampled_by, start_engine
+from weights_rig import mapped
 
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
@@ -24,7 +26,6 @@ from megarl.generator.workers import Workers, connect
 from megarl.messaging.link import Hub, RunKey
 from megarl.models.routing import RoutingFormat
 from megarl.transports.base import SHARED_MEMORY
-from megarl.transports.shared_memory import view_at
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,7 +37,10 @@ TOLERANCE = 2e-5  # of log-probs, fp32: two programs, or two ways to batch, that
 DEADLINE_S = 60.0
 IN_GROUPS = "in_flight, in groups"  # weights.apply=in_flight: here, of one layer each
 IN_PLACE = ("in_flight", IN_GROUPS)
+ENGINES = {"TP1": dict(tp=1), "TP2xDPA2": dict(tp=2, dp_attention=2)}
 MODES = ("block", "in_flight", IN_GROUPS, "retract", "abort", "resume")
+
+Place = tuple[int, str]  # TP rank, name
 
 
 @dataclass
@@ -45,9 +49,9 @@ class Rig:
 
     client: EngineClient
     workers: Workers
-    memory: dict[str, torch.Tensor]
+    memory: dict[Place, torch.Tensor]
     routing: RoutingFormat
-    weights: list[dict[str, torch.Tensor]]
+    weights: list[dict[Place, torch.Tensor]]
     models: list[torch.nn.Module]
     version: int = 0
 
@@ -56,16 +60,16 @@ class Rig:
         fleet.release(self.version)
         return fleet
 
-    def write(self, version: int, names: Iterable[str]) -> None:
-        for name in names:
-            self.memory[name].copy_(self.weights[version % 2][name])
+    def write(self, version: int, places: Iterable[Place]) -> None:
+        for place in places:
+            self.memory[place].copy_(self.weights[version % 2][place])
 
     async def update(self, fleet: Fleet, mode: str, key: int | None = None) -> None:
         """To the next version, as the weights channel does it; `key` is what the fleet takes for the version, for what goes wrong then."""
         await asyncio.wait_for(fleet.hold(DEADLINE_S), DEADLINE_S)
         session = WeightUpdate(self.workers, in_place=mode in IN_PLACE)
         await session.open()
-        last = {name for name in self.memory if "layers.1." in name or name.startswith(("model.norm", "lm_head"))}
+        last = {place for place in self.memory if "layers.1." in place[1] or place[1].startswith(("model.norm", "lm_head"))}
         if mode == IN_GROUPS:
             self.write(self.version + 1, self.memory.keys() - last)
             await session.let_go()
@@ -89,13 +93,14 @@ class Rig:
         return [row[len(prompt) - 1 :] for row in scored]
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory):
+@pytest.fixture(scope="module", params=["TP1", pytest.param("TP2xDPA2", marks=pytest.mark.matrix)])
+def rig(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("partial")
     checkpoints = [make_checkpoint(folder / name, seed, torch.float32, False, "qwen3_moe") for name, seed in (("A", 1), ("B", 2))]
     key = RunKey.generate()
     key.save(folder / "key")
-    engines = start_engine(checkpoints[0], "float32", 1, folder / "engine.log", enable_return_routed_experts=True)
+    sizes = ENGINES[request.param]
+    engines = start_engine(checkpoints[0], "float32", log=folder / "engine.log", enable_return_routed_experts=True, **sizes)
     hub = Hub("generator.0", key)
     with asyncio.Runner() as runner:
         try:
@@ -109,17 +114,18 @@ def rig(tmp_path_factory):
 async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
     client = engine.client()
     await client.wait_ready(180, engine.log, engine.died)
-    workers = Workers([client], 1, hub, DEADLINE_S)
+    workers = Workers([client], engine.tp, hub, DEADLINE_S)
     await client.begin_update(DEADLINE_S)
     await connect(workers, key_file)
-    (endpoint,) = await open_memory(workers, SHARED_MEMORY, map=None)
+    endpoints = await open_memory(workers, SHARED_MEMORY, map=None)
     await client.end_update(DEADLINE_S)
-    storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
-    memory = {tensor.name: view_at(storage, tensor) for tensor in endpoint.tensors}
-    weights = [{name: values.clone() for name, values in memory.items()}]
+    memory = {(rank, name): values for rank, tensors in enumerate(mapped(endpoints)) for name, values in tensors.items()}
+    weights = [{place: values.clone() for place, values in memory.items()}]
     await client.load_from_disk(str(checkpoints[1]), DEADLINE_S)
-    weights.append({name: values.clone() for name, values in memory.items()})
-    assert not any(torch.equal(weights[0][name], weights[1][name]) for name in memory)
+    await client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
+    await client.end_update(DEADLINE_S)
+    weights.append({place: values.clone() for place, values in memory.items()})
+    assert not any(torch.equal(weights[0][place], weights[1][place]) for place in memory)
     rig = Rig(client, workers, memory, engine.routing, weights, [hf_model(folder, torch.float32) for folder in checkpoints], version=1)
     await rig.set_version(0)
     return rig
@@ -211,7 +217,7 @@ async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:
     fleet = rig.fleet(mode)
     prompt = (PROMPTS[3] * 4)[:40]
     running = [asyncio.create_task(fleet.generate(PROMPTS[0], LONG, 1))]
-    await fleet.generate(prompt, SHORT, 1)  # leaves the prefix in the cache
+    await fleet.generate(prompt, SHORT, 2)  # leaves the prefix in the cache; in each, if replicas of attention have their own
     await rig.update(fleet, mode, key)
     [completion] = await fleet.generate(prompt, SHORT, 1)
     await asyncio.gather(*running)

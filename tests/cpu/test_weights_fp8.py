@@ -70,9 +70,11 @@ class Setting:
     tp: int
     ep: int = 1
     dtype: str = "float32"
+    dp_attention: int = 1
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.quantization}-TP{self.tp}" + (f"xEP{self.ep}" if self.ep > 1 else "")
+        sizes = {"TP": self.tp, "EP": self.ep, "DPA": self.dp_attention}
+        return f"{self.family}-{self.quantization}-" + "x".join(f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1)
 
     @property
     def layouts(self) -> list[str]:
@@ -103,6 +105,7 @@ SETTINGS = [
     Setting("qwen3_moe", "fp8_tensor", 2, 2),
     Setting("mixtral", "fp8_block", 2),
     Setting("deepseek_v3", "fp8_block", 2, 2),
+    Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
 ]
 CASES = [
     pytest.param(
@@ -139,7 +142,7 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
     checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
     # The engine is given a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    how = server_arguments(setting.quantization)
+    how = dict(dp_attention=setting.dp_attention, **server_arguments(setting.quantization))
     with open_generator(folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how) as generator:
         generator.map_memory(key_file)
         yield Synced(checkpoint, generator)
@@ -193,6 +196,7 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
             trainer=setting.trainer(layout),
             tp=setting.tp,
             ep=setting.ep,
+            dp_attention=setting.dp_attention,
             syncs=[Sync(version, kind, hub.address, in_groups=version == 0) for (version, kind), hub in zip(kinds, hubs)],
             key_file=str(key_file),
             port=free_port(),
@@ -205,7 +209,7 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
 
     for folder, updated in ((synced.checkpoint, results[:1]), (job.export, results[1:])):
         reference = Quantised.load(folder, setting.quantization)
-        expected = reference.in_engine(load_spec(folder), setting.tp, setting.ep)
+        expected = reference.in_engine(load_spec(folder), setting.tp, setting.ep, setting.dp_attention)
         for parameters, logprobs in updated:
             assert unequal(parameters, expected) == []
             assert logprobs == updated[0][1]
@@ -226,7 +230,7 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
 
 def compare_with_fresh_engine(setting: Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result) -> None:
     """One that SGLang's own loader fills."""
-    with open_generator(checkpoint, "bfloat16", setting.tp, setting.ep, folder) as fresh:
+    with open_generator(checkpoint, "bfloat16", setting.tp, setting.ep, folder, dp_attention=setting.dp_attention) as fresh:
         logprobs = fresh.score(SEQUENCES)
         fresh.map_memory(key_file)
         assert unequal(fresh.memory(), result[0]) == []

@@ -25,6 +25,7 @@ from weights_worker import Job, Sync
 
 from megarl.config.errors import ConfigError
 from megarl.messaging.link import Hub, RunKey
+from megarl.topology import DP_ATTENTION_FAMILIES
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.transports.mooncake import open_engine
 
@@ -60,13 +61,15 @@ class Setting:
     dtype: str
     tp: int
     ep: int = 1
+    dp_attention: int = 1
 
     def __str__(self) -> str:
         return f"{self.family}-{self.dtype}-{self.name}"
 
     @property
     def name(self) -> str:
-        return f"TP{self.tp}" if self.ep == 1 else f"TP{self.tp}xEP{self.ep}"
+        sizes = {"TP": self.tp, "EP": self.ep, "DPA": self.dp_attention}
+        return "x".join(f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1)
 
     @property
     def layouts(self) -> list[str]:
@@ -85,11 +88,12 @@ SETTINGS = [
     for tp, ep in ((1, 1), (2, 1), (2, 2))
     if ep == 1 or family in OF_EXPERTS
 ]
+SETTINGS += [Setting(family, "float32", *sizes) for family in DP_ATTENTION_FAMILIES for sizes in ((2, 1, 2), (2, 2, 2))]
 SAMPLE = {  # each value of each axis
     Setting("llama", "float32", 1): ("TP2xPP2", "DP2-zero1"),
     Setting("qwen2", "bfloat16", 2): ("VPP2", "TP1"),
     Setting("qwen3_moe", "float32", 2, 2): ("TP2", "EP2", "TP2xEP2"),
-    Setting("deepseek_v3", "float32", 1): ("PP2", "DP2-zero0"),
+    Setting("deepseek_v3", "float32", 2, 1, 2): ("PP2", "DP2-zero0"),
 }
 
 
@@ -130,7 +134,7 @@ class Synced:
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
     folder, dtype = folder / str(setting), getattr(torch, setting.dtype)
     checkpoint = make_checkpoint(folder / "model", 1, dtype, FAMILIES[setting.family], setting.family, num_hidden_layers=4)
-    with open_generator(checkpoint, setting.dtype, setting.tp, setting.ep, folder) as generator:
+    with open_generator(checkpoint, setting.dtype, setting.tp, setting.ep, folder, dp_attention=setting.dp_attention) as generator:
         logprobs = generator.score(SEQUENCES)
         generator.map_memory(key_file)
         yield Synced(setting, checkpoint, generator, generator.memory(), logprobs)
@@ -166,6 +170,7 @@ def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, fol
             trainer=synced.setting.trainer(layout),
             tp=synced.setting.tp,
             ep=synced.setting.ep,
+            dp_attention=synced.setting.dp_attention,
             syncs=[Sync(version, kind, hub.address, in_groups=version == 0) for (version, kind), hub in zip(kinds, hubs)],
             key_file=str(key_file),
             port=free_port(),
@@ -208,7 +213,7 @@ def compare_with_fresh(synced: Synced, key_file: Path, folder: Path) -> None:
     """The export of the layout before, which the trainer has written into the engine."""
     assert synced.last is not None, "no case before this one has passed"
     setting, (export, parameters, logprobs) = synced.setting, synced.last
-    with open_generator(export, setting.dtype, setting.tp, setting.ep, folder) as fresh:
+    with open_generator(export, setting.dtype, setting.tp, setting.ep, folder, dp_attention=setting.dp_attention) as fresh:
         assert fresh.score(SEQUENCES) == logprobs
         fresh.map_memory(key_file)
         assert unequal(fresh.memory(), parameters) == []

@@ -57,6 +57,7 @@ class Job(msgspec.Struct, frozen=True):
     key_file: str
     port: int  # where torch.distributed meets
     folder: str
+    dp_attention: int = 1  # of the engine
     quantization: Optional[str] = None  # of the engine
     weights_s: float = DEADLINE_S  # for each part of an update
 
@@ -70,7 +71,7 @@ class Job(msgspec.Struct, frozen=True):
             model=ModelConfig(path=self.model, dtype=self.dtype),
             # Large enough for every tensor to change in bfloat16 too.
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
-            generator=GeneratorConfig(tp=self.tp, ep=self.ep, quantization=self.quantization),
+            generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
             weights=WeightsConfig(transport=transport, **(dict(apply="in_flight", group_bytes=1) if in_groups else {})),
             async_=AsyncConfig(partial_rollout="in_flight" if in_groups else "block"),

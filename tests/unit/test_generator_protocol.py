@@ -15,19 +15,21 @@ import pytest
 import torch
 
 from megarl.generator import commands
+from megarl.generator.client import Parallelism
 from megarl.generator.commands import Audit, Connect, Divide, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.audit import AuditError, compare
 from megarl.generator.wire import content_of, tensor_payload
 from megarl.generator.worker_loader import Worker, as_arranged
-from megarl.generator.workers import Workers, check_layout
+from megarl.generator.workers import Workers, check_layout, check_parallelism
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.reshard.forwarding import Relay
+from megarl.topology import GeneratorTopology
 from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming
 
@@ -79,6 +81,14 @@ def test_server_command_prefers_the_users_server_args():
     arguments = json.loads(argv[-1])
     assert arguments["chunked_prefill_size"] == 32 and arguments["sleep_on_idle"] is False
     assert arguments["host"] == "127.0.0.1" and arguments["tp_size"] == 2 and arguments["max_total_tokens"] == 8 * 64
+
+
+def test_server_command_of_replicas_of_attention():
+    """SGLang divides the requests by itself, but not the keys and values."""
+    argv, _ = server_command(dataclasses.replace(SETTINGS, dp_attention=2), EngineKeys("a", "b"))
+    arguments = json.loads(argv[-1])
+    assert (arguments["tp_size"], arguments["dp_size"], arguments["enable_dp_attention"]) == (2, 2, True)
+    assert (arguments["max_running_requests"], arguments["max_total_tokens"]) == (8, 8 * 64 // 2)
 
 
 def test_gpu_command_has_none_of_the_cpu_settings():
@@ -177,6 +187,20 @@ def test_work_after_loading_is_done_once_a_layer():
     for layer in (*layers, layers[0]):
         once(lambda method, layer: done.append(layer), None, layer)
     assert done == layers
+
+
+def test_engines_of_other_sizes_than_planned_are_named():
+    class Engine:
+        url = "http://here"
+
+        async def parallelism(self, timeout_s: float) -> Parallelism:
+            return Parallelism(tp_size=2, ep_size=1, dp_size=1)
+
+    workers = Workers([Engine()], 2, None, timeout_s=1)
+    asyncio.run(check_parallelism(workers, GeneratorTopology(1, 2)))
+    told = "engine http://here runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=2, ep=1, dp_attention=2"
+    with pytest.raises(LayoutError, match=told):
+        asyncio.run(check_parallelism(workers, GeneratorTopology(1, 2, 1, 2)))
 
 
 def test_answers_of_an_engine_that_was_lost_since_are_ignored():

@@ -24,6 +24,8 @@ from megarl.topology import GeneratorTopology, TrainerTopology
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
 
+REPLICAS = f"model.path={CONFIGS}/models/qwen3-30b-a3b generator.tp=2 generator.dp_attention=2"
+
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +114,20 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "generator.kv_cache_tokens=1000",
             "rollout.max_tokens=1024: must be less than generator.kv_cache_tokens = 1000, prompt and response together",
         ),
+        (
+            f"{REPLICAS} generator.kv_cache_tokens=2000",
+            "rollout.max_tokens=1024: must be less than generator.kv_cache_tokens / generator.dp_attention = 1000, "
+            "prompt and response together",
+        ),
+        (f"{REPLICAS} generator.tp=1", "generator.dp_attention=2: must divide generator.tp=1"),
+        (f"{REPLICAS} generator.tp=1 generator.quantization=fp8_block", "generator.dp_attention=2: must divide generator.tp=1"),
+        (
+            f"{REPLICAS} generator.tp=4 generator.quantization=fp8_block",
+            "generator.quantization=fp8_block: with generator.tp=4, generator.ep=1, generator.dp_attention=2 a rank must hold multiples of 128; "
+            "it holds 192 rows of model.layers.*.mlp.experts.*.gate_proj.weight, 192 rows of model.layers.*.mlp.experts.*.up_proj.weight, "
+            "192 columns of model.layers.*.mlp.experts.*.down_proj.weight",
+        ),
+        (f"{REPLICAS} generator.max_concurrency=1", "generator.max_concurrency=1: must be at least generator.dp_attention=2"),
         (
             "eval.max_tokens=131072",
             "eval.max_tokens=131072: must be less than the model's context of 131072, prompt and response together",

@@ -42,7 +42,7 @@ def register_hooks() -> None:
     """Hooks into SGLang itself, by its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, fp8, moe
+    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, moe
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
@@ -50,6 +50,7 @@ def register_hooks() -> None:
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
     HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND)
+    dp_attention.register_hooks()
     fp8.register_hooks()
     deepseek_v3.register_hooks()
 

@@ -1,0 +1,51 @@
+"""Data-parallel attention in SGLang without CUDA: what its `torch_native` attention lacks for it, and what would spin on the cores."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+_IDLE_MS = 20
+
+
+def register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
+    managers = "sglang.srt.managers."
+    HookRegistry.register(backend + "__init__", allow_padding, HookType.AFTER)
+    HookRegistry.register("sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv", reduce_scatter, HookType.AROUND)
+    HookRegistry.register(managers + "data_parallel_controller.DataParallelController.event_loop", wait_for_messages, HookType.AROUND)
+    HookRegistry.register(managers + "scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", sleep_briefly, HookType.AROUND)
+
+
+def allow_padding(result: None, backend: Any, *_: Any) -> None:
+    """After its constructor. Replicas with fewer tokens than others pad their batches by sequences of so many tokens, which need a key."""
+    backend.get_cpu_graph_seq_len_fill_value = lambda: 1
+
+
+def reduce_scatter(
+    original: Callable[..., torch.Tensor], group: Any, values: torch.Tensor, output: torch.Tensor, sizes: list[int]
+) -> torch.Tensor:
+    """Around an operation that only NCCL has: each replica gets the sums over all experts for its `sizes` of tokens."""
+    return group._deterministic_reduce_scatterv(values, output, sizes)
+
+
+def wait_for_messages(original: Callable[..., None], controller: Any) -> None:
+    """Around the loop that hands requests to replicas; the original asks for them without a pause."""
+    from sglang.srt.managers.io_struct import sock_recv
+
+    while True:
+        controller._request_dispatcher(sock_recv(controller.recv_from_tokenizer))
+
+
+def sleep_briefly(original: Callable[..., None], sleeper: Any) -> None:
+    """Around the sleep of a rank without work, a second or until something arrives for it. With replicas it may arrive for another rank,
+    which waits for all."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().enable_dp_attention:
+        sleeper.poller.poll(_IDLE_MS)
+    else:
+        original(sleeper)
