@@ -31,7 +31,8 @@ class Session:
     members: list[int]  # which engines of the fleet
     update: WeightUpdate
     opened: Opened
-    grant: WeightsGrant  # what to tell the trainer ranks, of the first group
+    grant: WeightsGrant  # what to tell every trainer rank, of the first group
+    endpoints: list[list[str]]  # by trainer rank, what to tell it beside that; empty while they stay what they are
     group_of: tuple[int, ...]  # by depth
 
     @property
@@ -76,7 +77,8 @@ class EngineSessions:
             session = WeightUpdate(self._workers, in_place=self._plan.config.async_.partial_rollout == "in_flight")
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
-                grant = WeightsGrant(version, [], len(members)) if known else await self._connect(trainers, version, len(members))
+                if not known:
+                    await self._connect(trainers, len(members))
             except Exception as error:
                 if not (fleet.elastic and isinstance(error, EngineUnreachable)):
                     await session.abandon(str(error))
@@ -87,7 +89,12 @@ class EngineSessions:
             else:
                 self._members = members
                 self._workers.may_lose = fleet.elastic and self._opened.kinds <= ONE_SIDED
-                return Session(members, session, self._opened, grant, self._group_of)
+                opened, endpoints = self._opened, [[] for _ in trainers]
+                grant = WeightsGrant(version, [], len(members))
+                if not known:
+                    grant = WeightsGrant(version, [], len(members), opened.relay, opened.map.plan_hash)
+                    endpoints = [opened.endpoints_of(rank) for rank in range(len(trainers))]
+                return Session(members, session, opened, grant, endpoints, self._group_of)
 
     async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
         """An engine that was started again since it last had a request to answer no longer has the weights."""
@@ -106,8 +113,8 @@ class EngineSessions:
         clients = [fleet.engines[index] for index in members]
         self._workers = workers.Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
 
-    async def _connect(self, trainers: Sequence[Host], version: Version, engines: int) -> WeightsGrant:
-        """Compares the live engines with the map's destination layout, then makes their parameters writable; the grant that says how."""
+    async def _connect(self, trainers: Sequence[Host], engines: int) -> None:
+        """Compares the live engines with the map's destination layout, then makes their parameters writable."""
         every = self._plan.generator_topology.engines
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
         await workers.check_parallelism(self._workers, self._plan.generator_topology)
@@ -115,5 +122,3 @@ class EngineSessions:
         await workers.settle_layout(self._workers, map.destination)
         await workers.divide(self._workers, map.destination, self._group_of)
         self._opened = await open_engines(self._workers, self._plan.config.weights, map, trainers, hosts)
-        endpoints = [endpoint.encode() for endpoint in self._opened.endpoints]
-        return WeightsGrant(version, endpoints, engines, self._opened.relay, self._opened.map.plan_hash)

@@ -184,7 +184,9 @@ class WeightsReceiver:
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write a group, and proves what they wrote: the bytes."""
         opened, update, grant = session.opened, session.update, session.grant
-        self._tell(grant if update.group == 0 else msgspec.structs.replace(grant, endpoints=[], group=update.group))
+        for name, endpoints in zip(self._trainers, session.endpoints, strict=True):
+            first = msgspec.structs.replace(grant, endpoints=endpoints)
+            self._link.send(name, WeightsGrant(grant.version, [], grant.engines, group=update.group) if update.group else first)
         if opened.kinds.intersection(TWO_SIDED):
             await update.receive()
         written = await self._await_written(grant.version, update.group)

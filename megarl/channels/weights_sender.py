@@ -163,7 +163,7 @@ class WeightsSender:
 
     def _write(self, executor: Executor, grant: WeightsGrant) -> None:
         started, model = time.monotonic(), executor.get_model()
-        if grant.endpoints and self._connect(executor, grant):
+        if grant.plan_hash and self._connect(executor, grant):
             self._cut_amax = self._amax.table(model)
         writes, audit = self._writes[grant.group], self._plan.config.weights.audit
         sent = send(self._transport, writes, model, self._shapes, audit, self._cut_amax, self._payloads)

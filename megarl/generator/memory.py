@@ -37,11 +37,11 @@ async def open_memory(
     elif kind == CUDA_IPC:
         command = ShareDevice()
     elif kind == MOONCAKE:
-        landing = {rank: _landing(map, rank, senders) for rank, senders in writers.items()}
-        command = Register(protocol or mooncake_protocol([this_host()]), landing)
+        command = Register(protocol or mooncake_protocol([this_host()]), {})
     else:
         command = _meeting(workers, kind, map, writers)
-    opened = [msgspec.msgpack.decode(payload, type=commands.Opened) for payload in await workers.run_all(command)]
+    payloads = await workers.run([_of_engine(command, map, writers, ranks) for ranks in workers.ranks])
+    opened = [msgspec.msgpack.decode(payload, type=commands.Opened) for payload in payloads]
     return [endpoint for endpoint in opened if endpoint is not None and endpoint.rank in writers]
 
 
@@ -68,6 +68,17 @@ def open_store(host: str) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+def _of_engine(command: Command, map: Optional[ReshardMap], writers: Writers, ranks: range) -> Command:
+    """With what concerns the ranks of one engine alone: of a large run, all of it is too much to tell every one."""
+    own = {rank: writers[rank] for rank in ranks if rank in writers}
+    if isinstance(command, Register):
+        return msgspec.structs.replace(command, landing={rank: _landing(map, rank, senders) for rank, senders in own.items()})
+    if isinstance(command, ExpectMessages):
+        incoming = {rank: _incoming(map, rank, senders, command.members) for rank, senders in own.items()}
+        return msgspec.structs.replace(command, incoming=incoming)
+    return command
+
+
 def _landing(map: ReshardMap, rank: int, senders: Collection[int]) -> list[tuple[str, Box]]:
     shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
     return [
@@ -82,12 +93,12 @@ def _meeting(workers: Workers, kind: str, map: ReshardMap, writers: Writers) -> 
     workers.stores[kind] = open_store(host)
     trainers = sorted({rank for senders in writers.values() for rank in senders})
     members = Members(tuple(trainers), tuple(sorted(writers)), waves(map))
-    incoming = {
-        rank: [
-            Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, members.waves[copy.depth])
-            for copy in map.writes_to(rank)
-            if copy.source_rank in senders
-        ]
-        for rank, senders in writers.items()
-    }
-    return ExpectMessages(kind, f"{host}:{workers.stores[kind].port}", members, incoming, workers.timeout_s)
+    return ExpectMessages(kind, f"{host}:{workers.stores[kind].port}", members, {}, workers.timeout_s)
+
+
+def _incoming(map: ReshardMap, rank: int, senders: Collection[int], members: Members) -> list[Incoming]:
+    return [
+        Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, members.waves[copy.depth])
+        for copy in map.writes_to(rank)
+        if copy.source_rank in senders
+    ]

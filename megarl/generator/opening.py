@@ -8,10 +8,13 @@ so that every byte crosses the network once per host; between engines of any hos
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
 from typing import Optional, Sequence
+
+import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
@@ -39,6 +42,20 @@ class Opened:
     def kinds(self) -> set[str]:
         """Of transports in use."""
         return {endpoint.kind for endpoint in self.endpoints}
+
+    def endpoints_of(self, trainer: int) -> list[str]:
+        """Encoded, those that a trainer rank needs: of whom it writes to, and of groups in which it is a member. (All of them are 100 MB
+        at 405B, for each of 512 ranks.)"""
+        needed = [self._peers[trainer, endpoint.rank] or _joins(trainer, endpoint) for endpoint in self.endpoints]
+        return list(itertools.compress(self._texts, needed))
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return [endpoint.encode() for endpoint in self.endpoints]
+
+    @cached_property
+    def _peers(self) -> np.ndarray:
+        return self.map.peers()
 
 
 async def open_engines(
@@ -93,11 +110,15 @@ def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
 
 def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
     """Generator ranks that share a host; 0 where hosts do not hold equally many, or some trainer rank shares one."""
-    runs = [len(list(ranks)) for _, ranks in groupby(engines, key=lambda host: (host.memory, host.network))]
+    runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
     near = any(kind in (SHARED_MEMORY, CUDA_IPC) for kinds in pairs for kind in kinds)
     return runs[0] if even and not near else 0
+
+
+def _joins(trainer: int, endpoint: Endpoint) -> bool:
+    return endpoint.members is not None and trainer in endpoint.members.trainers
 
 
 async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Sequence[Endpoint]) -> None:
@@ -106,8 +127,8 @@ async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Sequence[E
     for relay in relays:
         of_rank[relay.source_rank].append(relay)
     commands = []
-    for first in range(0, workers.count, workers.tp):
-        own = {rank: of_rank[rank] for rank in range(first, first + workers.tp)}
+    for ranks in workers.ranks:
+        own = {rank: of_rank[rank] for rank in ranks}
         reached = {relay.destination_rank for of_rank in own.values() for relay in of_rank}
         commands.append(MeetNeighbours([e for e in endpoints if e.rank in reached], own, workers.timeout_s))
     await workers.run(commands)

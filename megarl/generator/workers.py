@@ -43,6 +43,11 @@ class Workers:
     def count(self) -> int:
         return len(self.engines) * self.tp
 
+    @property
+    def ranks(self) -> list[range]:
+        """Generator ranks of each engine."""
+        return [range(first, first + self.tp) for first in range(0, self.count, self.tp)]
+
     async def run(self, per_engine: Sequence[Command]) -> list[bytes]:
         """One command per engine, inside an open update session; the answer's payload by generator rank, empty from a lost one.
 

@@ -30,15 +30,15 @@ class WeightsOffer(_Message, frozen=True):
 class WeightsGrant(_Message, frozen=True):
     """Generator: the engines stand still, write this group of layers of `version` now (schedule.groups).
 
-    `endpoints` are the writable memories, one per generator rank; empty while they stay what they are. `engines` counts the engines
-    that take part, and with them generator ranks: it changes with the endpoints alone, but for 0, when there is nothing to write.
+    With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
+    Without, all stays what it was. `engines` counts the engines that take part; 0: there is nothing to write.
     """
 
     version: int
     endpoints: list[str]
     engines: int = -1
-    relay: Optional[tuple[str, int]] = None  # with the endpoints: a RelayRule (reshard.relays), where engines pass on a part
-    plan_hash: str = ""  # with the endpoints: of the map that leaves out what they pass on
+    relay: Optional[tuple[str, int]] = None  # a RelayRule (reshard.relays), where engines pass on a part
+    plan_hash: str = ""  # of the map that leaves out what they pass on
     group: int = 0
 
 

@@ -115,6 +115,14 @@ class ReshardMap:
             np.add.at(received, service.receivers.ravel(), copies)
         return sent, received
 
+    def peers(self) -> np.ndarray:
+        """Whether a source rank sends anything to a destination rank, [source ranks, destination ranks]."""
+        found = np.zeros((self.source.world_size, self.destination.world_size), dtype=bool)
+        for row, _ in self.routes():
+            service = self.turns.service(row)
+            found[service.senders, service.receivers] = True
+        return found
+
     @property
     def counts(self) -> tuple[int, int]:
         """Copies, and writes."""

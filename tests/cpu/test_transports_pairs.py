@@ -69,10 +69,9 @@ class Run:
         hosts = self.do(connect(self.workers, str(self.folder / "key")))
         assert hosts == self.engine_hosts
         self.opened = self.do(open_engines(self.workers, self.weights, plain_map(), self.trainer_hosts, hosts))
-        texts = [endpoint.encode() for endpoint in self.opened.endpoints]
         self.connecting = list(self.trainers)
-        for process, host in zip(self.trainers, self.trainer_hosts):
-            process.start("connect", self.weights.transport, host, texts, self.opened.relay)
+        for rank, (process, host) in enumerate(zip(self.trainers, self.trainer_hosts)):
+            process.start("connect", self.weights.transport, host, self.opened.endpoints_of(rank), self.opened.relay)
         return self.opened
 
     def update(self, seed: int, group_bytes: int | None = None) -> list[Counter[int]]:

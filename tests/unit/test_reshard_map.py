@@ -335,6 +335,13 @@ def test_many_engines_beside_few_trainer_ranks():
     assert max(given.max(), taken.max()) < of_one_engine_rank  # layers take turns: no engine passes on more than it holds
 
 
+def test_peers_are_the_pairs_that_a_copy_goes_between():
+    map = tiny_map(engines=3)
+    pairs = {(copy.source_rank, copy.destination_rank) for copy in all_copies(map)}
+    assert {tuple(pair) for pair in np.argwhere(map.peers()).tolist()} == pairs
+    assert len(pairs) < map.source.world_size * map.destination.world_size
+
+
 def test_nothing_is_passed_on_where_that_gains_nothing():
     map, forwarding = foreseen(tiny_map(dp=4, engines=2), "engines", 4)
     assert forwarding.relays == [] and map.plan_hash == tiny_map(dp=4, engines=2).plan_hash
