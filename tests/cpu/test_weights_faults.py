@@ -298,7 +298,7 @@ def test_trainer_and_generator_with_different_maps(site, hub):
     [
         (dict(dtype="bfloat16"), "generator rank 1, model.layers.0.self_attn.qkv_proj.weight: .*float32.*in the layout .*bfloat16"),
         (dict(model="qwen2"), "generator rank 0 has no model.layers.0.self_attn.qkv_proj.bias"),
-        (dict(tp=1), "engine http://127.0.0.1:.* runs with tp=2, ep=1, the reshard map is for tp=1, ep=1"),
+        (dict(tp=1), "engine http://127.0.0.1:.* runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=1, ep=1, dp_attention=1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
