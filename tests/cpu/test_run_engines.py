@@ -27,6 +27,15 @@ def engine(process, number: int) -> psutil.Process:
     return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {number}' in line)
 
 
+def kill_in_the_middle_of_an_update(process, run_dir: Path, folder: Path) -> None:
+    """Engine 0, after two steps. `folder`: of the waiting transport's files."""
+    wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
+    (folder / ASK).touch()
+    wait_until((folder / REACHED).exists, process, "an update in its middle")
+    engine(process, 0).kill()
+    (folder / ASK).unlink()
+
+
 WITH_MOONCAKE = pytest.mark.skipif(not mooncake.imports(), reason="Mooncake does not import")
 CASES = [
     pytest.param("WaitingTransport", False, marks=pytest.mark.sample, id="killed"),
@@ -55,11 +64,7 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs,
         return text in driver_log.read_text()
 
     try:
-        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
-        (tmp_path / ASK).touch()
-        wait_until((tmp_path / REACHED).exists, process, "an update in its middle")
-        engine(process, 0).kill()
-        (tmp_path / ASK).unlink()
+        kill_in_the_middle_of_an_update(process, run_dir, tmp_path)
         wait_until(lambda: said("engine 0 is lost, 1 are left"), process, "notice of the loss", DEADLINE_S)
         wait_until(lambda: said("engines [0] serve version"), process, "return of engine 0", DEADLINE_S)
         if hangs:
@@ -98,11 +103,7 @@ def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, mo
     process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
     driver_log = run_dir / "logs/generator.0.log"
     try:
-        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
-        (tmp_path / ASK).touch()
-        wait_until((tmp_path / REACHED).exists, process, "an update in its middle")
-        engine(process, 0).kill()
-        (tmp_path / ASK).unlink()
+        kill_in_the_middle_of_an_update(process, run_dir, tmp_path)
         for number in range(2):
             lost = f"engine {number} is lost"
             wait_until(lambda: lost in driver_log.read_text(), process, f"notice that {lost}", DEADLINE_S)
