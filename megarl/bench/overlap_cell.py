@@ -221,7 +221,7 @@ class EmulatedReceiver(WeightsReceiver):
             engine.pause()
         for name in self._trainers:
             self._link.send(name, WeightsGrant(version, []))
-        await self._await_written(version)
+        await self._writes(version).done()
         for engine in executor.engines:
             await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
         return Taken([(began, time.perf_counter())], 0)

@@ -23,7 +23,7 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import batches_from
 from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.transports.base import Endpoint, Sent, Transport, send, shapes_of
+from megarl.transports.base import Endpoint, Sent, Transport, landing_first, send, shapes_of
 from megarl.transports.choice import transport_class
 
 
@@ -43,6 +43,7 @@ class Rank:
         self.map = build_map(*job)
         layout = self.map.source
         self.transports: dict[str, Transport] = {}
+        self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}  # of what it writes, by kind
         self.payloads = Payloads()
         self.media = BareMedia(rank, layout.world_size, timeout_s)
         if rank < layout.world_size:
@@ -55,10 +56,14 @@ class Rank:
         self.transports[kind] = transport_class(kind)(self.rank, self.timeout_s)
         self.transports[kind].connect(decoded)
         self.shapes = shapes_of(decoded)
-        self.write(kind, audit=False)
+        self.parts = {**self.parts, kind: landing_first(self.writes, decoded)}
+        for part, copies in enumerate(self.parts[kind]):
+            if copies:
+                self.write(kind, part, audit=False)
 
-    def write(self, kind: str, audit: bool) -> Sent:
-        return send(self.transports[kind], self.writes, self.sources, self.shapes, audit, payloads=self.payloads)
+    def write(self, kind: str, part: int, audit: bool) -> Sent:
+        """`part`: 0: what lands, 1: all else."""
+        return send(self.transports[kind], self.parts[kind][part], self.sources, self.shapes, audit, payloads=self.payloads)
 
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:
         """Hashes of what this rank sends."""

@@ -110,13 +110,13 @@ class Bench:
         return Way(partial(self.write, kind, False), self.bytes, self.writes, BARE[kind])
 
     async def write(self, kind: str, audit: bool) -> list[Any]:
-        if kind == GLOO:
-            sent, _ = await asyncio.gather(self.on_trainers("write", kind, audit), self.session.receive())
-            return sent
-        sent = await self.on_trainers("write", kind, audit)
-        if kind == MOONCAKE:
-            await self.session.spread()
-        return sent
+        landed = await self.on_trainers("write", kind, 0, audit) if kind == MOONCAKE else []
+        others = self.on_trainers("write", kind, 1, audit)
+        if kind == SHARED_MEMORY:
+            return await others
+        taking_in = self.session.spread() if kind == MOONCAKE else self.session.receive()
+        sent, _ = await asyncio.gather(others, taking_in)
+        return landed + sent
 
     async def audited(self, kind: str) -> None:
         sent = await self.write(kind, True)

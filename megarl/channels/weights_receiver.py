@@ -15,11 +15,12 @@ from megarl.channels.admission import run_ahead
 from megarl.channels.engine_sessions import EngineSessions, Session
 from megarl.channels.offers import Offers
 from megarl.channels.weights_sender import is_probe_version
+from megarl.channels.writes import Writes
 from megarl.generator.fleet import Fleet
 from megarl.generator.update import Pause
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWanted, WeightsWritten
+from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWanted
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
@@ -189,28 +190,20 @@ class WeightsReceiver:
             self._link.send(name, WeightsGrant(grant.version, [], grant.engines, group=update.group) if update.group else first)
         if opened.kinds.intersection(TWO_SIDED):
             await update.receive()
-        written = await self._await_written(grant.version, update.group)
+        writes = self._writes(grant.version, update.group)
         if MOONCAKE in opened.kinds:
-            await update.spread()
-        await update.give_up({rank: f"{sender} could not write" for sender, message in written.items() for rank in message.unwritten})
+            await writes.landed()
+            await asyncio.gather(update.spread(), writes.done())  # what landed is spread while all else is written
+        await writes.done()
+        await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
         if opened.relays:
             await update.pass_on(session.relays)
         if self._plan.config.weights.audit:
-            await update.audit([message.shares for message in written.values()], opened.map, session.relays)
-        return sum(message.bytes_written for message in written.values())
+            await update.audit([message.shares for _, message in writes.parts], opened.map, session.relays)
+        return sum(message.bytes_written for _, message in writes.parts)
 
-    async def _await_written(self, version: Version, group: int = 0) -> dict[str, WeightsWritten]:
-        written: dict[str, WeightsWritten] = {}
-        while missing := [name for name in self._trainers if name not in written]:
-            awaited = f"{', '.join(missing)} to write weights version {version}"
-            sender, message = await self._link.arrival(WeightsWritten, self._plan.config.timeouts.weights_s, awaited)
-            if sender not in missing or (message.version, message.group) != (version, group):
-                what = f"version {message.version}" + (f", group {message.group}" if message.version == version else "")
-                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written {what}")
-            if message.error:
-                raise RuntimeError(f"{sender} could not write weights version {version}: {message.error}")
-            written[sender] = message
-        return written
+    def _writes(self, version: Version, group: int = 0) -> Writes:
+        return Writes(self._link, self._trainers, version, group, self._plan.config.timeouts.weights_s)
 
     async def _meet_trainers(self) -> list[Host]:
         """Both ends must have computed the same map, before the first byte is written. Where each trainer rank runs."""

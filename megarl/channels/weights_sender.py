@@ -8,6 +8,9 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
+What lands before it gets to its place (Mooncake) is written first, and WeightsWritten says that there is more to come: it is spread while
+the rest is written.
+
 With `weights.apply=in_flight` the grant is of a group of layers, and is given again for the next one when the engines have decoded on.
 
 Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where. Where it quantises and a tile is cut
@@ -37,7 +40,7 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import groups, writes_by_group
-from megarl.transports.base import Endpoint, send, shapes_of
+from megarl.transports.base import Endpoint, landing_first, send, shapes_of
 from megarl.transports.choice import this_host
 from megarl.transports.pairwise import PairwiseTransport
 from megarl.types import Version
@@ -70,6 +73,7 @@ class WeightsSender:
         self._probe_every = config.observe.probe_every
         self._transport, self._payloads = None, Payloads()
         self._writes: list[list[Copy]] = [[]]  # of each group of layers, in the order they are sent
+        self._parts: list[tuple[list[Copy], list[Copy]]] = []  # of the same: what lands, and all else
         self._engines = plan.generator_topology.engines  # that the map is for
         self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
@@ -162,14 +166,16 @@ class WeightsSender:
         self._writes = writes_by_group(map, rank, groups(map, self._plan.group_bytes))
 
     def _write(self, executor: Executor, grant: WeightsGrant) -> None:
-        started, model = time.monotonic(), executor.get_model()
+        model = executor.get_model()
         if grant.plan_hash and self._connect(executor, grant):
             self._cut_amax = self._amax.table(model)
-        writes, audit = self._writes[grant.group], self._plan.config.weights.audit
-        sent = send(self._transport, writes, model, self._shapes, audit, self._cut_amax, self._payloads)
-        unwritten = sorted(self._transport.unwritten)
-        write_s = time.monotonic() - started
-        self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, group=grant.group, unwritten=unwritten))
+        landing, others = self._parts[grant.group]
+        for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
+            started = time.monotonic()
+            sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audit, self._cut_amax, self._payloads)
+            write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
+            written = WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, group=grant.group, unwritten=unwritten, more=more)
+            self._link.send(written)
 
     def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
         """To the engines that take part from now on. Whether the map is another than before."""
@@ -186,6 +192,7 @@ class WeightsSender:
         self._transport.close()
         self._transport.connect(endpoints)
         self._shapes = shapes_of(endpoints)
+        self._parts = [landing_first(writes, endpoints) for writes in self._writes]
         return changed
 
     def recv(self, executor: Executor) -> None:

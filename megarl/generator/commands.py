@@ -69,7 +69,7 @@ class Divide(_Command, frozen=True):
 
 
 class Spread(_Command, frozen=True):
-    """A group is written: puts what lies in landing memory into its parameters."""
+    """What lands of a group is written: puts it from landing memory into its parameters. Others may still be written meanwhile."""
 
     group: int = 0
 

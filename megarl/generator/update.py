@@ -2,7 +2,8 @@
 
     update = WeightUpdate(workers)
     await update.open(serving)         # the engines are those that were updated last → pause → SGLang's update session
-    … the trainer ranks write (one-sided; Mooncake: then `await update.spread()`), or `await update.receive()` while they send …
+    … the trainer ranks write (one-sided; Mooncake: `await update.spread()` once all that lands is there), or `await update.receive()`
+    while they send …
     await update.audit(shares, map)    # raises AuditError
     await update.close(version)        # end of session → version → prefix cache emptied → resume
     await update.abandon(reason)       # instead, when any of it failed: what may be half-written never generates
@@ -92,7 +93,7 @@ class WeightUpdate:
         await self.workers.run_all(Receive(self.group))
 
     async def spread(self) -> None:
-        """Mooncake only, when the trainer ranks have written all: the workers put the boxes of short rows where they belong."""
+        """Mooncake only, when the trainer ranks have written all that lands: the workers put these boxes where they belong."""
         await self.workers.run_all(Spread(self.group))
 
     async def pass_on(self, relays: Collection[Relay]) -> None:

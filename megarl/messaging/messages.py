@@ -43,9 +43,10 @@ class WeightsGrant(_Message, frozen=True):
 
 
 class WeightsWritten(_Message, frozen=True):
-    """Trainer rank: all my copies of a group are written. `shares[generator rank][tensor]` is my share of the audit hash of that tensor.
+    """Trainer rank: my copies of a group are written. `shares[generator rank][tensor]` is their share of the audit hash of that tensor.
 
-    Or they are not: `error` then says why, and is empty otherwise. `unwritten` are generator ranks that could not be reached.
+    Or they are not: `error` then says why, and is empty otherwise. `unwritten` are generator ranks that could not be reached. With `more`
+    to come, only those copies are that land (Mooncake): the workers can spread them while the others are written.
     """
 
     version: int
@@ -55,6 +56,7 @@ class WeightsWritten(_Message, frozen=True):
     error: str = ""
     group: int = 0
     unwritten: list[int] = []
+    more: bool = False
 
 
 class WeightsApplied(_Message, frozen=True):

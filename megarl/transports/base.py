@@ -156,6 +156,16 @@ def send(
     return Sent(sum(copy.bytes for copy in copies), {rank: dict(tensors) for rank, tensors in shares.items()})
 
 
+def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tuple[list[Copy], list[Copy]]:
+    """(those of `copies` whose boxes land, all others)"""
+    landings = {(endpoint.rank, landing.tensor, landing.start) for endpoint in endpoints for landing in endpoint.landings}
+    parts: tuple[list[Copy], list[Copy]] = [], []
+    for copy in copies:
+        lands = (copy.destination_rank, copy.destination_tensor, copy.destination_box.start) in landings
+        parts[0 if lands else 1].append(copy)
+    return parts
+
+
 def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, ...]]]:
     """Shape of every destination tensor, by generator rank and name."""
     return {endpoint.rank: {tensor.name: tensor.shape for tensor in endpoint.tensors} for endpoint in endpoints}

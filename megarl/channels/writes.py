@@ -1,0 +1,41 @@
+"""What the trainer ranks say of one group of a version that they write, at the generator."""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence
+
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import WeightsWritten
+from megarl.types import Version
+
+
+class Writes:
+    """A rank says so of each part that it has written, of the last one without `more`. `parts` are (rank's name, what it said)."""
+
+    def __init__(self, link: Hub, trainers: Sequence[str], version: Version, group: int, timeout_s: float):
+        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
+        self._version, self._group = version, group
+        self.parts: list[tuple[str, WeightsWritten]] = []
+
+    async def landed(self) -> None:
+        """Returns when each rank has written its first part: whatever lands is there. Raises as `done` does."""
+        await self._until(lambda: {name for name, _ in self.parts})
+
+    async def done(self) -> None:
+        """Returns when all is written. Raises RuntimeError where a rank could not, or has written something else, TimeoutError."""
+        await self._until(self._finished)
+
+    def _finished(self) -> set[str]:
+        return {name for name, message in self.parts if not message.more}
+
+    async def _until(self, heard_of: Callable[[], set[str]]) -> None:
+        while missing := [name for name in self._trainers if name not in heard_of()]:
+            awaited = f"{', '.join(missing)} to write weights version {self._version}"
+            sender, message = await self._link.arrival(WeightsWritten, self._timeout_s, awaited)
+            expected = sender in self._trainers and sender not in self._finished()
+            if not expected or (message.version, message.group) != (self._version, self._group):
+                what = f"version {message.version}" + (f", group {message.group}" if message.version == self._version else "")
+                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written {what}")
+            if message.error:
+                raise RuntimeError(f"{sender} could not write weights version {self._version}: {message.error}")
+            self.parts.append((sender, message))

@@ -1,0 +1,85 @@
+import asyncio
+from contextlib import ExitStack, closing
+
+import pytest
+
+from megarl.channels.writes import Writes
+from megarl.messaging.link import Hub, Peer, RunKey
+from megarl.messaging.messages import WeightsWritten
+from megarl.reshard.box import Box
+from megarl.reshard.map import Copy
+from megarl.transports.base import Endpoint, Landing, landing_first
+
+NAMES = ["trainer.0", "trainer.1"]
+VERSION, GROUP = 7, 2
+
+
+@pytest.fixture
+def ends():
+    """The generator's end, and those of the trainer ranks."""
+    key = RunKey.generate()
+    with ExitStack() as stack:
+        hub = stack.enter_context(closing(Hub("generator.0", key)))
+        yield hub, [stack.enter_context(closing(Peer(name, key, hub.address))) for name in NAMES]
+
+
+def part(more: bool = False, group: int = GROUP, error: str = "") -> WeightsWritten:
+    return WeightsWritten(VERSION, 10, 0.1, {}, error, group, more=more)
+
+
+def test_what_lands_is_there_before_all_is_written(ends):
+    """A rank of which nothing lands says nothing but the end."""
+    hub, (first, second) = ends
+
+    async def take() -> list[tuple[str, bool]]:
+        writes = Writes(hub, NAMES, VERSION, GROUP, 5)
+        first.send(part(more=True))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(writes.landed(), 0.2)
+        second.send(part())
+        await writes.landed()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(writes.done(), 0.2)
+        first.send(part())
+        await writes.done()
+        return [(name, message.more) for name, message in writes.parts]
+
+    assert asyncio.run(take()) == [("trainer.0", True), ("trainer.1", False), ("trainer.0", False)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([part(more=True), part(error="no route")], "trainer.0 could not write weights version 7: no route"),
+        ([part(), part()], "waited for trainer.1 to write weights version 7, but trainer.0 has written version 7, group 2"),
+        ([part(group=3)], "waited for trainer.0, trainer.1 to write weights version 7, but trainer.0 has written version 7, group 3"),
+    ],
+    ids=["that fails after the first part", "that has finished before", "that is ahead"],
+)
+def test_a_rank(ends, messages, error):
+    hub, (first, _) = ends
+    for message in messages:
+        first.send(message)
+    with pytest.raises(RuntimeError, match=error):
+        asyncio.run(Writes(hub, NAMES, VERSION, GROUP, 5).done())
+
+
+def test_a_rank_that_says_nothing_is_named(ends):
+    hub, (first, _) = ends
+    first.send(part())
+    with pytest.raises(TimeoutError, match="generator.0 waited 0 s for trainer.1 to write weights version 7"):
+        asyncio.run(Writes(hub, NAMES, VERSION, GROUP, 0.1).done())
+
+
+def test_what_lands_goes_first():
+    """A box lands where the endpoint of its own rank says so; all keep their order."""
+
+    def copy(rank: int, row: int) -> Copy:
+        box = Box((row, 0), (1, 4))
+        return Copy(0, "a", box, rank, "w", box, "identity", "float32", 0)
+
+    copies = [copy(rank, row) for row in range(3) for rank in range(2)]
+    endpoints = [Endpoint(rank, "mooncake", "", 0, [], [Landing("w", (start, 0), 0) for start in starts]) for rank, starts in ((0, [2, 1]), (1, []))]
+    landing, others = landing_first(copies, endpoints)
+    assert landing == [copy(0, 1), copy(0, 2)]
+    assert others == [copy(0, 0), copy(1, 0), copy(1, 1), copy(1, 2)]
