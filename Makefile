@@ -24,7 +24,7 @@ test: setup libraries
 	@.venv/bin/pytest $(ARGS)
 
 matrix: setup libraries
-	@.venv/bin/pytest -m matrix --matrix-report docs/weights-matrix.md $(ARGS)
+	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)
 
 # What some tests want of the system: Debian's RDMA libraries, which Mooncake's transfer engine links also for TCP; a Slurm; network
 # namespaces and traffic control. Installed where root and apt are there; elsewhere those tests are skipped and say why. No daemon is
