@@ -12,9 +12,8 @@ from megarl.generator import commands
 from megarl.generator.commands import Command, ExpectMessages, Register, ShareDevice, ShareMemory
 from megarl.generator.workers import Workers
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.schedule import lands, waves
+from megarl.reshard.schedule import landings, waves
 from megarl.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY, TWO_SIDED, Endpoint, Members
 from megarl.transports.choice import Pairs, mooncake_protocol, this_host
 from megarl.transports.two_sided import Incoming
@@ -80,12 +79,7 @@ def _of_engine(command: Command, map: Optional[ReshardMap], writers: Writers, ra
 
 
 def _landing(map: ReshardMap, rank: int, senders: Collection[int]) -> list[tuple[str, Box]]:
-    shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
-    return [
-        (copy.destination_tensor, copy.destination_box)
-        for copy in map.writes_to(rank)
-        if copy.source_rank in senders and lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])
-    ]
+    return [(copy.destination_tensor, copy.destination_box) for copy in landings(map, rank) if copy.source_rank in senders]
 
 
 def _meeting(workers: Workers, kind: str, map: ReshardMap, writers: Writers) -> ExpectMessages:

@@ -12,6 +12,7 @@ from megarl.planner.constants import Constants, constants_of
 from megarl.planner.generate_time import GenerateModel, GenerateTime
 from megarl.planner.generator_memory import GeneratorMemory, generator_memory, usable_static
 from megarl.planner.hardware import GIB, Cluster
+from megarl.planner.sizes import generator_topology, landing_bytes, trainer_topology
 from megarl.planner.sync_time import sync_s
 from megarl.planner.train_time import TrainModel, TrainTime
 from megarl.planner.trainer_memory import TrainerMemory, trainer_memory
@@ -70,11 +71,13 @@ def estimate(config: RunConfig, spec: ModelSpec, constants: Optional[Constants] 
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants = constants or constants_of(cluster.gpu.name)
     reference = config.algorithm.kl_coef > 0
+    ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
+    landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
     return Estimate(
         workload=workload,
         cluster=cluster,
         trainer=trainer_memory(spec, config.trainer, dtype, cluster.gpu, reference=reference),
-        generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu),
+        generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing),
         static_limit=usable_static(config.generator, cluster.gpu),
         train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference)),
         generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, carried_over=carries_over(config)),
@@ -82,6 +85,11 @@ def estimate(config: RunConfig, spec: ModelSpec, constants: Optional[Constants] 
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
     )
+
+
+def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
+    """Whether weights may go by Mooncake, which needs landing memory for some: `ranks` of both sides stand on several nodes."""
+    return ranks > cluster.gpus_per_node and config.weights.transport in ("auto", "mooncake")
 
 
 def overlaps(config: RunConfig) -> bool:

@@ -22,6 +22,7 @@ class GeneratorMemory:
 
     weights: float
     kv_cache: float
+    landing: float  # where weights from other nodes arrive that are then spread
     graphs: float
     activations: float  # of a prefill chunk, and the logits of a full batch
     runtime: float
@@ -32,16 +33,14 @@ class GeneratorMemory:
         return self.weights + self.kv_cache
 
     @property
-    def beside(self) -> float:
-        return self.graphs + self.activations
-
-    @property
     def total(self) -> float:
         return sum(vars(self).values())
 
 
-def generator_memory(spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu) -> GeneratorMemory:
-    """Raises ConfigError where the sizes do not divide the model."""
+def generator_memory(
+    spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0
+) -> GeneratorMemory:
+    """`landing`: sizes.landing_bytes, where trainer and engines are on several nodes. Raises ConfigError where the sizes do not divide the model."""
     item, tp = ITEM_BYTES[dtype], generator.tp
     kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
     ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
@@ -50,6 +49,7 @@ def generator_memory(spec: ModelSpec, generator: GeneratorConfig, dtype: str, wo
     return GeneratorMemory(
         weights=generator_weights(spec, generator, dtype).total,
         kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
+        landing=landing,
         graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,
         activations=chunk * item * (4 * spec.hidden_size + 3 * ffn) + logits,
         runtime=gpu.runtime_gib * GIB,

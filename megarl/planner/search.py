@@ -17,12 +17,12 @@ from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.planner.baseline import even_stages
 from megarl.planner.constants import constants_of
-from megarl.planner.estimate import carries_over, overlaps
+from megarl.planner.estimate import carries_over, may_land, overlaps
 from megarl.planner.generate_time import GenerateModel
 from megarl.planner.generator_memory import generator_memory, usable_static
 from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.knobs import Settings, problems, turned
-from megarl.planner.sizes import generator_topology, generator_weights, shape_of, trainer_topology
+from megarl.planner.sizes import generator_topology, generator_weights, landing_bytes, shape_of, trainer_topology
 from megarl.planner.sync_time import balanced_sync_s
 from megarl.planner.train_time import TrainModel
 from megarl.planner.trainer_memory import trainer_memory
@@ -138,11 +138,13 @@ class Search:
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
+        finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)  # which trainer it will be is not known yet
         for shape in self.generator_shapes:
             if gpus < shape.tp:
                 continue
             generator = replace(shape, engines=min(gpus // shape.tp, self.workload.sequences))
-            memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu)
+            landing = landing_bytes(self.spec, finest, generator, self.dtype) if may_land(self.config, self.gpus, self.cluster) else 0
+            memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, landing)
             over = max(
                 (memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib
             )

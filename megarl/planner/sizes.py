@@ -15,6 +15,8 @@ from megarl.models.parameters import FIRST
 from megarl.models.registry import family
 from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
 from megarl.reshard.layout import generator_layout, stage_of_layer, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.schedule import landings
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 
@@ -68,14 +70,20 @@ def stages_held(layout: Layout) -> list[Held]:
 def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
     """Per pipeline stage. Raises ConfigError where the sizes do not divide the model."""
     topology = trainer_topology(trainer)
-    if not topology.fsdp:  # replicas hold the same: as few as the experts' mesh allows
-        topology = replace(topology, dp=math.lcm(topology.ep * topology.etp, topology.tp * topology.cp) // (topology.tp * topology.cp))
-    return _trainer_held(shape_of(spec), topology, dtype)
+    return _trainer_held(shape_of(spec), topology if topology.fsdp else _one_replica(topology), dtype)
 
 
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
     """Scales included. Raises ConfigError where the sizes do not divide the model."""
     return _generator_weights(shape_of(spec), replace(generator_topology(generator), engines=1), generator.quantization, dtype)
+
+
+def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
+    """On one engine rank that trainer ranks of other nodes write to: memory that stays beside the weights, for boxes of short rows
+    (schedule.lands). None where the trainer cuts no finer than the engine."""
+    topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None, fsdp=None))
+    engine = replace(generator_topology(generator), engines=1)
+    return _landing_bytes(shape_of(spec), topology, engine, generator.quantization, dtype)
 
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:
@@ -92,6 +100,12 @@ def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, in
     """(dense layers, layers of experts) of each pipeline stage."""
     t = trainer
     return _stage_layers(shape_of(spec), t.pp, t.vpp, t.first_stage_layers, t.last_stage_layers)
+
+
+def _one_replica(topology: TrainerTopology) -> TrainerTopology:
+    """Replicas hold the same: as few as the experts' mesh allows."""
+    ranks = topology.tp * topology.cp
+    return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
 
 
 # A search asks for the same sizes again and again. (Below: cached, by what can be hashed.)
@@ -122,6 +136,12 @@ def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantizatio
         else:
             streamed += size
     return GeneratorWeights(streamed=streamed, expert=expert, embedding=embedding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorTopology, quantization: Optional[str], dtype: str) -> int:
+    map = ReshardMap.build(trainer_layout(spec, trainer, dtype), generator_layout(spec, engine, dtype, quantization=quantization))
+    return sum(copy.bytes for copy in landings(map, 0))
 
 
 def elements(tensor: LocalTensor) -> int:

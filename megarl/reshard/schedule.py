@@ -64,6 +64,12 @@ def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
     return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
 
 
+def landings(map: ReshardMap, rank: int) -> list[Copy]:
+    """What `lands` of all that destination rank `rank` is written."""
+    shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
+    return [copy for copy in map.writes_to(rank) if lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])]
+
+
 def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
     """What a one-sided transport sends for a box: one per contiguous run, or one in all where it lands."""
     return 1 if lands(box, shape, item_bytes) else box.numel * item_bytes // run_bytes(box, shape, item_bytes)

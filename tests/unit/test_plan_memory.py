@@ -10,18 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.models import load_spec
+from megarl.plan.resolve import resolve
 from megarl.planner import activations
+from megarl.planner.estimate import estimate
 from megarl.planner.generator_memory import generator_memory, kv_bytes_per_token, usable_static
 from megarl.planner.hardware import GIB, GPUS
-from megarl.planner.sizes import elements, generator_weights, rank_bytes, stages_held, trainer_held
+from megarl.planner.sizes import elements, generator_weights, landing_bytes, rank_bytes, stages_held, trainer_held
 from megarl.planner.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
 from megarl.planner.workload import Workload
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.topology import GeneratorTopology, TrainerTopology
 
-MODELS = Path(__file__).parents[2] / "configs" / "models"
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = CONFIGS / "models"
 H100 = GPUS["H100"]
 WORK = Workload(512, 128, 128, 512, 2048)
 
@@ -173,3 +177,26 @@ def test_an_engine_needs_room_for_what_is_wanted() -> None:
     assert found.static == found.weights + found.kv_cache < usable_static(generator, H100)
     fixed = generator_memory(spec("llama-3.1-8b"), GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
     assert fixed.kv_cache == 1000 * 131072
+
+
+def test_landing_memory_is_for_what_the_trainer_alone_cuts_by_columns() -> None:
+    """Attention's output and the MLP's: all of it at TP1 from TP2; at TP2 from TP8 every rank's half; nothing from TP1, or as TP8 from TP8."""
+    llama = spec("llama-3.1-8b")
+    cut_by_columns = 32 * (4096 * 4096 + 4096 * 14336) * 2
+    sizes = {
+        (trainer, engine): landing_bytes(llama, TrainerConfig(tp=trainer), GeneratorConfig(tp=engine), "bfloat16")
+        for trainer, engine in ((2, 1), (8, 2), (1, 1), (8, 8))
+    }
+    assert sizes == {(2, 1): cut_by_columns, (8, 2): cut_by_columns / 2, (1, 1): 0, (8, 8): 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "gib"),
+    [("8b_aipo_256", [], 4.5), ("8b_aipo_256", ["weights.transport=nccl"], 0), ("8b_aipo", [], 0)],
+    ids=["over several nodes", "by messages", "on one node"],
+)
+def test_landing_memory_is_counted_where_mooncake_carries_weights(config: str, overrides: list[str], gib: float) -> None:
+    plan = resolve(load_config(CONFIGS / f"{config}.yaml", overrides))
+    found = estimate(plan.config, plan.spec)
+    assert found.generator.landing / GIB == gib
+    assert found.generator.total == sum(vars(found.generator).values()) >= found.generator.static + gib * GIB
