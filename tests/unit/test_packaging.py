@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -51,6 +52,15 @@ def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their
     ours, bare = result.stdout.splitlines()
     assert ours == f"{ROOT}/kernels/__init__.py {ROOT}/launch/__init__.py"
     assert not bare.startswith(str(ROOT))
+
+
+def test_make_matrix_hands_pytest_what_it_takes() -> None:
+    """The option for the report is that of tests/cpu: pytest knows it as long as it takes no argument for the path of a test."""
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pytest -m matrix" in line]
+    command = line.strip().removeprefix("@.venv/bin/pytest").removesuffix("$(ARGS)")
+    pytest_help = [sys.executable, "-m", "pytest", *shlex.split(command), "--markers"]
+    result = subprocess.run(pytest_help, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
 
 
 def test_bare_kernels_is_refused_inside_the_checkout() -> None:
