@@ -19,6 +19,6 @@ def tensor_payload(content: bytes) -> str:
 
 
 def content_of(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
-    """What `tensor_payload` wrapped."""
+    """What `tensor_payload` wrapped. SGLang has put it on the worker's device by then."""
     [(_, tensor)] = named_tensors
-    return tensor.numpy().tobytes()
+    return tensor.cpu().numpy().tobytes()

@@ -80,7 +80,7 @@ class Payloads:
 
     def of(self, copy: Copy, amax: Optional[AmaxTable] = None) -> torch.Tensor:
         if copy.source_tensor is None or copy.source_box is None:
-            return payload(copy, None, amax)
+            return payload(copy, None, amax).to(next(iter(self._sources.values())).device)  # a stream of the GPU can only copy from there
         views = self._views.setdefault(copy.source_tensor, {})
         key = copy.source_box.start, copy.destination_box.shape, copy.transform
         if (known := views.get(key)) is not None:

@@ -87,6 +87,14 @@ def test_what_a_view_cannot_show_is_made_anew():
         source["x"] += 1
 
 
+def test_zeros_lie_where_the_sources_do():
+    """A stream of a GPU copies from there, and only such memory can be recorded on it."""
+    payloads = Payloads()
+    payloads.begin({name: values.to("meta") for name, values in SOURCES.items()})
+    values = payloads.of(COPIES[2])
+    assert (values.device.type, values.shape, values.dtype) == ("meta", (1, 5), torch.float32)
+
+
 def test_memory_that_cannot_be_mapped_is_an_error_with_both_ranks_and_the_reason():
     """(Where nothing is there any more: test_transports_dead_owner.py.)"""
     transport = SharedMemoryTransport(3, 5)
