@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional, Sequence
 
+from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, quantization
 
 LOADER = "megarl.generator.worker_loader.run_command"
@@ -68,10 +69,11 @@ def server_command(
     """Argument vector of one engine's process, and what to add to its environment.
 
     `extra` (`generator.server_args`) is given to SGLang as it is, and wins over what we would have chosen. The process that
-    starts the engine must be the one that calls this: the engine dies with it.
+    starts the engine must be the one that calls this: the engine dies with it. Raises ConfigError for what no GPU engine can compute in.
     """
     device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
-    arguments = {**_common_arguments(settings, device), **(_cpu_arguments(settings) if device == "cpu" else {}), **extra}
+    of_device = _cpu_arguments(settings) if device == "cpu" else _gpu_arguments(settings, extra)
+    arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: our client drops idle connections first, never into a request
@@ -117,6 +119,12 @@ def _spanning(settings: EngineSettings) -> dict[str, Any]:
     if settings.parts == 1:
         return {}
     return {"nnodes": settings.parts, "node_rank": settings.part, "dist_init_addr": settings.group_address}
+
+
+def _gpu_arguments(settings: EngineSettings, extra: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.dtype == "float32" and "attention_backend" not in extra:
+        raise ConfigError("model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there compute in 16 bits")
+    return {"moe_runner_backend": "triton"}  # SGLang's choice on Hopper; on Blackwell it takes one that holds up before gate
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:

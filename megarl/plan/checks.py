@@ -34,6 +34,13 @@ SERVER_ARGS_BY_KEY = {
 SERVER_ARGS_KEPT = frozenset(
     "host port api_key admin_api_key base_gpu_id custom_weight_loader weight_version skip_tokenizer_init sampling_defaults".split()
 )
+SERVER_ARGS_REFUSED = {
+    "enable_eplb": "weights are written to the experts where the layout has them, and it would move them",
+    "init_expert_location": "weights are written to the experts where the layout has them, and it would place them elsewhere",
+    "ep_num_redundant_experts": "only one copy of an expert is written to",
+    "speculative_algorithm": "nobody writes to the weights of a draft model",
+}
+MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's hold up before gate, in a tensor of the same shape; others repack the experts
 
 
 def check_trainer_features(config: RunConfig) -> Iterable[str]:
@@ -51,12 +58,18 @@ def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Arguments that the run decides by other keys, or must decide itself to stay closed to strangers and right about mu."""
+    """Arguments that the run decides by other keys, or must decide itself to stay closed to strangers and right about mu; and such
+    by which SGLang would compute with something else than what is written, unseen by the audit."""
     for name, value in config.generator.server_args.items():
         if name in SERVER_ARGS_BY_KEY:
             yield f"generator.server_args.{name}={value}: must be set by {SERVER_ARGS_BY_KEY[name]}"
         elif name in SERVER_ARGS_KEPT:
             yield f"generator.server_args.{name}={value}: must be left out; the launcher decides it"
+        elif name in SERVER_ARGS_REFUSED:
+            yield f"generator.server_args.{name}={value}: must be left out; {SERVER_ARGS_REFUSED[name]}"
+        elif name == "moe_runner_backend" and value not in MOE_RUNNERS:
+            allowed = " or ".join(MOE_RUNNERS)
+            yield f"generator.server_args.{name}={value}: must be {allowed}: what computes with experts as they are written"
 
 
 def check_virtual_stages(config: RunConfig) -> Iterable[str]:

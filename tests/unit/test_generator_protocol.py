@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.config.errors import ConfigError
 from megarl.generator import commands
 from megarl.generator.client import Parallelism
 from megarl.generator.commands import Audit, Connect, Divide, ExpectMessages, MeetNeighbours, Register
@@ -33,6 +34,7 @@ from megarl.topology import GeneratorTopology
 from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming
 
+KEYS = EngineKeys("a", "b")
 SETTINGS = EngineSettings("models/x", "float32", port=1234, context_length=64, max_running_requests=8, tp=2, device="cpu", cores=(0, 1))
 
 
@@ -96,6 +98,15 @@ def test_gpu_command_has_none_of_the_cpu_settings():
     argv, environment = server_command(settings, EngineKeys("a", "b"))
     assert not {"attention_backend", "disable_overlap_schedule", "sleep_on_idle", "max_total_tokens"} & set(json.loads(argv[-1]))
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(environment)
+    on_cpu, _ = server_command(SETTINGS, KEYS)
+    assert [json.loads(words[-1]).get("moe_runner_backend") for words in (argv, on_cpu)] == ["triton", None]
+
+
+def test_no_gpu_engine_computes_in_float32():
+    settings = EngineSettings("models/x", "float32", 1, 64, 8, device="cuda")
+    with pytest.raises(ConfigError, match="model.dtype=float32: must be bfloat16 for engines on GPUs"):
+        server_command(settings, KEYS)
+    assert server_command(settings, KEYS, {"attention_backend": "torch_native"})
 
 
 def test_tensor_payload_is_plain_data_in_a_pickle():
@@ -105,6 +116,12 @@ def test_tensor_payload_is_plain_data_in_a_pickle():
     assert {"_rebuild_tensor_v2", "_load_from_bytes", "OrderedDict"} <= set(names)
     assert not {"os", "posix", "builtins", "subprocess", "torch.multiprocessing.reductions"} & set(names)
     assert content_of(pickle.loads(pickled)) == content
+
+
+def test_a_command_is_read_from_the_device_that_sglang_has_put_it_on():
+    """Its WeightUpdater moves every tensor to the worker's GPU before it calls a loader; only memory of the CPU is NumPy's."""
+    on_gpu = SimpleNamespace(cpu=lambda: torch.frombuffer(bytearray(b"command"), dtype=torch.uint8))
+    assert content_of([("command", on_gpu)]) == b"command"
 
 
 def test_commands_survive_the_wire():

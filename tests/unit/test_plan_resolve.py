@@ -156,6 +156,16 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("rollout.top_k=20", "rollout.top_k=20: only -1 is supported: the trainer scores the untruncated distribution"),
         ("generator.server_args.tp_size=2", "generator.server_args.tp_size=2: must be set by generator.tp"),
         ("generator.server_args.host=0.0.0.0", "generator.server_args.host=0.0.0.0: must be left out; the launcher decides it"),
+        (
+            "generator.server_args.enable_eplb=true",
+            "generator.server_args.enable_eplb=True: must be left out; "
+            "weights are written to the experts where the layout has them, and it would move them",
+        ),
+        (
+            "generator.server_args.moe_runner_backend=flashinfer_cutlass",
+            "generator.server_args.moe_runner_backend=flashinfer_cutlass: must be triton or deep_gemm: "
+            "what computes with experts as they are written",
+        ),
         ("eval.every=10", "eval.every=10: needs a held-out set: set data.eval.source"),
     ],
 )
@@ -173,6 +183,7 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
         "async.capacity=4 async.max_staleness=2",
         "async.capacity=null",
         "generator.server_args.page_size=1",
+        "generator.server_args.moe_runner_backend=deep_gemm",
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
