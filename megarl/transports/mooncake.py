@@ -189,7 +189,7 @@ def open_engine(host: str, protocol: str) -> Any:
         engine = _engine_class()()
     except ImportError as error:
         raise ConfigError(
-            f"weights.transport=mooncake: {error}. It needs the package mooncake-transfer-engine (without CUDA: "
+            f"weights.transport=mooncake: {error}. It needs the package mooncake-transfer-engine-cuda13 (without CUDA: "
             "mooncake-transfer-engine-non-cuda), and of Debian or Ubuntu: apt-get install libibverbs1 libcurl4 libnuma1"
         ) from error
     if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):

@@ -85,6 +85,13 @@ def test_the_lock_satisfies_every_declared_dependency() -> None:
     assert sglang.specifier.contains(pins["sglang"])
 
 
+def test_the_gpu_extra_has_mooncake_for_the_cuda_of_sglang() -> None:
+    """Its wheels link libcudart by its major version: of another one they do not import, and weights would go by NCCL without a word."""
+    (flashinfer,) = [r for r in map(Requirement, metadata.requires("sglang")) if r.name.startswith("flashinfer") and r.extras]
+    (mooncake,) = [name for name in PYPROJECT["project"]["optional-dependencies"]["gpu"] if name.startswith("mooncake")]
+    assert mooncake == f"mooncake-transfer-engine-{flashinfer.extras.pop().replace('cu', 'cuda')}"
+
+
 def test_what_is_installed_is_what_is_locked() -> None:
     import torch
 
