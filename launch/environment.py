@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from megarl.launch.binding import VISIBLE, cores_near, gpus
 from megarl.launch.placement import EnginePart
 from megarl.launch.worker import CORES
 from megarl.plan.resolve import RunPlan
+
+CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
@@ -42,6 +46,15 @@ def network(interface: str | None, wanted: bool) -> dict[str, str]:
     if interface is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": interface} if wanted else {})}
+
+
+def weight_group(transport: str) -> dict[str, str]:
+    """Of trainer ranks and engines that `transport` (weights.transport) joins in a group of NCCL's.
+
+    SGLang turns cuMem off in its engines unless told; elsewhere it is on. Ranks that differ cannot open each other's buffers, and without
+    it, sends of several ranks of a node to one of another may hang (NVIDIA/nccl issue 1721).
+    """
+    return {CUMEM: os.environ.get(CUMEM, "1")} if transport == "nccl" else {}
 
 
 def engine_devices(part: EnginePart) -> dict[str, str]:

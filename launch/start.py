@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.launch.environment import engine_devices, network, one_thread, trainer_environment
+from megarl.launch.environment import engine_devices, network, one_thread, trainer_environment, weight_group
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
@@ -50,7 +50,8 @@ class NodePart:
         return self._worker(role, 0, one_thread())
 
     def _network(self) -> dict[str, str]:
-        return network(self.interface, wanted=self.plan.config.launch.interface is not None)
+        config = self.plan.config
+        return {**network(self.interface, wanted=config.launch.interface is not None), **weight_group(config.weights.transport)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]

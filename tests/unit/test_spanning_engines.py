@@ -7,6 +7,8 @@ import os
 import shlex
 from pathlib import Path
 
+import pytest
+
 from megarl.config.load import load_config
 from megarl.launch.dry_run import render_launch
 from megarl.launch.launcher import Job, placement
@@ -40,6 +42,21 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
     assert [spec["dist_init_addr"] for spec in started.values()] == ["h64:5", "h64:5", "h66:6", "h66:6"]
     assert [(spec["host"], spec["port"]) for spec in started.values()] == [(f"h{n}", 100 + n) for n in range(64, 68)]
     assert [spec["random_seed"] for spec in started.values()] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("transport", "given", "wanted"), [("nccl", None, "1"), ("nccl", "0", "0"), ("auto", None, None)])
+def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(monkeypatch, transport, given, wanted):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
+    plan = resolve(load_config("configs/8b_aipo.yaml", [f"weights.transport={transport}"]), "plan")
+    [node] = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, 8)
+    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, ["h"] * 4, [3] * 4, [4] * 4, "", "", 0, "")
+    report = NodeReport(0, "", "h", gpus=8, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
+    part = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None)
+    specs = part.engines(device="cuda") + part.trainers("trainer")
+    assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {wanted}
 
 
 def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it(monkeypatch):
