@@ -27,8 +27,7 @@ class MooncakeMemory:
         self._engine = mooncake.open_engine(listen_on, protocol)
         self._listen_on, self._protocol = listen_on, protocol
         self._offsets, total = aligned_offsets(box.numel * tensors[name].itemsize for name, box in landing)
-        device = next(iter(tensors.values())).device
-        self._memory = torch.empty(max(1, total), dtype=torch.uint8, device=device)
+        self._memory = _allocate(max(1, total), next(iter(tensors.values())).device)
         storages = [tensor.untyped_storage() for tensor in tensors.values()] + [self._memory.untyped_storage()]
         self._blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
         mooncake.register(self._engine, list(self._blocks.items()))
@@ -50,3 +49,12 @@ class MooncakeMemory:
             tensor = self._tensors[name]
             landed = self._memory[offset : offset + box.numel * tensor.itemsize]
             tensor[box.slices()].copy_(landed.view(tensor.dtype).view(box.shape))
+
+
+def _allocate(size: int, device: torch.device) -> torch.Tensor:
+    """[size] bytes, out of what SGLang has left."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        needed = f"{size / 2**30:.2f} GiB for boxes of short rows to land in"
+        raise RuntimeError(f"Mooncake needs {needed}, beside what SGLang holds: lower generator.mem_fraction ({error})") from error
