@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -77,8 +78,7 @@ def server_command(
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: our client drops idle connections first, never into a request
-    if device == "cpu":
-        environment |= _cpu_environment(settings)
+    environment |= _cpu_environment(settings) if device == "cpu" else _gpu_environment()
     return [sys.executable, "-m", __spec__.name, json.dumps(arguments)], environment
 
 
@@ -125,6 +125,14 @@ def _gpu_arguments(settings: EngineSettings, extra: Mapping[str, Any]) -> dict[s
     if settings.dtype == "float32" and "attention_backend" not in extra:
         raise ConfigError("model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there compute in 16 bits")
     return {"moe_runner_backend": "triton"}  # SGLang's choice on Hopper; on Blackwell it takes one that holds up before gate
+
+
+def _gpu_environment() -> dict[str, str]:
+    """Parameters must lie in memory of cudaMalloc. That of torch's expandable segments, which many set for the trainer, other processes
+    cannot always open (pytorch/pytorch issue 179220)."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    given = {name: os.environ[name] for name in names if "expandable_segments" in os.environ.get(name, "")}
+    return {name: re.sub(r"(expandable_segments\s*:)\s*\w+", r"\1False", value) for name, value in given.items()}
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:

@@ -102,6 +102,15 @@ def test_gpu_command_has_none_of_the_cpu_settings():
     assert [json.loads(words[-1]).get("moe_runner_backend") for words in (argv, on_cpu)] == ["triton", None]
 
 
+def test_parameters_of_gpu_engines_lie_in_memory_that_others_can_open(monkeypatch):
+    settings = EngineSettings("models/x", "bfloat16", 1, 64, 8, device="cuda")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    _, environment = server_command(settings, KEYS)
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
+    assert "PYTORCH_ALLOC_CONF" not in environment and "PYTORCH_CUDA_ALLOC_CONF" not in server_command(SETTINGS, KEYS)[1]
+
+
 def test_no_gpu_engine_computes_in_float32():
     settings = EngineSettings("models/x", "float32", 1, 64, 8, device="cuda")
     with pytest.raises(ConfigError, match="model.dtype=float32: must be bfloat16 for engines on GPUs"):
