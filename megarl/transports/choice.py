@@ -29,7 +29,6 @@ _CLASSES = {
     NCCL: "megarl.transports.nccl:NcclTransport",
     GLOO: "megarl.transports.gloo:GlooTransport",
 }
-_INFINIBAND = Path("/sys/class/infiniband")
 
 Pairs = Sequence[Sequence[str]]  # kind of transport, [generator rank][trainer rank]
 
@@ -47,7 +46,7 @@ def this_host() -> Host:
         name=socket.gethostname(),
         cuda=torch.cuda.is_available(),
         mooncake=mooncake.imports(),
-        infiniband=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
+        infiniband=mooncake.has_infiniband(),
     )
 
 

@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any, Iterable, Optional, Sequence
 
 import torch
@@ -31,6 +32,7 @@ HALF_BYTES = 32 << 20  # of the staging buffer
 MOST_NOTED_BYTES = 64 << 20  # before what is noted is handed over: the wire is busy while we go on
 MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and then works no more
 POLL_S = 0.0002
+_INFINIBAND = Path("/sys/class/infiniband")
 _REFUSED = (0, -1, (1 << 64) - 1)  # instead of a write: versions differ
 
 Run = tuple[int, int, int]  # source address, destination address, bytes
@@ -185,6 +187,8 @@ def open_engine(host: str, protocol: str) -> Any:
 
     Raises ConfigError when Mooncake or its system libraries are missing, RuntimeError when it cannot start.
     """
+    if protocol == "tcp" and has_infiniband():
+        os.environ["MC_FORCE_TCP"] = "1"  # it does not look at the protocol, and would take RDMA where there is a device for it
     try:
         engine = _engine_class()()
     except ImportError as error:
@@ -195,6 +199,11 @@ def open_engine(host: str, protocol: str) -> Any:
     if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
         raise RuntimeError(f"Mooncake's transfer engine does not start on {host} by {protocol}; see the log on stderr")
     return engine
+
+
+def has_infiniband() -> bool:
+    """Whether this host has an InfiniBand or RoCE device."""
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
 def imports() -> bool:
