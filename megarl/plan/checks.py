@@ -11,7 +11,7 @@ from typing import Callable, Iterable
 from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.schema import RunConfig
-from megarl.plan.quantisation import check_evaluated_format, check_format_arguments
+from megarl.plan.quantisation import check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
@@ -150,7 +150,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_resume)
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_blackwell_blocks, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_trainer_features, check_sft_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),

@@ -12,6 +12,7 @@ from megarl.models.registry import family
 from megarl.topology import GeneratorTopology
 
 BLOCK = 128  # rows and columns of fp8_block
+_KEEP_BLOCKS = ("flashinfer_trtllm", "triton")  # of the backends that Blackwell has
 _DECIDED = ("json_model_override_args", "load_format")  # by which SGLang is told the format
 
 
@@ -20,6 +21,14 @@ def check_format_arguments(config: RunConfig) -> Iterable[str]:
     for name in _DECIDED if quantization else ():
         if name in config.generator.server_args:
             yield f"generator.server_args.{name}: must be left out with generator.quantization={quantization}, which decides it"
+
+
+def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
+    """With DeepGEMM, its choice on Blackwell, SGLang rounds the scales of blocks to powers of two after loading and packs them."""
+    backend = config.generator.server_args.get("fp8_gemm_runner_backend", "auto")
+    if config.cluster.gpu == "B200" and config.generator.quantization == "fp8_block" and backend not in _KEEP_BLOCKS:
+        needed = f"generator.server_args.fp8_gemm_runner_backend of {' or '.join(_KEEP_BLOCKS)}"
+        yield f"generator.quantization=fp8_block: with cluster.gpu=B200 needs {needed}; it is {backend}, which repacks the scales"
 
 
 def check_evaluated_format(config: RunConfig) -> Iterable[str]:

@@ -224,6 +224,14 @@ def test_mistakes_of_all_roles_are_reported_together(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_blocks_on_blackwell_need_a_kernel_that_leaves_scales_as_they_are(tmp_path: Path) -> None:
+    blocks = [with_weights(tmp_path / "model"), "generator.quantization=fp8_block", "cluster.gpu=B200", "generator.tp=4"]
+    (problem,) = problems_of(tmp_path, *blocks, command="train")
+    assert "needs generator.server_args.fp8_gemm_runner_backend of flashinfer_trtllm or triton; it is auto" in problem
+    assert resolve(config(tmp_path, *blocks, "generator.server_args.fp8_gemm_runner_backend=triton"), "train")
+    assert resolve(config(tmp_path, *blocks), "plan")
+
+
 def test_command_checks(tmp_path: Path) -> None:
     weights = with_weights(tmp_path / "model")
     assert problems_of(tmp_path, weights, command="eval") == ["data.eval=null: megarl eval needs a held-out set: set data.eval.source"]
