@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl.config.errors import ConfigError
-from megarl.generator import commands
+from megarl.generator import commands, cpu_support
 from megarl.generator.client import Parallelism
 from megarl.generator.commands import Audit, Connect, Divide, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
@@ -111,8 +111,9 @@ def test_parameters_of_gpu_engines_lie_in_memory_that_others_can_open(monkeypatc
     assert "PYTORCH_ALLOC_CONF" not in environment and "PYTORCH_CUDA_ALLOC_CONF" not in server_command(SETTINGS, KEYS)[1]
 
 
-def test_no_gpu_engine_computes_in_float32():
-    settings = EngineSettings("models/x", "float32", 1, 64, 8, device="cuda")
+def test_no_gpu_engine_computes_in_float32(monkeypatch):
+    settings = EngineSettings("models/x", "float32", 1, 64, 8)
+    monkeypatch.setattr(cpu_support, "cuda_available", lambda: True)
     with pytest.raises(ConfigError, match="model.dtype=float32: must be bfloat16 for engines on GPUs"):
         server_command(settings, KEYS)
     assert server_command(settings, KEYS, {"attention_backend": "torch_native"})
