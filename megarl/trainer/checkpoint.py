@@ -75,7 +75,9 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
 def _content() -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        # Replicas' shares of the optimizer's state meet in host memory, over gloo, on the ranks of the first replica. Otherwise every rank
+        # gathers, in GPU memory, a float32 copy of all its parameters: 33 GiB at 70B on tp 8, beside the 58 that training keeps.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
     }

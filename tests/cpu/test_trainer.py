@@ -176,6 +176,11 @@ def test_reference_model_stays_where_it_was_held(runs: Path) -> None:
         assert rank["after"] != rank["start"] and rank["still"] == rank["after"]
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_save_gathers_nothing_of_the_models_size_where_gpus_would_hold_it(runs: Path, name: str) -> None:
+    assert [rank["gathered"] for rank in saved(runs, f"save.{name}")] == [0, 0]
+
+
 @pytest.mark.parametrize(("name", "layout"), LOADS)
 def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layout: str) -> None:
     """After two steps under one topology: the third step, and one of momentum alone, are those of the uninterrupted run."""

@@ -9,6 +9,7 @@ function returns is saved as OUT_DIR/<scenario name>.<rank>.pt.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +193,30 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.hold_reference()
     for seed in (1, 2):
         one_step(trainer, sequences(vocab, seed=seed))
-    checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
+    with gathered_elements() as gathered:
+        checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
     after = trainer.token_logprobs(probe)
     found = {"start": start, "reference": trainer.token_logprobs(probe, model="reference"), "after": after}
     found["still"] = trainer.token_logprobs(probe)
+    found["gathered"] = sum(gathered)
     found |= continue_from(trainer, scenario, out)
     return found
+
+
+@contextlib.contextmanager
+def gathered_elements() -> Iterator[list[int]]:
+    """Of the tensors that all_gather fills meanwhile: on GPUs it goes by NCCL, into GPU memory."""
+    original, elements = torch.distributed.all_gather, []
+
+    def all_gather(parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        elements.append(sum(part.numel() for part in parts))
+        return original(parts, *args, **kwargs)
+
+    torch.distributed.all_gather = all_gather
+    try:
+        yield elements
+    finally:
+        torch.distributed.all_gather = original
 
 
 def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
