@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.config.load import load_config
 from megarl.controller import Controller
+from megarl.launch.binding import gpus
 from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.protocols import Channel, Executor
@@ -23,7 +24,8 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
 
     stop = StopRequest()
     stop.listen()
-    prepare_megatron()
+    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
+    prepare_megatron(plan)
     from megarl.channels.buffer import RolloutBuffer
     from megarl.channels.ledger import Ledger
     from megarl.channels.rollouts import RolloutsReceiver
@@ -31,7 +33,6 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     from megarl.executors.trainer import TrainerExecutor
     from megarl.messaging.link import Peer
 
-    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
     buffer = RolloutBuffer(config.rollout.prompts_per_step, config.async_.max_staleness, ledger) if rank == 0 else None
@@ -65,10 +66,11 @@ def run_controller(plan: RunPlan, executor: Executor, channels: list[Channel], i
 
 def sft(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the supervised warm start."""
-    prepare_megatron()
+    plan = load_plan(launch_dir)
+    prepare_megatron(plan)
     from megarl.executors.sft import run_sft_rank
 
-    run_sft_rank(load_plan(launch_dir), rank)
+    run_sft_rank(plan, rank)
 
 
 def evaluate(rank: int, launch_dir: Path) -> None:
@@ -81,18 +83,35 @@ def evaluate(rank: int, launch_dir: Path) -> None:
 
 def export(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the export of a checkpoint to HF format."""
-    prepare_megatron()
+    plan = load_plan(launch_dir)
+    prepare_megatron(plan)
     from megarl.executors.export import export_rank
 
     request = json.loads((launch_dir / "export.json").read_text())
-    export_rank(load_plan(launch_dir), request["checkpoint"], request["output"])
+    export_rank(plan, request["checkpoint"], request["output"])
 
 
-def prepare_megatron() -> None:
-    """Must come before anything imports the trainer: see megarl.trainer.cpu_support."""
+def prepare_megatron(plan: RunPlan) -> None:
+    """Must come before anything imports the trainer: see megarl.trainer.cpu_support. Raises RuntimeError of `check_gpus`."""
     from megarl.trainer import cpu_support
 
+    check_gpus(plan)
     cpu_support.install()
+
+
+def check_gpus(plan: RunPlan) -> None:
+    """A trainer that finds no CUDA trains on the CPU. Raises RuntimeError where that is a mistake: the node has GPUs, and the run is
+    planned for them, but PyTorch is built without CUDA or for a newer driver."""
+    import torch
+
+    here = len(gpus())
+    if not here or torch.cuda.is_available() or plan.config.cluster.gpu == "cpu":
+        return
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        cpu = "cluster.gpu=cpu trains on the CPU all the same"
+        raise RuntimeError(f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}") from error
 
 
 def load_plan(launch_dir: Path) -> RunPlan:

@@ -6,7 +6,7 @@ cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 
 megarl_job() {
     if [ ! -x .venv/bin/megarl ]; then
-        echo "slurm: $PWD/.venv/bin/megarl is not there: call sbatch in the checkout, after make setup" >&2
+        echo "slurm: $PWD/.venv/bin/megarl is not there: call sbatch in the checkout, after make setup (CPUs) or pip (GPUs; docs/cluster.md)" >&2
         exit 2
     fi
     # Typos and impossible sizes end the job here, with exit status 2, before any node is used.

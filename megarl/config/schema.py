@@ -292,7 +292,11 @@ class TimeoutConfig:
 class ClusterConfig:
     """The machines that megarl plan reckons with."""
 
-    gpu: str = setting("H100", "kind of GPU; cpu: a core, for runs without one", one_of("H100", "H200", "B200", "cpu"))
+    gpu: str = setting(
+        "H100",
+        "kind of GPU; cpu: a core, for runs without one, also on nodes with GPUs that PyTorch cannot use",
+        one_of("H100", "H200", "B200", "cpu"),
+    )
 
 
 @dataclass

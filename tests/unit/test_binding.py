@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
-from megarl.launch import worker
-from megarl.launch.binding import cores_near, nvidia_smi, parse_cpulist, sysfs_address, visible
+from megarl.config.load import load_config
+from megarl.launch import roles, worker
+from megarl.launch.binding import Gpu, cores_near, nvidia_smi, parse_cpulist, sysfs_address, visible
+from megarl.plan.resolve import resolve
 
 
 @pytest.mark.parametrize("text, cores", [("0-3,8,10-11\n", (0, 1, 2, 3, 8, 10, 11)), ("5\n", (5,)), ("\n", ())])
@@ -67,3 +71,21 @@ def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, mon
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert nvidia_smi("--query-gpu=index") == shown
+
+
+@pytest.mark.parametrize(("shown", "planned_for", "refused"), [(8, "H100", True), (8, "cpu", False), (0, "H100", False)])
+def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch, shown, planned_for, refused):
+    """As with a driver that is too old, or the torch of `make setup`: the trainer would quietly train on the CPU."""
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(roles, "gpus", lambda: tuple(Gpu(str(index), "") for index in range(shown)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    plan = resolve(load_config("configs/quickstart.yaml", [f"cluster.gpu={planned_for}"]))
+    if not refused:
+        return roles.check_gpus(plan)
+    with pytest.raises(RuntimeError, match="this node has 8 GPUs, but torch .* cannot use them .The NVIDIA driver .* too old"):
+        roles.check_gpus(plan)
