@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
 from megarl.plan.model_checks import rope_type, rope_types, router_problems
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
+from megarl.trainer.norm_names import norm_names
 
 DTYPES = ("float32", "bfloat16")
 
@@ -28,6 +31,9 @@ def check_supported(spec: ModelSpec, topology: TrainerTopology, dtype: str, sequ
     if rope_type(spec) not in rope_types(spec):
         problems.append(f"model.path: rope_scaling type {rope_type(spec)!r} is not supported; supported are {', '.join(rope_types(spec))}")
     problems += _expert_problems(spec, t, sequence_parallel)
+    if torch.cuda.is_available() and norm_names() != "te" and (spec.num_experts or spec.kv_lora_rank):
+        # Without it Megatron's router and its latent attention ask for names that they then lack; cpu_support mends that on CPUs.
+        problems.append(f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not installed: see docs/cluster.md")
     try:
         trainer_layout(spec, t, "float32")
     except ConfigError as error:

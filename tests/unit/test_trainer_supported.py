@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.models.registry import load_spec
 from megarl.plan.resolve import resolve
 from megarl.topology import TrainerTopology
+from megarl.trainer import norm_names
 from megarl.trainer.supported import check_supported
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -86,3 +88,12 @@ def test_refuses_routers_and_embeddings_that_megatron_computes_otherwise(change:
     with pytest.raises(ConfigError) as raised:
         check_supported(spec, TrainerTopology(), "bfloat16", True)
     assert any(wanted in problem for problem in raised.value.problems), raised.value.problems
+
+
+@pytest.mark.parametrize(("model", "needs_it"), [("llama-3.1-8b", False), ("mixtral-8x7b", True), ("deepseek-v3", True)])
+def test_experts_and_latent_attention_need_transformer_engine_on_gpus(monkeypatch, model: str, needs_it: bool) -> None:
+    assert problems(model) == "", "on CPUs"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for installed in (False, True):
+        monkeypatch.setattr(norm_names.importlib.util, "find_spec", lambda name: object() if installed else None)
+        assert ("needs Transformer Engine on GPUs" in problems(model)) == (needs_it and not installed)
