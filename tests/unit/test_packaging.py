@@ -92,6 +92,14 @@ def test_the_gpu_extra_has_mooncake_for_the_cuda_of_sglang() -> None:
     assert mooncake == f"mooncake-transfer-engine-{flashinfer.extras.pop().replace('cu', 'cuda')}"
 
 
+def test_transformer_engine_is_of_a_version_that_megatron_core_works_with() -> None:
+    """Any other, the newest included, Megatron-core imports without a word."""
+    (ours,) = [r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["gpu"]) if r.name == "transformer-engine"]
+    (theirs,) = [r for r in map(Requirement, metadata.requires("megatron-core")) if r.name == "transformer-engine"]
+    released = [f"2.{minor}" for minor in range(30)]
+    assert set(ours.specifier.filter(released)) == set(theirs.specifier.filter(released)) != set()
+
+
 def test_what_is_installed_is_what_is_locked() -> None:
     import torch
 
