@@ -33,6 +33,14 @@ def test_the_header_asks_for_the_nodes_that_the_plan_needs(script, monkeypatch):
     assert nodes_needed(plan, Job("train", Path("logs"), "trainer", "generator")) == int(directive(script, "nodes"))
 
 
+@pytest.mark.parametrize("script", GPU_SCRIPTS, ids=lambda script: script.stem)
+def test_the_last_step_and_checkpoint_have_the_time_that_slurm_gives_them(script):
+    """By default two minutes, in which no model of these sizes is trained on and saved: what came after the last checkpoint would be lost."""
+    (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
+    (ahead_s,) = re.findall(r"^B:USR1@(\d+)", directive(script, "signal"))
+    assert load_config(ROOT / config, []).checkpoint.on_termination_s == int(ahead_s) - 60  # a minute to end and to requeue
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_one_launcher_per_node_and_valid_shell(script):
     assert directive(script, "ntasks-per-node") == "1"
