@@ -24,6 +24,7 @@ from megarl.models.spec import ModelSpec
 from megarl.plan.model_checks import rope_type
 from megarl.topology import TrainerTopology
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
+from megarl.trainer.marks import mend_marks
 from megarl.trainer.norm_names import norm_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -142,10 +143,7 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
 def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig) -> list[GPTModel]:
     """This rank's part of the model (its pipeline stage, its tensor slice), weights not yet set: a chunk per virtual stage."""
     chunks = [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
-    # Megatron marks experts as apart from the dense mesh for ep > 1 only. At ep = 1 it would sum their gradients over the wrong
-    # ranks if etp is not tp, and its optimizer would have parts that no checkpoint of ep > 1 fits.
-    for parameter in (p for chunk in chunks for name, p in chunk.named_parameters() if ".mlp.experts." in name):
-        parameter.allreduce = False
+    mend_marks((named for chunk in chunks for named in chunk.named_parameters()), norm_names())
     return chunks
 
 
