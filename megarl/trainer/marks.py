@@ -16,6 +16,8 @@ def mend_marks(named: Iterable[tuple[str, torch.nn.Parameter]], norm_names: str)
         # ranks if etp is not tp, and its optimizer would have parts that no checkpoint of ep > 1 fits.
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
+            # Every rank's part of them counts in the norm. Transformer Engine marks them so up to 2.12, and no longer after.
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         # Transformer Engine marks every weight as cut over the tensor ranks, also the two that it keeps whole on each of them: they
         # would count tp times in the norm, which is reported, and clipped by. (megatron-core 0.17 mends it in TELinear.)
         if norm_names == "te" and name.endswith(_WHOLE):

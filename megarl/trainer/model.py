@@ -88,8 +88,9 @@ def transformer_config(
         # Of the two ways to talk between virtual stages, the batched one gives wrong gradients on gloo.
         overlap_p2p_comm=topology.vpp > 1,
         batch_p2p_comm=topology.vpp == 1,
-        # On gloo a send may still read the tensor when its storage is taken away.
-        deallocate_pipeline_outputs=cuda,
+        # On gloo a send may still read the tensor when its storage is taken away; so it may where virtual stages overlap, on any
+        # backend: Megatron 0.16 does not wait for the send there (mended in 0.18, Megatron-LM#4047).
+        deallocate_pipeline_outputs=cuda and topology.vpp == 1,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
         **(recompute_all if recompute else {}),

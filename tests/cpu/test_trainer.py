@@ -80,6 +80,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
         *loads(1), logprobs(1),
         checkpoint("other_settings", "zero1", "single") | dict(optimizer=OTHER),
         dict(run="refused", name="refused", model=untied),
+        dict(run="settings_on_gpus", name="settings_on_gpus", model=untied),
         dict(run="init", name="init.single", model=untied, topology={}, seed=3),
         dict(run="init", name="init.other_seed", model=untied, topology={}, seed=4),
         dict(run="killed_while_saving", name="killed", model=untied, topology={}, run_dir=str(out)),
@@ -285,6 +286,14 @@ def test_vocab_parallel_logprobs(runs: Path, world_size: int) -> None:
         for rank in ranks:
             assert rank[name][0].dtype == torch.float32
             torch.testing.assert_close(rank[name][0].double(), expected.detach(), rtol=1e-6, atol=5e-6)
+
+
+def test_no_storage_is_taken_away_under_a_send_that_overlaps(runs: Path) -> None:
+    """Megatron waits for the sends of one stage per rank, and not for those of several."""
+    ((settings),) = saved(runs, "settings_on_gpus")
+    kept = {vpp: (s["overlap_p2p_comm"], s["deallocate_pipeline_outputs"]) for vpp, s in settings.items()}
+    assert kept == {1: (False, True), 2: (True, False)}
+    assert all(s["bias_activation_fusion"] and not s["use_cpu_initialization"] for s in settings.values()), "made for GPUs"
 
 
 def test_refuses_what_it_cannot_build(runs: Path) -> None:

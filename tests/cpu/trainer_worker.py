@@ -295,6 +295,15 @@ def scenario_refused(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     return {"problems": []}
 
 
+def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Megatron's configuration where CUDA is; in a process of its own, which may think so."""
+    from megarl.trainer.model import transformer_config
+
+    torch.cuda.is_available = lambda: True
+    spec, topologies = load_spec(scenario["model"]), {vpp: TrainerTopology(pp=2, vpp=vpp) for vpp in (1, 2)}
+    return {vpp: vars(transformer_config(spec, topology, torch.bfloat16, False, True)) for vpp, topology in topologies.items()}
+
+
 def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves step 1, then dies by SIGKILL as soon as the folder of step 2 is being written."""
     from megarl.executors.checkpoints import checkpoint_path
