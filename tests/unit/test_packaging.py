@@ -85,11 +85,14 @@ def test_the_lock_satisfies_every_declared_dependency() -> None:
     assert sglang.specifier.contains(pins["sglang"])
 
 
-def test_the_gpu_extra_has_mooncake_for_the_cuda_of_sglang() -> None:
-    """Its wheels link libcudart by its major version: of another one they do not import, and weights would go by NCCL without a word."""
+def test_the_gpu_extra_is_for_the_cuda_of_sglang() -> None:
+    """Mooncake's wheels link libcudart by its major version: of another one they do not import, and weights would go by NCCL without a
+    word. Transformer Engine's core is a package of its own for each."""
     (flashinfer,) = [r for r in map(Requirement, metadata.requires("sglang")) if r.name.startswith("flashinfer") and r.extras]
-    (mooncake,) = [name for name in PYPROJECT["project"]["optional-dependencies"]["gpu"] if name.startswith("mooncake")]
-    assert mooncake == f"mooncake-transfer-engine-{flashinfer.extras.pop().replace('cu', 'cuda')}"
+    (cuda,) = flashinfer.extras  # such as cu13
+    ours = {r.name: r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["gpu"])}
+    assert f"mooncake-transfer-engine-{cuda.replace('cu', 'cuda')}" in ours
+    assert ours["transformer-engine"].extras == {"pytorch", f"core_{cuda}"}
 
 
 def test_transformer_engine_is_of_a_version_that_megatron_core_works_with() -> None:
