@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megarl.reshard.quantise_rules import Rule
 
-__all__ = ["quantise_block", "quantise_block_with", "tile_amax", "vocab_parallel_logprobs"]
+__all__ = ["quantise_block", "quantise_block_with", "quantise_with", "tile_amax", "vocab_parallel_logprobs"]
 
 
 def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
@@ -40,6 +40,11 @@ def quantise_block_with(
     scales: of the tiles touched, shape as of `tile_amax`
     """
     _quantise(values, rule).quantise_block_with(values, codes, scales, row_start, col_start, rule)
+
+
+def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """The same into new memory. As `megarl.reshard.quantise.quantise_with`."""
+    return _quantise(values, rule).quantise_with(values, row_start, col_start, scales, rule)
 
 
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from megarl.reshard import quantise as rules
-from megarl.reshard.quantise import tile_amax
+from megarl.reshard.quantise import quantise_with, tile_amax
 from megarl.reshard.quantise_rules import Rule
 
-__all__ = ["quantise_block", "quantise_block_with", "tile_amax"]
+__all__ = ["quantise_block", "quantise_block_with", "quantise_with", "tile_amax"]
 
 
 def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
@@ -23,4 +23,4 @@ def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tens
 def quantise_block_with(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule
 ) -> None:
-    codes.copy_(rules.quantise_with(values, row_start, col_start, scales, rule))
+    codes.copy_(quantise_with(values, row_start, col_start, scales, rule))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from megarl.reshard.box import Box
-from megarl.reshard.quantise import require_finite
+from megarl.reshard.quantise import FP8, require_finite
 from megarl.reshard.quantise_rules import Rule
 
 AMAX, WHOLE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -100,6 +100,13 @@ def quantise_block_with(
 ) -> None:
     """See megarl.kernels.quantise_block_with."""
     _launch(GIVEN, values, codes, scales, row_start, col_start, rule)
+
+
+def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """See megarl.kernels.quantise_with."""
+    codes = torch.empty(values.shape, dtype=FP8, device=values.device)
+    quantise_block_with(values, codes, scales, row_start, col_start, rule)
+    return codes
 
 
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:

@@ -28,12 +28,12 @@ class AmaxTable:
     @classmethod
     def measure(cls, parts: Iterable[AmaxPart], tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
         """From this rank's tensors, whole as the layout states them. Raises RuntimeError on NaN or infinity."""
-        from megarl.reshard.quantise import tile_amax
+        from megarl import kernels
 
         entries = []
         for part in parts:
             values = tensors[part.source_tensor][part.source_box.slices()]
-            amax = tile_amax(values.reshape(values.shape[-2:]), *part.origin, part.rule, part.tiles_of)
+            amax = kernels.tile_amax(values.reshape(values.shape[-2:]), *part.origin, part.rule, part.tiles_of)
             entries.append((part.tiles_of, part.tiles, amax))
         return cls(entries)
 
@@ -111,7 +111,8 @@ def payload(copy: Copy, source_tensor: Optional[torch.Tensor], amax: Optional[Am
 
 
 def _quantised(copy: Copy, values: torch.Tensor, amax: Optional[AmaxTable]) -> torch.Tensor:
-    from megarl.reshard.quantise import quantise_with, scales_of, tile_amax
+    from megarl import kernels
+    from megarl.reshard.quantise import scales_of
 
     how = copy.quantisation
     if how is None or (how.cut and amax is None):
@@ -120,6 +121,6 @@ def _quantised(copy: Copy, values: torch.Tensor, amax: Optional[AmaxTable]) -> t
     if how.cut and amax is not None:
         found = amax.amax(how.tiles_of, how.rule.tiles(Box((row, col), tuple(values.shape))))
     else:
-        found = tile_amax(values, row, col, how.rule, how.tiles_of)
+        found = kernels.tile_amax(values, row, col, how.rule, how.tiles_of)
     scales = scales_of(found, how.rule)
-    return scales if copy.transform == SCALE else quantise_with(values, row, col, scales, how.rule)
+    return scales if copy.transform == SCALE else kernels.quantise_with(values, row, col, scales, how.rule)

@@ -10,10 +10,14 @@ import pytest
 import quantise_reference as reference
 import torch
 
+from megarl import kernels
 from megarl.kernels import audit_triton, logprobs, logprobs_triton, quantise_triton
 from megarl.reshard import audit, quantise
 from megarl.reshard.box import Box
+from megarl.reshard.copies import Copy, Quantisation
+from megarl.reshard.execute import AmaxTable, payload
 from megarl.reshard.quantise_rules import BLOCK, Rule, block_rule
+from megarl.reshard.rows import QUANTISE, SCALE
 
 torch.set_num_threads(1)
 RULE = block_rule(8, 16)
@@ -79,6 +83,23 @@ def test_cut_tiles_in_two_passes(box):
     codes = torch.empty(box.shape, dtype=torch.float8_e4m3fn)
     quantise_triton.quantise_block_with(part, codes, whole[1][RULE.tiles(box).slices()], *box.start, RULE)
     assert equal(codes, whole[0][box.slices()])
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("transform", [QUANTISE, SCALE])
+def test_a_copy_of_a_map_that_quantises(transform, cut, monkeypatch):
+    """What is sent from a GPU, beside what is from a CPU; scales of cut tiles are strided views of the whole tensor's."""
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    box = Box((11, 16), (29, 48)) if cut else Box((8, 16), (32, 48))
+    table = AmaxTable([("w", RULE.tiles(Box((0, 0), (40, 64))), quantise.tile_amax(x, 0, 0, RULE, "w"))])
+    how = Quantisation(RULE, "w", box.start, cut)
+    of, dtype = (box, "float8_e4m3fn") if transform == QUANTISE else (RULE.tiles(box), "float32")
+    copy = Copy(0, "w", box, 1, "w", of, transform, dtype, 0, how)
+    wanted = payload(copy, x, table)
+    asked = []
+    monkeypatch.setattr(kernels, "_quantise", lambda values, rule: asked.append(rule) or quantise_triton)
+    assert equal(payload(copy, x, table), wanted)
+    assert bool(asked) == (transform == QUANTISE or not cut)  # scales of cut tiles follow from their amax
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
