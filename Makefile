@@ -1,7 +1,7 @@
 # `make quickstart` and `make test` are all a newcomer needs; both set up .venv first, and only when something changed.
 #   make quickstart ARGS="seed=1 run_dir=runs/q1"     overrides for both programs
 #   make test ARGS="tests/unit -k reshard"            arguments for pytest
-#   make matrix                                      every combination of layouts on live engines; writes docs/weights-matrix.md
+#   make matrix                                      every combination of layouts on live engines, an hour; writes docs/weights-matrix.md
 #   make setup PYTHON=/path/to/python3.12             another interpreter
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
