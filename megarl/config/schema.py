@@ -281,7 +281,12 @@ class TimeoutConfig:
     """Deadlines in seconds. On expiry the waiting side says whom it waited for, and for what."""
 
     rendezvous_s: float = setting(600.0, "all processes of the run up and connected", above(0))
-    rollouts_s: float = setting(3600.0, "the trainer waits for a batch, or for engines that evaluate; the generator waits for room", above(0))
+    collective_s: float = setting(
+        1800.0, "one collective of the trainer ranks: so long may one load, save, or wait for engines while the others wait for it", above(0)
+    )
+    rollouts_s: float = setting(
+        3600.0, "the trainer waits for a batch, or for engines that evaluate; the generator waits for room", above(0)
+    )
     weights_s: float = setting(600.0, "one weight update, any part", above(0))
     request_s: float = setting(3600.0, "one generation request", above(0))
     samples_s: float = setting(3600.0, "the samples of one prompt: all turns, tools and scores", above(0))

@@ -19,7 +19,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     config, run_dir = plan.config, Path(plan.config.run_dir) / "sft"
     status = StatusBoard(run_dir, f"sft.{rank}")
     status.set("building the model")
-    init_distributed(config.timeouts.rendezvous_s)
+    init_distributed(config.timeouts.collective_s)
     trainer = MegatronTrainer(
         plan.spec,
         plan.trainer_topology,

@@ -48,7 +48,7 @@ class TrainerExecutor:
         self.status = StatusBoard(run_dir, f"trainer.{self.rank}")
         self.trace = TraceWriter(run_dir, f"trainer.{self.rank}")
         self.status.set("building the model")
-        self.device = init_distributed(config.timeouts.rendezvous_s)
+        self.device = init_distributed(config.timeouts.collective_s)
         self.trainer = MegatronTrainer(
             self.plan.spec, self.plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps
         )
