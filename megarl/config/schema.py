@@ -145,7 +145,8 @@ class AsyncConfig:
     )
     chunk_tokens: Optional[int] = setting(
         None,
-        "with partial_rollout=resume, most tokens of one request: longer responses are cut there, too; null: a quarter of rollout.max_tokens",
+        "with partial_rollout=resume, most tokens of one request: longer responses are cut there, too; null: a quarter of "
+        "rollout.max_tokens",
         at_least(1),
     )
 
@@ -154,7 +155,9 @@ class AsyncConfig:
 class AlgorithmConfig:
     name: str = setting("aipo", "docs/algorithms.md has them", one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce"))
     rho: Optional[float] = setting(
-        None, "upper bound of the importance ratio; null: the algorithm's own, 4 for aipo, where 2 to 10 works (LlamaRL, section 6)", above(0)
+        None,
+        "upper bound of the importance ratio; null: the algorithm's own, 4 for aipo, where 2 to 10 works (LlamaRL, section 6)",
+        above(0),
     )
     rho_min: Optional[float] = setting(None, "its lower bound; null: the algorithm's own, none for aipo", at_least(0))
     advantage: Optional[str] = setting(
@@ -164,7 +167,9 @@ class AlgorithmConfig:
         one_of("mean", "normalized", "leave_one_out"),
     )
     loss_mean: Optional[str] = setting(
-        None, "what counts the same: each token of a batch, or each response; null: the algorithm's own, token for aipo", one_of("token", "sequence")
+        None,
+        "what counts the same: each token of a batch, or each response; null: the algorithm's own, token for aipo",
+        one_of("token", "sequence"),
     )
     kl_coef: float = setting(0.0, "weight of the KL to the frozen initial policy; 0 holds no reference model", at_least(0))
     skip_zero_advantage: bool = setting(True, "spend no training time on groups whose rewards are all equal; same gradient")
@@ -255,7 +260,9 @@ class ObserveConfig:
 class SftConfig:
     steps: int = setting(0, "optimizer steps of megarl sft", at_least(0))
     tp: Optional[int] = setting(None, "tensor parallel size of the warm start; null: trainer.tp, or 1 where sft sets another", at_least(1))
-    pp: Optional[int] = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 where sft sets another", at_least(1))
+    pp: Optional[int] = setting(
+        None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 where sft sets another", at_least(1)
+    )
     dp: Optional[int] = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 where sft sets another", at_least(1))
     batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
     max_tokens_per_microbatch: Optional[int] = setting(
@@ -282,7 +289,9 @@ class TimeoutConfig:
 
     rendezvous_s: float = setting(600.0, "all processes of the run up and connected", above(0))
     collective_s: float = setting(
-        1800.0, "one collective of the trainer ranks: so long may one load, save, or wait for engines while the others wait for it", above(0)
+        1800.0,
+        "one collective of the trainer ranks: so long may one load, save, or wait for engines while the others wait for it",
+        above(0),
     )
     rollouts_s: float = setting(
         3600.0, "the trainer waits for a batch, or for engines that evaluate; the generator waits for room", above(0)
