@@ -1,7 +1,7 @@
 """How strongly each token counts that other weights than the present ones have sampled: what algorithms differ in.
 
-Every rule gives the weight w of a token's term -w A log pi, a constant for autograd, from its log-ratio log(pi / mu). Where a paper states an
-objective with a ratio inside, w A grad log pi is that objective's gradient: with one optimizer step a batch, that is all that matters.
+Every rule gives the weight w of a token's term -w A log pi, a constant for autograd, from its log-ratio log(pi / mu). Where a paper states
+an objective with a ratio inside, w A grad log pi is that objective's gradient: with one optimizer step a batch, that is all that matters.
 Ratios are formed from bounded log-ratios, so none overflows. NaN passes through.
 """
 

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
     faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
-    faults.add_argument("--keep", metavar="DIR", help="a new folder for the run and its logs, to stay; default: kept only when something is wrong")
+    kept = "a new folder for the run and its logs, to stay; default: kept only when something is wrong"
+    faults.add_argument("--keep", metavar="DIR", help=kept)
 
 
 def run(arguments: argparse.Namespace) -> None:

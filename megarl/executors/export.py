@@ -12,7 +12,9 @@ def export_rank(plan: RunPlan, path: str, output: str) -> None:
     """One trainer rank of the export: loads its shard of the checkpoint at `path`, writes its pieces of the HF files at `output`."""
     config = plan.config
     init_distributed(config.timeouts.collective_s)
-    trainer = MegatronTrainer(plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps)
+    trainer = MegatronTrainer(
+        plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps
+    )
     checkpoint.load(trainer, path)
     trainer.export_hf(output, config.model.path)
     shutdown_distributed()

@@ -191,6 +191,6 @@ class GeneratorExecutor:
         self.trace.close()
 
     def close(self) -> None:
-        """Ends all that it has started, also when the run has failed: what the event loop leaves behind complains at exit, below the error."""
+        """Ends all that it has started, also when the run has failed: what the event loop leaves behind complains at exit."""
         self.loop.run_until_complete(self.background.close())
         self.loop.run_until_complete(self._resources.aclose())

@@ -41,8 +41,8 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
         result = trainer.train_step(sequences, nll_loss, float(tokens))
         if metrics is not None:
             wall_s = time.monotonic() - started
-            values = {"wall_s": wall_s, "loss": result.loss, "grad_norm": result.grad_norm, "samples_per_s": (step + 1) * len(sequences) / wall_s}
-            metrics.write(step, values)
+            samples_per_s = (step + 1) * len(sequences) / wall_s
+            metrics.write(step, {"wall_s": wall_s, "loss": result.loss, "grad_norm": result.grad_norm, "samples_per_s": samples_per_s})
     status.set("exporting")
     trainer.export_hf(config.sft.output, config.model.path)
     if metrics is not None:

@@ -1,4 +1,4 @@
-"""The model against the parallel sizes, and against what can be trained. Each check yields problems: the key, its value, what is allowed."""
+"""The model against the parallel sizes, and what can be trained. Each check yields problems: the key, its value, what is allowed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ class GeneratorMemory:
 def generator_memory(
     spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0
 ) -> GeneratorMemory:
-    """`landing`: sizes.landing_bytes, where trainer and engines are on several nodes. Raises ConfigError where the sizes do not divide the model."""
+    """`landing`: sizes.landing_bytes, where trainer and engines are on several nodes. Raises ConfigError where the sizes do not divide the
+    model."""
     item, tp = ITEM_BYTES[dtype], generator.tp
     kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
     ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)

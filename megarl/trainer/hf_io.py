@@ -52,8 +52,8 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Normal with standard deviation 0.02 for matrices, ones for norms, zeros for biases. Every row of every HF tensor is a random stream of
-    its own, so the result does not depend on the layout, and a rank draws no rows but its own."""
+    """Normal with standard deviation 0.02 for matrices, ones for norms, zeros for biases. Every row of every HF tensor is a random stream
+    of its own, so the result does not depend on the layout, and a rank draws no rows but its own."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = _parameter(parameters, tensor)

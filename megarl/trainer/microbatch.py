@@ -113,6 +113,7 @@ def _routing(plan: MicrobatchPlan, chosen: Sequence[TrainSequence], routing: Rou
     for row, sequence in zip(ids, chosen):
         known = routing.unpack(sequence.routing)
         if len(known) >= len(sequence.token_ids):
-            raise ValueError(f"experts of {len(known)} positions in a sequence of {len(sequence.token_ids)} tokens, the last of which has none")
+            tokens = len(sequence.token_ids)
+            raise ValueError(f"experts of {len(known)} positions in a sequence of {tokens} tokens, the last of which has none")
         row[: len(known)] = known
     return torch.from_numpy(ids)

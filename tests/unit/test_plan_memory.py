@@ -180,7 +180,7 @@ def test_an_engine_needs_room_for_what_is_wanted() -> None:
 
 
 def test_landing_memory_is_for_what_the_trainer_alone_cuts_by_columns() -> None:
-    """Attention's output and the MLP's: all of it at TP1 from TP2; at TP2 from TP8 every rank's half; nothing from TP1, or as TP8 from TP8."""
+    """Attention's output and the MLP's: all of it at TP1 from TP2; at TP2 from TP8 every rank's half; nothing from TP1, nor TP8 to TP8."""
     llama = spec("llama-3.1-8b")
     cut_by_columns = 32 * (4096 * 4096 + 4096 * 14336) * 2
     sizes = {

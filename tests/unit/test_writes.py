@@ -79,7 +79,7 @@ def test_what_lands_goes_first():
         return Copy(0, "a", box, rank, "w", box, "identity", "float32", 0)
 
     copies = [copy(rank, row) for row in range(3) for rank in range(2)]
-    endpoints = [Endpoint(rank, "mooncake", "", 0, [], [Landing("w", (start, 0), 0) for start in starts]) for rank, starts in ((0, [2, 1]), (1, []))]
+    endpoints = [Endpoint(0, "mooncake", "", 0, [], [Landing("w", (start, 0), 0) for start in (2, 1)]), Endpoint(1, "mooncake", "", 0, [])]
     landing, others = landing_first(copies, endpoints)
     assert landing == [copy(0, 1), copy(0, 2)]
     assert others == [copy(0, 0), copy(1, 0), copy(1, 1), copy(1, 2)]
