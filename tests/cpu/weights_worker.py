@@ -36,6 +36,7 @@ from megarl.plan.resolve import RunPlan, resolve
 from megarl.types import Batch, Group, Prompt, Sample
 
 DEADLINE_S = 90.0
+WAITS = ("rendezvous_s", "collective_s", "rollouts_s", "request_s")  # beside those of an update
 
 
 class Sync(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class Job(msgspec.Struct, frozen=True):
             weights=WeightsConfig(transport=transport, **(dict(apply="in_flight", group_bytes=1) if in_groups else {})),
             async_=AsyncConfig(partial_rollout="in_flight" if in_groups else "block"),
             observe=ObserveConfig(probe_every=0, tensorboard=False),
-            timeouts=TimeoutConfig(DEADLINE_S, DEADLINE_S, self.weights_s, DEADLINE_S),
+            timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), weights_s=self.weights_s),
             run_dir=self.folder,
         )
         return resolve(config)
