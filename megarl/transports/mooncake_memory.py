@@ -27,7 +27,7 @@ class MooncakeMemory:
         self._engine = mooncake.open_engine(listen_on, protocol)
         self._listen_on, self._protocol = listen_on, protocol
         self._offsets, total = aligned_offsets(box.numel * tensors[name].itemsize for name, box in landing)
-        self._memory = _allocate(max(1, total), next(iter(tensors.values())).device)
+        self._memory = landing_memory(max(1, total), next(iter(tensors.values())).device)
         storages = [tensor.untyped_storage() for tensor in tensors.values()] + [self._memory.untyped_storage()]
         self._blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
         mooncake.register(self._engine, list(self._blocks.items()))
@@ -51,10 +51,10 @@ class MooncakeMemory:
             tensor[box.slices()].copy_(landed.view(tensor.dtype).view(box.shape))
 
 
-def _allocate(size: int, device: torch.device) -> torch.Tensor:
-    """[size] bytes, out of what SGLang has left."""
+def landing_memory(size: int, device: torch.device) -> torch.Tensor:
+    """[size] bytes, out of what SGLang has left. Raises RuntimeError that says what to lower where that is too little."""
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # on a GPU torch.OutOfMemoryError, which is one
         needed = f"{size / 2**30:.2f} GiB for boxes of short rows to land in"
         raise RuntimeError(f"Mooncake needs {needed}, beside what SGLang holds: lower generator.mem_fraction ({error})") from error

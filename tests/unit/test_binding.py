@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.load import load_config
 from megarl.launch import roles, worker
-from megarl.launch.binding import Gpu, cores_near, nvidia_smi, parse_cpulist, sysfs_address, visible
+from megarl.launch.binding import cores_near, gpus, nvidia_smi, parse_cpulist, sysfs_address, visible
 from megarl.plan.resolve import resolve
 
 
@@ -73,19 +73,22 @@ def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, mon
     assert nvidia_smi("--query-gpu=index") == shown
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can use the GPUs of this node")
 @pytest.mark.parametrize(("shown", "planned_for", "refused"), [(8, "H100", True), (8, "cpu", False), (0, "H100", False)])
-def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch, shown, planned_for, refused):
-    """As with a driver that is too old, or the torch of `make setup`: the trainer would quietly train on the CPU."""
-
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old")
-
-    monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr(roles, "gpus", lambda: tuple(Gpu(str(index), "") for index in range(shown)))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    plan = resolve(load_config("configs/quickstart.yaml", [f"cluster.gpu={planned_for}"]))
-    if not refused:
-        return roles.check_gpus(plan)
-    with pytest.raises(RuntimeError, match="this node has 8 GPUs, but torch .* cannot use them .The NVIDIA driver .* too old"):
-        roles.check_gpus(plan)
+def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch, tmp_path, shown, planned_for, refused):
+    """As with the torch of `make setup`, or a driver that is too old: the trainer would quietly train on the CPU."""
+    lines = "\n".join(", ".join((str(index), f"GPU-{index}aaa", f"00000000:{index}B:00.0")) for index in range(shown))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plan = resolve(load_config(Path(__file__).parents[2] / "configs/8b_aipo.yaml", [f"cluster.gpu={planned_for}"]), "plan")
+    gpus.cache_clear()
+    try:
+        if not refused:
+            return roles.check_gpus(plan)
+        with pytest.raises(RuntimeError, match="this node has 8 GPUs, but torch .* cannot use them .*; cluster.gpu=cpu trains on the CPU"):
+            roles.check_gpus(plan)
+    finally:
+        gpus.cache_clear()

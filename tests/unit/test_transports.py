@@ -12,9 +12,8 @@ from megarl.reshard.audit import MASK, hash_tensor
 from megarl.reshard.box import Box
 from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy
-from megarl.transports import mooncake
 from megarl.transports.base import Endpoint, RemoteTensor, send, shapes_of
-from megarl.transports.mooncake_memory import MooncakeMemory
+from megarl.transports.mooncake_memory import landing_memory
 from megarl.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
 
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1), 0), RemoteTensor("b", (7,), "bfloat16", (1,), 128)]
@@ -127,12 +126,6 @@ def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
     file.close()
 
 
-def test_too_little_gpu_memory_to_land_in_names_the_setting(monkeypatch):
-    def full(*_, **__) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    tensors = {"o_proj": torch.zeros(4096, 2048)}
-    monkeypatch.setattr(mooncake, "open_engine", lambda *_: None)
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(RuntimeError, match=r"needs 0.02 GiB for boxes .* lower generator.mem_fraction \(CUDA out of memory\)"):
-        MooncakeMemory(tensors, [("o_proj", Box((0, 0), (4096, 1024)))], "127.0.0.1", "rdma")
+def test_too_little_memory_to_land_in_names_the_setting():
+    with pytest.raises(RuntimeError, match=r"needs 1073741824.00 GiB for boxes .* lower generator.mem_fraction \(.*allocate"):
+        landing_memory(1 << 60, torch.device("cpu"))
