@@ -194,7 +194,8 @@ class WeightsReceiver:
         if MOONCAKE in opened.kinds:
             await writes.landed()
             await asyncio.gather(update.spread(), writes.done())  # what landed is spread while all else is written
-        await writes.done()
+        else:
+            await writes.done()
         await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
         if opened.relays:
             await update.pass_on(session.relays)

@@ -20,8 +20,8 @@ from typing import Any, Mapping, Optional, Sequence
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, quantization
 
-_MOE_RUNNER = "triton"  # SGLang's choice on Hopper; on Blackwell it would take one that holds up before gate
 LOADER = "megarl.generator.worker_loader.run_command"
+_MOE_RUNNER = "triton"  # SGLang's choice on Hopper; on Blackwell it would take one that holds up before gate
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 
 
@@ -73,7 +73,9 @@ def server_command(
     `extra` (`generator.server_args`) is given to SGLang as it is, and wins over what we would have chosen. The process that
     starts the engine must be the one that calls this: the engine dies with it. Raises ConfigError for what no GPU engine can compute in.
     """
-    device = settings.device or _device_here(settings, extra)
+    device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
+    if not settings.device:  # that this host really has; a dry run may suppose another
+        _check_dtype(settings, device, extra)
     of_device = _cpu_arguments(settings) if device == "cpu" else {"moe_runner_backend": _MOE_RUNNER}
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
@@ -122,12 +124,9 @@ def _spanning(settings: EngineSettings) -> dict[str, Any]:
     return {"nnodes": settings.parts, "node_rank": settings.part, "dist_init_addr": settings.group_address}
 
 
-def _device_here(settings: EngineSettings, extra: Mapping[str, Any]) -> str:
-    if not cpu_support.cuda_available():
-        return "cpu"
-    if settings.dtype == "float32" and "attention_backend" not in extra:
+def _check_dtype(settings: EngineSettings, device: str, extra: Mapping[str, Any]) -> None:
+    if device == "cuda" and settings.dtype == "float32" and "attention_backend" not in extra:
         raise ConfigError("model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there compute in 16 bits")
-    return "cuda"
 
 
 def _gpu_environment() -> dict[str, str]:
