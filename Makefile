@@ -78,6 +78,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	$(PIP) --retries 0 --extra-index-url $(TORCH_CPU_INDEX) $(TORCH)
 	say "3/4 the $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt (a minute or two)"
 	$(PIP) --only-binary :all: -r requirements/cpu.txt
+	.venv/bin/python -m pip uninstall -qq -y torchvision  # an earlier set-up installed it; see requirements/cpu.txt
 	if ! problem=$$(.venv/bin/python -c 'import torch' 2>&1); then
 	    .venv/bin/python -m pip uninstall -qq -y torch
 	    say "the torch that was installed cannot be imported; is $(TORCH_CPU_INDEX) reachable? $${problem##*$$'\n'}" >&2

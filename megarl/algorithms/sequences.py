@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Algorithm
+from megarl.rewards.failures import failure_metrics
 from megarl.types import Batch, Prompt, Sample, TrainSequence, Version
 
 
@@ -60,13 +62,14 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
     """Metrics of one batch as the trainer, at weight version `version`, takes it.
 
     Staleness of a token: `version` minus the version that produced it; the environment's tokens have none. reward/std is
-    over all samples. rollout/<name> is the mean of Sample.metrics over the samples that have it.
+    over all samples. rollout/<name> is the mean of Sample.metrics over the samples that have it, reward/<name>/mean that of reward_parts.
     """
     rewards = batch_rewards(batch)
     samples = [sample for group in batch.groups for sample in group.samples]
     staleness = torch.tensor([version - v for sample in samples for v in sample.policy_versions], dtype=torch.float64)
     tokens = sum(len(sample.token_ids) for sample in samples)
-    names = sorted({name for sample in samples for name in sample.metrics})
+    counted = {f"rollout/{name}": value for name, value in _means([sample.metrics for sample in samples]).items()}
+    parts = {f"reward/{name}/mean": value for name, value in _means([sample.reward_parts for sample in samples]).items()}
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
@@ -77,5 +80,13 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         "turns/mean": sum(sample.turns for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "zero_advantage_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean().item(),
-        **{f"rollout/{name}": fmean(s.metrics[name] for s in samples if name in s.metrics) for name in names},
+        **failure_metrics(samples),
+        **parts,
+        **counted,
     }
+
+
+def _means(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By name, over those that have it."""
+    names = sorted({name for each in counts for name in each})
+    return {name: fmean(each[name] for each in counts if name in each) for name in names}

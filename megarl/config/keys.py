@@ -17,6 +17,7 @@ from megarl.config.schema import RunConfig
 NEAREST = 3  # suggestions at most
 CLOSE_ENOUGH = 0.6  # difflib's ratio of the last names
 TIE = 0.01  # suggestions this close to the best are shown too
+NAME = "NAME"  # stands for a name of the user's, in the keys of a section that there may be several of
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """An inner node. An optional one may be null."""
+    """An inner node. An optional one may be null; of `many`, each stands under a name that the user gives it."""
 
     key: str
     type: type
     optional: bool
     meaning: str
+    many: bool = False
 
 
 @functools.cache
@@ -51,6 +53,44 @@ def settings() -> dict[str, Setting]:
 def sections() -> dict[str, Section]:
     """Every section by its dotted key."""
     return {node.key: node for node in _walk(RunConfig, "") if isinstance(node, Section)}
+
+
+def setting_of(key: str) -> Optional[Setting]:
+    """The setting that `key` sets, under the names that `key` has: `eval.suites.algebra.source` is one of `eval.suites.NAME.source`."""
+    found = settings().get(general(key))
+    return dataclasses.replace(found, key=key) if found else None
+
+
+def section_of(key: str) -> Optional[Section]:
+    found = sections().get(general(key))
+    return dataclasses.replace(found, key=key) if found else None
+
+
+def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
+    """Every setting of a whole configuration, as nested mappings; of those with names of the user's, each name's."""
+    for key, setting in settings().items():
+        many, _, rest = key.partition(f".{NAME}.")
+        if not rest:
+            yield setting
+            continue
+        named = functools.reduce(lambda node, name: node[name], field_path(many).split("."), tree)
+        yield from (dataclasses.replace(setting, key=f"{many}.{name}.{rest}") for name in named if named[name] is not None)
+
+
+def outer_sections(key: str) -> list[Section]:
+    """The sections that `key` stands in, or is, outermost first."""
+    names = key.split(".")
+    prefixes = (".".join(names[:length]) for length in range(1, len(names) + 1))
+    return [section for prefix in prefixes if (section := section_of(prefix))]
+
+
+def general(key: str) -> str:
+    """`key` with NAME in the place of the user's names."""
+    for section in sections().values():
+        if section.many and key.startswith(f"{section.key}."):
+            _, *rest = key[len(section.key) + 1 :].split(".")
+            return ".".join([section.key, NAME, *rest])
+    return key
 
 
 def field_path(key: str) -> str:
@@ -90,9 +130,15 @@ def _walk(cls: type, prefix: str) -> Iterator[Setting | Section]:
         key = prefix + ("async" if field.name == "async_" else field.name)
         hint, optional = _without_optional(hints[field.name])
         meaning = field.metadata.get("meaning", "")
+        named = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+        named, _ = _without_optional(named)
         if dataclasses.is_dataclass(hint):
             yield Section(key, hint, optional, meaning)
             yield from _walk(hint, key + ".")
+        elif dataclasses.is_dataclass(named):
+            yield Section(key, dict, False, meaning, many=True)
+            yield Section(f"{key}.{NAME}", named, True, meaning)
+            yield from _walk(named, f"{key}.{NAME}.")
         else:
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 
 @dataclass(frozen=True)
 class Limit:
     text: str
     accepts: Callable[[Any], bool]
+    spelled: Mapping[str, str] = field(default_factory=dict)  # other ways to write a value, in small letters
 
 
 def at_least(low: float) -> Limit:
@@ -35,7 +36,7 @@ def each(limit: Limit) -> Limit:
     return Limit(f"{limit.text}, each", lambda values: all(limit.accepts(value) for value in values))
 
 
-def one_of(*values: Any, or_like: str | None = None, written: str = "") -> Limit:
+def one_of(*values: Any, or_like: str | None = None, written: str = "", spelled: Mapping[str, str] = {}) -> Limit:
     """One of `values`, or a string that fully matches the regular expression `or_like`, which `written` shows to people."""
     names = [*map(str, values), *([written] if or_like else [])]
     text = names[0] if len(names) == 1 else "one of " + ", ".join(names)
@@ -43,7 +44,7 @@ def one_of(*values: Any, or_like: str | None = None, written: str = "") -> Limit
     def accepts(value: Any) -> bool:
         return value in values or (or_like is not None and re.fullmatch(or_like, value) is not None)
 
-    return Limit(text, accepts)
+    return Limit(text, accepts, spelled)
 
 
 def setting(default: Any, meaning: str, limit: Limit | None = None) -> Any:

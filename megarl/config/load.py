@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException, ValidationError
 
 from megarl.config.errors import ConfigError
-from megarl.config.keys import Setting, field_path, nearest, sections, settings
+from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings
 from megarl.config.schema import RunConfig
 
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers"}
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers",
+              list[str]: "a list of texts"}  # fmt: skip
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a file and overrides come to. With problems, `config` has defaults in the place of what cannot be used; it is None where that
+    does not make one."""
+
+    config: Optional[RunConfig]
+    problems: list[str]
+    doubtful: frozenset[str]  # keys that a problem is about, and those that may have been meant
+
+    def concerns(self, problem: str) -> bool:
+        """Whether a later problem is about a value that somebody meant, and no consequence of one that could not be used."""
+        return not any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in self.doubtful)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -23,16 +39,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError with all problems: unknown keys, wrong types, values outside their limits, missing settings.
     """
+    loaded = read_config(path, overrides)
+    if loaded.config is None or loaded.problems:
+        raise ConfigError(loaded.problems)
+    return loaded.config
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """As `load_config`, but with problems it goes on without what they are about. Raises ConfigError for a file that cannot be read."""
     problems: list[str] = []
     assignments = [*_read_file(Path(path), problems), *_read_overrides(overrides, problems)]
     tree = OmegaConf.structured(RunConfig)
+    blamed, meant = set(), set()
     for key, value in assignments:
-        problems.extend(_assign(tree, key, value))
-    blamed = {key for key, _ in assignments if any(problem.startswith(f"{key}=") for problem in problems)}
-    problems.extend(_check_values(tree, skip=blamed))
-    if problems:
-        raise ConfigError(problems)
-    return OmegaConf.to_object(tree)
+        if found := list(_assign(tree, key, value)):
+            problems.extend(found)
+            blamed.add(key)
+            meant.update(() if key in settings() else nearest(key))
+    for setting, problem in list(_check_values(tree, skip=blamed)):
+        problems.append(problem)
+        blamed.add(setting.key)
+        OmegaConf.update(tree, field_path(setting.key), setting.default)
+    complete = not OmegaConf.missing_keys(tree)
+    return Loaded(OmegaConf.to_object(tree) if complete else None, problems, frozenset(blamed | meant))
 
 
 def dump_config(config: RunConfig) -> str:
@@ -52,7 +81,9 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
         raise ConfigError(f"{path}: cannot be read as a YAML file: {error}") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+        at = error.problem_mark.line if error.problem_mark else 0
+        tab = any("\t" in there for there in text.splitlines()[at : at + 1])
+        raise ConfigError(f"{path}{line}: not valid YAML: {'a tab, where YAML takes spaces alone' if tab else error.problem}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(tree, dict) or list(tree) == [text.strip()]:  # OmegaConf makes a bare word a key
@@ -79,7 +110,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
             value = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + text]))["value"] if text else ""
         except (yaml.YAMLError, OmegaConfBaseException):
             value = text
-        setting = settings().get(key)
+        setting = setting_of(key)
         if setting and setting.type is str and not isinstance(value, str | None):
             value = text  # text needs no YAML quotes: `data.train.prompt_template=Q: {prompt}`
         found.extend(_leaves({key: value}, "", problems))
@@ -89,7 +120,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
 def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        section = sections().get(key)
+        section = section_of(key)
         if section is None or (section.optional and value in (None, {})):
             yield key, value
         elif isinstance(value, Mapping):
@@ -99,22 +130,24 @@ def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterat
 
 
 def _children(section: str) -> list[str]:
-    return [key for key in settings() if key.startswith(f"{section}.")]
+    return [key for key in settings() if key.startswith(f"{general(section)}.")]
 
 
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     """Set one leaf; yields what is wrong with its key or its type."""
-    setting = settings().get(key)
+    setting = setting_of(key)
     free = key.startswith(("generator.server_args.", "rollout.args."))
-    if setting is None and not free and key not in sections():
+    if setting is None and not free and section_of(key) is None:
         yield f"{key}={_show(value)}: unknown key; {_hint(key)}"
         return
+    if setting is not None and setting.limit is not None:
+        value = setting.limit.spelled.get(str(value).lower(), value)
     if setting is not None and not _right_kind(setting, value):
         yield _wrong_type(setting, value)
         return
-    for name, section in sections().items():
-        if section.optional and f"{key}.".startswith(f"{name}.") and OmegaConf.select(tree, name) is None:
-            OmegaConf.update(tree, name, section.type)
+    for section in outer_sections(key):
+        if section.optional and OmegaConf.select(tree, section.key) is None:
+            OmegaConf.update(tree, section.key, section.type)
     if setting is None and value == {}:
         return
     try:
@@ -143,24 +176,24 @@ def _wrong_type(setting: Setting, value: Any) -> str:
     return f"{setting.key}={_show(value)}: must be {name}{' or null' if setting.optional else ''}"
 
 
-def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[str]:
+def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
     """Resolve interpolations, then hold every value against its setting's limit."""
     written = OmegaConf.to_container(tree)
-    for setting in settings().values():
+    for setting in concrete(written):
         text = _dig(written, setting.key)
         if text is None or setting.key in skip:
             continue
         if text == MISSING:
-            yield f"{setting.key}: must be set: {setting.meaning}"
+            yield setting, f"{setting.key}: must be set: {setting.meaning}"
             continue
         try:
             value = _plain(OmegaConf.select(tree, field_path(setting.key)))
         except (InterpolationValidationError, ValidationError):
-            yield _wrong_type(setting, text)
+            yield setting, _wrong_type(setting, text)
         except OmegaConfBaseException as error:
-            yield f"{setting.key}={_show(text)}: {str(error).splitlines()[0]}"
+            yield setting, f"{setting.key}={_show(text)}: {str(error).splitlines()[0]}"
         else:
-            yield from _check_value(setting, value)
+            yield from ((setting, problem) for problem in _check_value(setting, value))
 
 
 def _check_value(setting: Setting, value: Any) -> Iterator[str]:

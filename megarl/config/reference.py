@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.keys import Section, Setting, sections, settings
+from megarl.config.keys import NAME, Section, Setting, sections, settings
 
 HEAD = """\
 # Configuration
@@ -18,9 +18,9 @@ Every key of a run, in the order of `megarl/config/schema.py`, from which this f
 A configuration file is YAML with these keys nested at their dots; on the command line they are written `dotted.key=value`
 after the file, and win over it. `${other.key}` stands for the value of another key. Unknown keys, wrong types and values that
 are not allowed end the program with status 2 before anything starts, all of them in one message. Paths are relative to the
-working directory.
+working directory. NAME in a key is any name of your own, and there may be several.
 """
-TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple[float, float]: "two numbers"}
+TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple[float, float]: "two numbers", list[str]: "texts"}
 
 
 def reference() -> str:

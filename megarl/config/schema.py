@@ -13,12 +13,17 @@ from omegaconf import MISSING
 
 from megarl.config.limits import Limit, above, at_least, between, each, one_of, setting
 
+MAX_REWARD = 1e6  # in size: beyond it the trainer's float32 no longer tells rewards apart that differ by a tenth
+STRICT = "strict"  # weights.audit
 IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
 @dataclass
 class ModelConfig:
-    path: str = setting(MISSING, "HF checkpoint: a local folder or a hub name; where a folder holds no weights, sft.output has them")
+    path: str = setting(
+        MISSING,
+        "HF checkpoint: a local folder or a hub name; a run begins with these weights, or with the warm start of them in sft.output",
+    )
     spec: Optional[str] = setting(None, "a config.json to plan with while the checkpoint is not at hand; null: the one in `path`")
     tokenizer: Optional[str] = setting(None, "a local folder or a hub name; null: the one in `path`")
     dtype: str = setting("bfloat16", "type of the trainer's parameters, and of weights on the wire", one_of("float32", "bfloat16"))
@@ -117,10 +122,12 @@ class GeneratorConfig:
         "run ends in any case, at the next update",
         one_of("restart", "drop", "fail"),
     )
-    max_restarts: int = setting(3, "of one engine; when it dies once more, the run ends", at_least(0))
-    health_s: float = setting(60.0, "an engine that answers nothing for so long hangs; longer than any weight update", above(0))
+    max_restarts: int = setting(
+        3, "of one engine; when it dies once more, or ends of itself before it has ever answered, the run ends", at_least(0)
+    )
+    health_s: float = setting(60.0, "an engine that shows no sign of life for so long hangs", at_least(5))
     server_args: dict[str, Any] = field(
-        default_factory=dict, metadata={"meaning": "passed on to sglang.launch_server as they are"}
+        default_factory=dict, metadata={"meaning": "more arguments of the engines, by the names of SGLang's ServerArgs"}
     )
 
 
@@ -189,6 +196,13 @@ class RolloutConfig:
     temperature: float = setting(1.0, "sampling temperature", above(0))
     top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))
     top_k: int = setting(-1, "sample among the k likeliest tokens; -1: off", Limit("-1, or at least 1", lambda k: k == -1 or k >= 1))
+    stop: list[str] = field(
+        default_factory=list,
+        metadata={
+            "meaning": "texts that end a response (a turn, of several), beside end-of-text; the text belongs to the response, and is learned",
+            "limit": Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts)),
+        },
+    )
     tool_workers: int = setting(1, "processes for tools that compute; started when the first one is called", at_least(1))
     tool_timeout_s: float = setting(5.0, "per call of a tool", above(0))
     tool_memory_mib: int = setting(1024, "per tool process", at_least(256))
@@ -205,6 +219,16 @@ class RewardConfig:
     workers: int = setting(1, "processes that verify", at_least(1))
     timeout_s: float = setting(5.0, "per answer", above(0))
     memory_mib: int = setting(1024, "per worker process", at_least(256))
+    failed_score: float = setting(
+        0.0,
+        "what a response gets whose verification failed: it took longer than timeout_s, raised ValueError, ran out of memory, or ended "
+        "its process. It stays in its group, since left out a response that breaks the verifier would cost the policy nothing; set it to "
+        "the worst score, where that is not 0",
+        between(-MAX_REWARD, MAX_REWARD),
+    )
+    max_failed_fraction: float = setting(
+        0.5, "the run ends where a larger share of a step's scores, or of an evaluation's, failed; 1: never", between(0, 1)
+    )
 
 
 @dataclass
@@ -230,14 +254,38 @@ class WeightsConfig:
     group_bytes: int = setting(
         1 << 30, "with apply=in_flight, most bytes that an engine's rank is written in one pause; one layer at least", at_least(1)
     )
-    audit: bool = setting(True, "compare hashes of what was sent and of what is in the engines' memory after every update")
+    audit: str = setting(
+        STRICT,
+        "on: after every update, hashes of what was sent are compared with what is in the engines' memory, and what no update writes there "
+        "(rotary caches, what is made of weights) with what it was; strict: what is about to be overwritten, too, with what the last update "
+        "left; off: neither. true and false are on and off",
+        one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),
+    )
+
+    @property
+    def audited(self) -> bool:
+        return self.audit != "off"
+
+
+@dataclass
+class SuiteConfig(DatasetConfig):
+    """One more held-out set, with a sampling of its own where it needs one."""
+
+    samples: Optional[int] = setting(None, "samples per prompt; null: eval.samples", at_least(1))
+    temperature: Optional[float] = setting(None, "of their sampling; null: eval.temperature", at_least(0))
+    max_tokens: Optional[int] = setting(None, "longest response, in tokens; null: eval.max_tokens", at_least(1))
 
 
 @dataclass
 class EvalConfig:
     every: int = setting(0, "steps between evaluations inside a run; 0: only before the first and after the last step", at_least(0))
+    samples: int = setting(1, "samples per prompt, for avg@k and pass@k (docs/own_run.md); more than one need a temperature", at_least(1))
+    temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
     max_tokens: Optional[int] = setting(None, "longest response, in tokens; null: rollout.max_tokens", at_least(1))
-    limit: Optional[int] = setting(None, "first prompts of data.eval only; null: all", at_least(1))
+    limit: Optional[int] = setting(None, "first prompts of each held-out set only; null: all", at_least(1))
+    suites: dict[str, Optional[SuiteConfig]] = field(
+        default_factory=dict, metadata={"meaning": "more held-out sets beside data.eval, by name; NAME=null: not this one"}
+    )
 
 
 @dataclass
@@ -252,6 +300,13 @@ class CheckpointConfig:
 @dataclass
 class ObserveConfig:
     probe_every: int = setting(10, "steps between trainer-against-generator log-prob probes; 0: none", at_least(0))
+    probe_limit: Optional[float] = setting(
+        None,
+        "mean difference of a probe's log-probs beyond which the run warns; beyond ten times as much, or where one is not finite, it ends; "
+        "null: 0.001 in float32, 0.05 in bfloat16, 0.15 with engines in fp8, and twice that for a mixture of experts without "
+        "trainer.routing_replay",
+        above(0),
+    )
     rollouts_per_step: int = setting(4, "groups written to rollouts/ as text", at_least(0))
     tensorboard: bool = setting(True, "write tb/")
 
@@ -270,7 +325,11 @@ class SftConfig:
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: Optional[DatasetConfig] = setting(None, "demonstrations; null: data.train")
-    output: str = setting("${run_dir}/sft/hf", "folder of the HF checkpoint that the trained weights are exported to")
+    output: str = setting(
+        "${run_dir}/sft/hf",
+        "folder of the HF checkpoint that megarl sft makes. Where there is one of the same model.path, megarl train and megarl eval begin "
+        "with it; a run that goes on keeps to what it began with",
+    )
 
 
 @dataclass
@@ -342,4 +401,7 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     max_steps: int = setting(100, "optimizer steps of the whole run", at_least(1))
     seed: int = setting(0, "of everything random in the run", at_least(0))
-    run_dir: str = setting("runs/default", "where the run writes; a run that finds its checkpoints there goes on from the last")
+    run_dir: str = setting(
+        "runs/default",
+        "where the run writes; made for this user alone, unless it is there. A run that finds its checkpoints there goes on from the last",
+    )

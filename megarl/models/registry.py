@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Mapping, Optional, Union
 
 from megarl.config.errors import ConfigError
+from megarl.hub import HubError, hub_file
 from megarl.models.spec import ModelSpec
 
 
@@ -119,10 +120,7 @@ def _config_file(model: str, setting: str) -> Path:
     # A hub name is owner/name; anything else, and anything that looks like a path, is a missing folder.
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ConfigError(f"{setting}={model}: does not exist")
-    from huggingface_hub import hf_hub_download  # only for hub names: local models need no network code
-
     try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (OSError, ValueError) as error:  # the hub's own errors derive from these
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{setting}={model}: neither a local folder nor reachable on the hub: {reason}") from error
+        return hub_file(model, "config.json")
+    except HubError as error:
+        raise ConfigError(f"{setting}={model}: no local folder; {error}") from error

@@ -5,42 +5,23 @@ Each check is a small function that yields problems: the key, its value, what is
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Callable, Iterable
 
 from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.schema import RunConfig
+from megarl.data.held_out import held_out
 from megarl.plan.quantisation import check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
+from megarl.plan.server_args import check_server_args
+from megarl.plan.weights import check_warm_start
+
+SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+TAKEN_NAMES = ("reward", "response_tokens", "version")  # the metric eval/reward/mean is data.eval's
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
-
-SERVER_ARGS_BY_KEY = {
-    "model_path": "model.path",
-    "dtype": "model.dtype",
-    "tp": "generator.tp",
-    "tp_size": "generator.tp",
-    "ep_size": "generator.ep",
-    "dp_size": "generator.dp_attention",
-    "enable_dp_attention": "generator.dp_attention",
-    "quantization": "generator.quantization",
-    "max_total_tokens": "generator.kv_cache_tokens",
-    "max_running_requests": "generator.max_concurrency",
-    "mem_fraction_static": "generator.mem_fraction",
-    "random_seed": "seed",
-    "enable_return_routed_experts": "trainer.routing_replay",
-}
-SERVER_ARGS_KEPT = frozenset(
-    "host port api_key admin_api_key base_gpu_id custom_weight_loader weight_version skip_tokenizer_init sampling_defaults".split()
-)
-SERVER_ARGS_REFUSED = {
-    "enable_eplb": "weights are written to the experts where the layout has them, and it would move them",
-    "init_expert_location": "weights are written to the experts where the layout has them, and it would place them elsewhere",
-    "ep_num_redundant_experts": "only one copy of an expert is written to",
-    "speculative_algorithm": "nobody writes to the weights of a draft model",
-}
-MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's hold up before gate, in a tensor of the same shape; others repack the experts
 
 
 def check_trainer_features(config: RunConfig) -> Iterable[str]:
@@ -55,21 +36,6 @@ def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
         yield f"rollout.top_p={config.rollout.top_p}: only 1 is supported: the trainer scores the untruncated distribution"
     if config.rollout.top_k != -1:
         yield f"rollout.top_k={config.rollout.top_k}: only -1 is supported: the trainer scores the untruncated distribution"
-
-
-def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Arguments that the run decides by other keys, or must decide itself to stay closed to strangers and right about mu; and such
-    by which SGLang would compute with something else than what is written, unseen by the audit."""
-    for name, value in config.generator.server_args.items():
-        if name in SERVER_ARGS_BY_KEY:
-            yield f"generator.server_args.{name}={value}: must be set by {SERVER_ARGS_BY_KEY[name]}"
-        elif name in SERVER_ARGS_KEPT:
-            yield f"generator.server_args.{name}={value}: must be left out; the launcher decides it"
-        elif name in SERVER_ARGS_REFUSED:
-            yield f"generator.server_args.{name}={value}: must be left out; {SERVER_ARGS_REFUSED[name]}"
-        elif name == "moe_runner_backend" and value not in MOE_RUNNERS:
-            allowed = " or ".join(MOE_RUNNERS)
-            yield f"generator.server_args.{name}={value}: must be {allowed}: what computes with experts as they are written"
 
 
 def check_virtual_stages(config: RunConfig) -> Iterable[str]:
@@ -106,8 +72,8 @@ def check_apply(config: RunConfig) -> Iterable[str]:
     mode = config.async_.partial_rollout
     if config.weights.apply == "in_flight" and mode != "in_flight":
         yield f"weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is {mode}"
-    if config.weights.apply == "in_flight" and not config.weights.audit:
-        yield "weights.audit=false: must be true with weights.apply=in_flight, which uses each group of layers as soon as it is written"
+    if config.weights.apply == "in_flight" and not config.weights.audited:
+        yield "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers as soon as it is written"
 
 
 def check_algorithm(config: RunConfig) -> Iterable[str]:
@@ -115,8 +81,15 @@ def check_algorithm(config: RunConfig) -> Iterable[str]:
 
 
 def check_eval(config: RunConfig) -> Iterable[str]:
-    if config.eval.every and config.data.eval is None:
+    if config.eval.every and not held_out(config):
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        yield f"eval.samples={config.eval.samples}: with eval.temperature=0 all samples of a prompt are the same; set eval.temperature"
+    for name, suite in config.eval.suites.items():
+        if not SUITE_NAME.fullmatch(name) or name in TAKEN_NAMES:
+            yield f"eval.suites.{name}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN_NAMES)}"
+        elif suite and suite.samples and suite.samples > 1 and suite.temperature in (None, 0) and config.eval.temperature == 0:
+            yield f"eval.suites.{name}.samples={suite.samples}: at temperature 0 they are all the same; set eval.suites.{name}.temperature"
 
 
 def check_sft_command(config: RunConfig) -> Iterable[str]:
@@ -124,7 +97,9 @@ def check_sft_command(config: RunConfig) -> Iterable[str]:
         yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
     if config.sft.batch_size < config.trainer.dp:
         yield f"sft.batch_size={config.sft.batch_size}: must be at least trainer.dp={config.trainer.dp}"
-    if not (Path(config.sft.output) / "config.json").exists():  # where it is, there is nothing to do
+    if (Path(config.sft.output) / "config.json").exists():  # then there is nothing to do
+        yield from check_warm_start(config)
+    else:
         yield from new_folder_problems("sft.output=", config.sft.output)
 
 
@@ -133,7 +108,7 @@ def check_run_dir(config: RunConfig) -> Iterable[str]:
 
 
 def check_eval_command(config: RunConfig) -> Iterable[str]:
-    if config.data.eval is None:
+    if not held_out(config):
         yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
 
 

@@ -6,6 +6,7 @@ from typing import Callable, Iterable
 
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
+from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.models.parameters import round_up
 from megarl.plan.quantisation import check_blocks, check_latent_format
 from megarl.topology import DP_ATTENTION_FAMILIES
@@ -30,6 +31,17 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     yield from _indivisible("generator.ep", generator.ep, {"experts": spec.num_experts})
     if generator.tp % generator.ep:
         yield f"generator.ep={generator.ep}: must divide generator.tp={generator.tp}"
+
+
+def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """SGLang on a CPU pads the rows of one expert, and makes the shared ones of as many times that: with several, no layout of ours."""
+    rows, tp = spec.expert_intermediate_size, config.generator.tp
+    shared = spec.shared_intermediate_size // rows if rows else 0
+    if config.cluster.gpu == "cpu" and shared > 1 and rows % (SGLANG_CPU_PADDING * tp):
+        needed = f"{SGLANG_CPU_PADDING} * generator.tp={tp}, which the {rows} ffn rows of an expert are no multiple of"
+        fit = [n for n in range(1, tp) if tp % n == 0 and rows % (SGLANG_CPU_PADDING * n) == 0]
+        advice = f"generator.tp={fit[-1]} would do" if fit else "they cannot serve it"
+        yield f"model.path={config.model.path}: its {shared} shared experts are padded on CPUs to multiples of {needed}; {advice}"
 
 
 def check_routing_replay(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -164,6 +176,7 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_experts,
+    check_shared_experts,
     check_routing_replay,
     check_tensor_parallel,
     check_blocks,

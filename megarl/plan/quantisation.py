@@ -56,11 +56,22 @@ def check_blocks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     except (ConfigError, ArithmeticError):
         return  # sizes that do not divide: other checks say so
     quantised = family(spec).quantised_parameters(spec)
+    if fused := [text for parameter in parameters if parameter.name in quantised for text in _unevenly_fused(spec, parameter)]:
+        must = f"at any generator.tp SGLang fuses rows that must be multiples of {BLOCK}, and are {', '.join(fused)}"
+        yield f"generator.quantization=fp8_block: must be null for this model: {must}"
     found = [uneven for parameter in parameters if parameter.name in quantised for uneven in _uneven(spec, parameter, topology)]
     if found:
         sizes = f"generator.tp={generator.tp}" + (f", generator.ep={generator.ep}" if spec.num_experts else "")
         sizes += f", generator.dp_attention={generator.dp_attention}" if generator.dp_attention > 1 else ""
         yield f"generator.quantization=fp8_block: with {sizes} a rank must hold multiples of {BLOCK}; it holds {', '.join(found)}"
+
+
+def _unevenly_fused(spec: ModelSpec, parameter: Parameter) -> Iterator[str]:
+    """Of a tensor that every rank holds whole: parts whose last block would be one with the first of the next."""
+    logical = {tensor.name: tensor.shape for tensor in family(spec).logical_tensors(spec)}
+    for part in parameter.parts[:-1] if parameter.dim is None else ():
+        if (rows := logical[part.logical_name][0]) % BLOCK:
+            yield f"{rows} of {part.logical_name.replace(LAYER_FIELD, '*')}"
 
 
 def _uneven(spec: ModelSpec, parameter: Parameter, topology: GeneratorTopology) -> Iterator[str]:

@@ -13,6 +13,7 @@ from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS
 from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS
+from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -28,7 +29,11 @@ class RunPlan:
     generator_topology: GeneratorTopology
     steps: int  # optimizer steps of the whole run
     sequences_per_step: int  # prompts_per_step * n
-    weights_path: str  # HF checkpoint that training and evaluation begin with: model.path, or sft.output where that holds none
+    weights: Weights  # what the command begins with
+
+    @property
+    def weights_path(self) -> str:
+        return self.weights.path
 
     @property
     def engine_dtype(self) -> str:
@@ -58,7 +63,7 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
         raise ConfigError(problems + error.problems) from error
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
-    problems.extend(_missing_weights(config, command))
+    problems.extend(missing_weights(config, command))
     if problems:
         raise ConfigError(problems)
     trainer, generator, rollout = config.trainer, config.generator, config.rollout
@@ -71,35 +76,8 @@ def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
         generator_topology=GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention),
         steps=config.max_steps,
         sequences_per_step=rollout.prompts_per_step * rollout.n,
-        weights_path=find_weights(config),
+        weights=find_weights(config, command),
     )
-
-
-def find_weights(config: RunConfig) -> str:
-    """A folder with config and tokenizer only is the beginning of `megarl sft`; everything later begins with what that wrote."""
-    path = config.model.path
-    return config.sft.output if Path(path).is_dir() and not _holds_weights(path) else path
-
-
-def _missing_weights(config: RunConfig, command: Optional[str]) -> Iterable[str]:
-    path = config.model.path
-    if not Path(path).is_dir() or _holds_weights(path):
-        return
-    none = f"model.path={path}: holds no weights (*.safetensors)"
-    if command == "sft" and not config.model.random_init:
-        yield f"{none}; set model.random_init=true to start from random ones"
-    made_first = command == "dry-run" and config.model.random_init and config.sft.steps > 0
-    if command in ("train", "eval", "dry-run") and not made_first and not _holds_weights(config.sft.output):
-        yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
-
-
-def weights_are_missing(plan: RunPlan) -> bool:
-    """Whether `weights_path` is what megarl sft has yet to write. (A hub name is no folder of ours.)"""
-    return plan.weights_path == plan.config.sft.output and not _holds_weights(plan.weights_path)
-
-
-def _holds_weights(path: str) -> bool:
-    return any(Path(path).glob("*.safetensors"))
 
 
 def as_warm_start(config: RunConfig) -> RunConfig:
@@ -129,6 +107,8 @@ def find_spec(config: RunConfig) -> ModelSpec:
         problems[0] += "; megarl sft writes it"
     if problems:
         raise ConfigError(problems)
+    if exported := _is_of_a_run(Path(model.path)):
+        raise ConfigError(f"model.path={model.path}: {exported}")
     if model.spec is None:
         return _load_checkpoint_spec(model.path)
     spec = load_spec(model.spec, "model.spec")
@@ -147,11 +127,24 @@ def _load_checkpoint_spec(path: str) -> ModelSpec:
         raise ConfigError([f"{problem}; to plan without the checkpoint, set model.spec" for problem in error.problems]) from error
 
 
+def _is_of_a_run(path: Path) -> str:
+    """What to do with a folder of a run, which holds no model of Hugging Face's."""
+    if (path / "config.json").exists():
+        return ""
+    step = re.fullmatch(r"step_0*(\d+)", path.name)
+    if step and path.parent.name == "checkpoints":
+        return f"is a checkpoint, no model; first: megarl export CONFIG run_dir={path.parent.parent} --step {step[1]} --output FOLDER"
+    run = path.parent if path.name == "checkpoints" else path
+    first = f"megarl export CONFIG run_dir={run} --output FOLDER"
+    return f"holds a run's checkpoints, no model; first: {first}" if any(run.glob("checkpoints/step_*")) else ""
+
+
 def _missing(key: str, path: str) -> Iterable[str]:
     """A model is a local folder or a hub name, `owner/name`; a path into a folder that is here is meant to be local."""
     is_hub_name = HUB_NAME.fullmatch(path) and not Path(path.split("/")[0]).is_dir()
     if not is_hub_name and not Path(path).is_dir():
-        yield f"{key}={path}: no such folder{_did_you_mean(Path(path))}"
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        yield f"{key}={path}: no such folder{where}{_did_you_mean(Path(path))}"
 
 
 def _did_you_mean(path: Path) -> str:

@@ -1,14 +1,15 @@
-"""Whether a run directory that holds checkpoints may be continued with this config."""
+"""Whether a run directory that holds checkpoints may be continued with this config, and what is then other than before."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Iterable
+from typing import Any, Iterable, Mapping
 
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings, value_at
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
+from megarl.plan.checkpoints import complete_checkpoints
 
 # What the checkpoints, the order of the prompts and the meaning of the reward depend on. Parallel sizes may change.
 FIXED_KEYS = (
@@ -17,7 +18,6 @@ FIXED_KEYS = (
     "model.dtype",
     *(key for key in settings() if key.startswith("data.train.")),
     "data.shuffle",
-    "trainer.zero",
     "algorithm.name",
     "rollout.prompts_per_step",
     "rollout.n",
@@ -28,20 +28,42 @@ FIXED_KEYS = (
 
 def check_resume(config: RunConfig) -> Iterable[str]:
     """Problems with going on from what `config.run_dir` holds; none where there is no checkpoint yet."""
-    run_dir = Path(config.run_dir)
-    written = run_dir / "config.yaml"
-    if not written.is_file() or not any(run_dir.glob("checkpoints/step_*")):
-        return
     try:
-        earlier = load_config(written)
+        before = _earlier(config)
     except ConfigError as error:
-        yield f"run_dir={run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
+        yield f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
         return
-    for key in FIXED_KEYS:
-        before, now = value_at(earlier, key), value_at(config, key)
-        if before != now:
-            yield f"{key}={_show(now)}: the run in run_dir={run_dir} began with {_show(before)}; keep that, or use another run_dir"
+    for key, value in differences(before, config).items():
+        if key in FIXED_KEYS:
+            now = show(value_at(config, key))
+            yield f"{key}={now}: the run in run_dir={config.run_dir} began with {show(value)}; keep that, or use another run_dir"
 
 
-def _show(value: object) -> str:
+def changes(config: RunConfig) -> list[str]:
+    """What a run that goes on does otherwise than when it was last started: a line for each setting."""
+    if not _settings_before(config).is_file():
+        return [f"what, if anything, cannot be said: {_settings_before(config)} is gone"]
+    return [f"{key}={show(value_at(config, key))}, was {show(value)}" for key, value in differences(_earlier(config), config).items()]
+
+
+def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
+    """Of the settings in `before`, those that are others now, with their values before."""
+    return {key: value for key, value in before.items() if value != value_at(now, key)}
+
+
+def _earlier(config: RunConfig) -> Mapping[str, Any]:
+    """Every setting of the run in `config.run_dir`; none where there is no checkpoint to go on from. Raises ConfigError."""
+    written = _settings_before(config)
+    if not written.is_file() or not complete_checkpoints(config.run_dir):
+        return {}
+    earlier = load_config(written)
+    return {key: value_at(earlier, key) for key in settings()}
+
+
+def _settings_before(config: RunConfig) -> Path:
+    return Path(config.run_dir) / "config.yaml"
+
+
+def show(value: object) -> str:
+    """As it is written in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -22,6 +22,11 @@ class Gpu:
     nic_bytes_per_s: float  # one NIC per GPU
     runtime_gib: float = 2.5  # CUDA context, NCCL's buffers, workspaces of cuBLAS and kernels: gone before the first tensor
 
+    @property
+    def device(self) -> str:
+        """On which engines keep their parameters: cuda | cpu, as of reshard.layout.generator_layout."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
     def flops(self, precision: str) -> float:
         return self.fp8_flops if precision == "fp8" else self.bf16_flops
 

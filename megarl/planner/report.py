@@ -45,7 +45,7 @@ def _time(found: Estimate, baseline: Optional[Baseline]) -> Iterator[str]:
     ):
         shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds)
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
-    yield f"           {'weight update':<14}{found.sync_s:9.2f}   the busiest rank's bytes over its link"
+    yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link"
     mode = "the slower side" if found.asynchronous else "both sides, one after the other"
     yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
     if baseline:

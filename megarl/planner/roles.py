@@ -6,16 +6,17 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.plan.resolve import RunPlan
+from megarl.planner.hardware import Cluster
 from megarl.planner.sizes import rank_bytes
 from megarl.reshard.kinds import Layout
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 
 
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
-    """Of trainer and generator: where each rank keeps what."""
-    dtype = plan.config.model.dtype
+    """Of trainer and generator: where each rank keeps what on the machines of cluster.gpu."""
+    dtype, device = plan.config.model.dtype, Cluster.of(plan.config).gpu.device
     return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(
-        plan.spec, plan.generator_topology, dtype, quantization=plan.config.generator.quantization
+        plan.spec, plan.generator_topology, plan.engine_dtype, device, plan.config.generator.quantization
     )
 
 

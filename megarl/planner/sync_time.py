@@ -15,7 +15,9 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> float:
     """From the very map that the run would carry out. One node's ranks write to each other over NVLink, others over their NICs."""
     dtype = config.model.dtype
     source = trainer_layout(spec, trainer_topology(config.trainer), dtype)
-    destination = generator_layout(spec, generator_topology(config.generator), dtype, quantization=config.generator.quantization)
+    quantization = config.generator.quantization
+    engine_dtype = dtype if quantization is None else "bfloat16"
+    destination = generator_layout(spec, generator_topology(config.generator), engine_dtype, cluster.gpu.device, quantization)
     carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
     return busiest_bytes(*carried_out) / link_bytes_per_s(source.world_size + destination.world_size, cluster)
 

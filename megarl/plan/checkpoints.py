@@ -1,0 +1,60 @@
+"""Where a run keeps its checkpoints, and which of them is the newest whole one. No torch: the launcher asks too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+def checkpoint_path(run_dir: Path | str, step: int) -> Path:
+    """Folder of the checkpoint taken after `step` optimizer steps, that is of weight version `step`."""
+    return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
+
+
+def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
+    """(step, folder) of every whole checkpoint, oldest first.
+
+    A checkpoint gets its name by a rename after its last byte is written, so a folder of this name is whole.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(found)
+
+
+def remove_leftovers(run_dir: Path | str) -> None:
+    """Removes what earlier processes of the run died over: half-written and half-removed checkpoints. While no process of it runs."""
+    for pattern in ("step_*.partial", "step_*.removing"):
+        for path in (Path(run_dir) / "checkpoints").glob(pattern):
+            shutil.rmtree(path)
+
+
+def make_room(run_dir: Path | str) -> None:
+    """Where the disk would not take one more checkpoint of the newest one's size, older ones go before it is written. The newest stays."""
+    *older, newest = [path for _, path in complete_checkpoints(run_dir)] or [None]
+    if newest is None:
+        return
+    needed_bytes = sum(file.stat().st_size for file in newest.iterdir())
+    for path in older:
+        if (free_bytes := shutil.disk_usage(newest).free) >= needed_bytes:
+            return
+        print(f"{free_bytes} bytes are free for a checkpoint of {needed_bytes}: {path} is removed first", flush=True)
+        _remove(path)
+
+
+def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints. What cannot be removed (on NFS a file that somebody else reads leaves a remnant until
+    it is closed) is told, and left to the next launch: it is no reason to end a run."""
+    for _, path in complete_checkpoints(run_dir)[:-keep]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    doomed = path.with_name(path.name + ".removing")  # a half-removed folder must not look whole
+    try:
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        print(f"checkpoint {path} could not be removed: {error}", flush=True)

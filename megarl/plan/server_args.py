@@ -1,0 +1,125 @@
+"""`generator.server_args` against what SGLang takes, and against what a run decides by other keys or must decide itself."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Iterable, Iterator, Mapping
+
+import msgspec
+
+from megarl.config.schema import RunConfig
+from megarl.plan.sglang_arguments import Argument, arguments, version
+
+BY_KEY = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.tokenizer",
+    "dtype": "model.dtype",
+    "tp": "generator.tp",
+    "tp_size": "generator.tp",
+    "ep_size": "generator.ep",
+    "dp_size": "generator.dp_attention",
+    "enable_dp_attention": "generator.dp_attention",
+    "quantization": "generator.quantization",
+    "max_total_tokens": "generator.kv_cache_tokens",
+    "max_running_requests": "generator.max_concurrency",
+    "mem_fraction_static": "generator.mem_fraction",
+    "random_seed": "seed",
+    "enable_return_routed_experts": "trainer.routing_replay",
+}
+KEPT = frozenset(
+    "host port api_key admin_api_key base_gpu_id custom_weight_loader weight_version skip_tokenizer_init sampling_defaults device nnodes "
+    "node_rank dist_init_addr context_length disable_shared_experts_fusion".split()
+)
+_MOVED = "weights are written to the experts where the layout has them, and it would "
+_NO_LAYOUT = "the layout that weights are written by does not know it"
+_NO_KEYS = "requests go by HTTP with a key, and it would serve them otherwise"
+REFUSED = {
+    "enable_eplb": f"{_MOVED}move them",
+    "init_expert_location": f"{_MOVED}place them elsewhere",
+    "ep_num_redundant_experts": "only one copy of an expert is written to",
+    "elastic_ep_backend": f"{_MOVED}move them",
+    "speculative_algorithm": "nobody writes to the weights of a draft model",
+    "pp_size": _NO_LAYOUT,
+    "moe_dense_tp_size": _NO_LAYOUT,
+    "moe_dp_size": _NO_LAYOUT,
+    "attn_cp_size": _NO_LAYOUT,
+    "enable_dp_lm_head": _NO_LAYOUT,
+    "cpu_offload_gb": "weights are written to where they lie, and it would move them",
+    "offload_group_size": "weights are written to where they lie, and it would move them",
+    "lora_paths": "the trainer does not score what an adapter adds",
+    "is_embedding": "engines must generate",
+    "disaggregation_mode": "each engine must prefill and decode",
+    "delete_ckpt_after_loading": "it removes the weights that engines are started again with",
+    "use_ray": "the launcher starts an engine's processes",
+    "smg_grpc_mode": _NO_KEYS,
+    "grpc_mode": _NO_KEYS,
+    "grpc_port": _NO_KEYS,
+    "ssl_keyfile": _NO_KEYS,
+    "ssl_certfile": _NO_KEYS,
+}
+MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's hold up before gate, in a tensor of the same shape; others repack the experts
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
+def check_server_args(config: RunConfig) -> Iterable[str]:
+    """Arguments that SGLang does not know; that the run decides by other keys, or must decide itself to stay closed to strangers and right
+    about mu; and such by which SGLang would compute with something else than what is written, unseen by the audit."""
+    known = arguments() if config.generator.server_args else {}
+    for name, value in config.generator.server_args.items():
+        shown = f"generator.server_args.{name}={_show(value)}"
+        if (reason := _decided_elsewhere(name, value)) is not None:
+            yield f"{shown}: {reason}"
+        elif known and name not in known:
+            yield f"{shown}: unknown to SGLang {version()}; {_meant(str(name), known)}"
+        elif name in known:
+            yield from (f"{shown}: {problem}" for problem in _unfit(known[name], value))
+
+
+def _decided_elsewhere(name: str, value: Any) -> str | None:
+    if name in BY_KEY:
+        return f"must be set by {BY_KEY[name]}"
+    if name in KEPT:
+        return "must be left out; the launcher decides it"
+    if name in REFUSED:
+        return f"must be left out; {REFUSED[name]}"
+    if name == "moe_runner_backend" and value not in MOE_RUNNERS:
+        return f"must be {' or '.join(MOE_RUNNERS)}: what computes with experts as they are written"
+    return None
+
+
+def _meant(name: str, known: Mapping[str, Argument]) -> str:
+    """Flags are written with dashes, and some have several names."""
+    plain = name.lstrip("-").replace("-", "_").lower()
+    of_flag = {alias: known_name for known_name, argument in known.items() for alias in (known_name, *argument.aliases)}
+    near = [plain] if plain in of_flag else difflib.get_close_matches(plain, of_flag, n=1)
+    if not near:
+        return "python -m sglang.launch_server --help lists its arguments"
+    return f"did you mean {BY_KEY.get(of_flag[near[0]], of_flag[near[0]])}?"
+
+
+def _unfit(argument: Argument, value: Any) -> Iterator[str]:
+    try:
+        msgspec.convert(value, argument.type)
+    except msgspec.ValidationError:
+        yield f"must be {_type_name(argument.type)}"
+        return
+    except TypeError:
+        return  # a type that only SGLang's own code can judge
+    if argument.choices is not None and value is not None:
+        values = value if isinstance(value, list) else [value]
+        if any(choice not in argument.choices for choice in values):
+            yield f"must be one of {', '.join(sorted(map(str, argument.choices)))}"
+
+
+def _type_name(type_: Any) -> str:
+    if type_ in _KINDS:
+        return _KINDS[type_]
+    text = str(type_).replace("typing.", "").replace("NoneType", "None")
+    for kind, name in _KINDS.items():
+        if text == f"Optional[{kind.__name__}]":
+            return f"{name} or null"
+    return text
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,83 @@
+"""What the SGLang that is installed takes as arguments, read off its source: to import it takes ten seconds, to read it a twentieth of one."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib.metadata
+import importlib.util
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Optional
+
+DECLARED_IN = "srt/arg_groups/fields"  # one class for each namespace of sglang.srt.server_args.ServerArgs
+CHOICES_IN = "srt/arg_groups/choices.py"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One field of ServerArgs. Where its annotation names what is SGLang's own, the type is Any; where its choices do, they are None."""
+
+    type: Any
+    choices: Optional[tuple[Any, ...]]
+    aliases: tuple[str, ...]  # other names of its flag
+
+
+def version() -> str:
+    return importlib.metadata.version("sglang")
+
+
+@functools.cache
+def arguments() -> Mapping[str, Argument]:
+    """By name. Empty where there is no SGLang: on a machine that only plans."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return {}
+    root = Path(next(iter(found.submodule_search_locations)))
+    names = dict(_assigned(root / CHOICES_IN)) if (root / CHOICES_IN).is_file() else {}
+    return {name: argument for file in sorted((root / DECLARED_IN).glob("*.py")) for name, argument in _declared(file, names)}
+
+
+def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            try:
+                yield statement.targets[0].id, ast.literal_eval(statement.value)
+            except ValueError:
+                continue  # no plain list
+
+
+def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
+    """`name: A[type, help]`, or `name: A[type, Arg(help, choices, …)]`; without A it is a bare type."""
+    for block in ast.parse(file.read_text()).body:
+        for field in block.body if isinstance(block, ast.ClassDef) else ():
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.target.id.startswith("_"):
+                continue
+            hint, details = field.annotation, None
+            if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "A" and isinstance(hint.slice, ast.Tuple):
+                hint, details = hint.slice.elts[:2]
+            stated = {word.arg: word.value for word in details.keywords} if isinstance(details, ast.Call) else {}
+            choices = _value(stated.get("choices"), names)
+            aliases = _value(stated.get("aliases"), names) or ()
+            cli_name = _value(stated.get("cli_name"), names)
+            flags = [flag.lstrip("-").replace("-", "_") for flag in (*aliases, *([cli_name] if cli_name else ()))]
+            yield field.target.id, Argument(_type(hint), None if choices is None else tuple(choices), tuple(flags))
+
+
+def _value(node: Optional[ast.expr], names: Mapping[str, Any]) -> Any:
+    """A literal, or a list by its name; None for anything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _type(hint: ast.expr) -> Any:
+    try:
+        return eval(ast.unparse(hint), vars(builtins) | vars(typing))
+    except (NameError, TypeError):
+        return Any

@@ -1,0 +1,151 @@
+"""Which weights a command begins with: those that model.path has, or the warm start that megarl sft made of them.
+
+A finished warm start of the same model.path is taken: whoever ran `megarl sft` before `megarl train` meant it to be. The folder says itself
+what it was made of, since sft.output may be another run's. A run keeps to what it began with: that is its reference model
+(algorithm.kl_coef), also when another warm start is made meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megarl.config.errors import ConfigError
+from megarl.config.keys import settings, value_at
+from megarl.config.schema import RunConfig
+from megarl.files import write_whole
+from megarl.plan.checkpoints import complete_checkpoints
+
+WARM_START = "warm_start.json"  # in sft.output, beside the weights: the settings that made them, and by that, that megarl sft did
+BEGUN_WITH = "begun_with.json"  # in run_dir: what the run began with
+
+
+@dataclass(frozen=True)
+class Weights:
+    """An HF checkpoint that a command begins with."""
+
+    path: str  # a folder, or a hub name
+    warm_start: bool = False  # megarl sft made it
+    are_gone: bool = False  # it holds no weights any more, and nothing needs them
+    remark: str = ""  # what somebody may expect instead, and why it is not so
+    fingerprint: str = ""  # of those that a run began with; empty where it was not taken
+
+    @property
+    def are_there(self) -> bool:
+        """A hub name is no folder of ours; the hub is asked when it is read."""
+        return holds_weights(self.path) or not self.warm_start and not Path(self.path).is_dir()
+
+    def __str__(self) -> str:
+        where = f"the warm start in sft.output={self.path}" if self.warm_start else f"model.path={self.path}"
+        return f"{where}; {self.remark}" if self.remark else where
+
+
+def find_weights(config: RunConfig, command: Optional[str]) -> Weights:
+    """What `command` begins with; None: what a run would that begins."""
+    model = Weights(config.model.path)
+    if command in ("sft", "export"):  # neither needs what megarl sft made
+        return model
+    if command not in ("train", "dry-run") or not complete_checkpoints(config.run_dir):
+        return _chosen(config)
+    begun = read_begun_with(config) or _chosen(config)
+    return begun if begun.are_there or needs_reference(config) else Weights(config.model.path, are_gone=True)
+
+
+def _chosen(config: RunConfig) -> Weights:
+    path, output = config.model.path, config.sft.output
+    if not Weights(path).are_there:
+        return Weights(output, warm_start=True)
+    if path == output:
+        return Weights(path)
+    if not holds_weights(output):
+        none = f"sft.steps={config.sft.steps}, but there is no warm start in sft.output={output}: megarl sft makes it"
+        return Weights(path, remark=none if config.sft.steps else "")
+    made_by = read_warm_start(output)
+    if made_by is None:
+        return Weights(path, remark=f"sft.output={output} is left aside: it has no {WARM_START}, by which megarl sft says what it has made")
+    if not _same_folder(made_by["model.path"], path):
+        return Weights(path, remark=f"the warm start in sft.output={output} is left aside: it was made of {made_by['model.path']}")
+    return Weights(output, warm_start=True, remark=f"megarl sft made it of model.path={path}")
+
+
+def missing_weights(config: RunConfig, command: Optional[str]) -> Iterable[str]:
+    """A problem, where `command` needs weights that are not there."""
+    weights = find_weights(config, command)
+    if weights.are_there or weights.are_gone or command not in ("sft", "train", "eval", "dry-run"):
+        return
+    none = f"model.path={config.model.path}: holds no weights (*.safetensors)"
+    if command == "sft":
+        if not config.model.random_init:
+            yield f"{none}; set model.random_init=true to start from random ones"
+    elif command != "eval" and complete_checkpoints(config.run_dir):
+        yield (
+            f"algorithm.kl_coef={config.algorithm.kl_coef}: its reference model is what the run began with, but {weights.path} holds no "
+            "weights any more"
+        )
+    elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft is to make them first
+        yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a run keeps what it began with beside what it trains."""
+    return config.algorithm.kl_coef > 0
+
+
+def holds_weights(path: str) -> bool:
+    return any(Path(path).glob("*.safetensors"))
+
+
+def warm_start_record(config: RunConfig) -> str:
+    """What WARM_START says: every setting that the weights of `megarl sft` depend on."""
+    data = "sft.data." if config.sft.data else "data.train."
+    of_sft = ("model.", "sft.optimizer.", data, "sft.steps", "sft.batch_size", "seed")
+    return json.dumps({key: value_at(config, key) for key in settings() if key.startswith(of_sft) and key != "model.spec"}, indent=2)
+
+
+def check_warm_start(config: RunConfig) -> Iterable[str]:
+    """Problems with taking the finished warm start in `sft.output` for the one that `config` means."""
+    output, made_by = config.sft.output, read_warm_start(config.sft.output)
+    instead = "remove it to train it anew, or name another folder"
+    if made_by is None and holds_weights(config.model.path):
+        yield f"sft.output={output}: is there already, and was not made by megarl sft (it has no {WARM_START}); {instead}"
+    for key, now in json.loads(warm_start_record(config)).items() if made_by else ():
+        same = _same_folder(made_by[key], now) if key == "model.path" else made_by.get(key) == now
+        if not same:
+            yield f"{key}={json.dumps(now)}: the warm start in sft.output={output} was made with {json.dumps(made_by.get(key))}; {instead}"
+
+
+def read_warm_start(output: str) -> Optional[Mapping[str, Any]]:
+    """The settings that made the warm start at `output`; None where megarl sft made none there. Raises ConfigError where they cannot be
+    read."""
+    return _read(Path(output) / WARM_START, "model.path")
+
+
+def begin_with(config: RunConfig, weights: Weights, fingerprint: str) -> None:
+    """Notes it in the folder of the run, for those that go on from its checkpoints."""
+    begun = {"path": weights.path, "warm_start": weights.warm_start, "fingerprint": fingerprint}
+    write_whole(Path(config.run_dir) / BEGUN_WITH, json.dumps(begun))
+
+
+def read_begun_with(config: RunConfig) -> Optional[Weights]:
+    """None where an earlier version of this program began the run. Raises ConfigError where it cannot be read."""
+    begun = _read(Path(config.run_dir) / BEGUN_WITH, "path")
+    return begun and Weights(begun["path"], begun.get("warm_start", False), fingerprint=begun.get("fingerprint", ""))
+
+
+def _read(path: Path, needed: str) -> Optional[dict[str, Any]]:
+    try:
+        values = json.loads(path.read_text())
+        values[needed] + ""
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: is damaged ({error}); if it is removed, the run goes by what else is there") from error
+    return values
+
+
+def _same_folder(path: str, other: str) -> bool:
+    """Or the same hub name."""
+    return path == other or Path(path).resolve() == Path(other).resolve()
