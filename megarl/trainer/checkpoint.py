@@ -1,29 +1,33 @@
-"""Checkpoints by Megatron's dist_checkpointing: saved under one topology, loaded under any other.
+"""Checkpoints by the pieces of the trainer's layout: saved under one topology, loaded under any other.
 
-A checkpoint is a folder: the torch_dist files of weights, optimizer and random generators, and `state.json`, which holds
-the schedule's position and the caller's state. It is written under another name and renamed when all ranks are done.
+A checkpoint is a folder. It holds, of every logical tensor of the model, the fp32 master weights and both of Adam's moments, cut into the
+boxes that the ranks held of them: each rank writes its own (`rank_00003.bin`), without a word to the others, and without padding,
+which no box covers. `state.json` has the position of the schedule and the caller's state; `index.msgpack` says what lies where. The
+folder is written under another name and renamed when all ranks are done and everything is on the disk.
+
+What must agree before a checkpoint counts as saved, and again before a loaded one is used: what is on the disk and what is in memory,
+by the hash of every box; the model's weights and the masters they are rounded from; and all ranks that hold the same, by the hash of
+every logical tensor, which does not depend on how it is cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import queue
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint import CheckpointException
 
-from megarl.trainer.folders import reason, written_together
-from megarl.trainer.optimizer import load_state
+from megarl.reshard.audit import BITS
+from megarl.trainer import checkpoint_state as held
+from megarl.trainer.checkpoint_index import FORMAT, CheckpointError, Index, small_file, unusable
+from megarl.trainer.checkpoint_tensors import merged, read_box, read_boxes, tensor_file, write_boxes
+from megarl.trainer.folders import together, written_together
+from megarl.trainer.model import parameters_by_name
+from megarl.trainer.optimizer import optimizer_shards, set_steps_made, steps_made
 from megarl.trainer.step import MegatronTrainer
 
 STATE = "state.json"
@@ -32,89 +36,103 @@ STATE = "state.json"
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
     """Weights, optimizer, random generators, schedule, the caller's JSON-able `state` and rank 0's `files` (name → content).
 
-    Raises WriteError that names `path` and the bytes where they cannot be written; there is then nothing at `path`.
+    Raises WriteError that names `path` and the bytes where they cannot be written, or are not what is held; there is then nothing at
+    `path`. Raises RuntimeError, before it writes, where the state is not what it must be between two steps.
     """
-    # For the results of asynchronous saves Megatron starts a server process, which imports the main module again, takes seconds,
-    # and outlives a trainer that is killed. A synchronous save reads its results in the process that wrote them.
-    filesystem_async._results_queue = queue.SimpleQueue()
-    text = json.dumps({"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "state": state})
-    tensors = _sharded_state(trainer, is_loading=False, with_random=True)
-    with written_together(path, _size_bytes(tensors)) as folder:
-        dist_checkpointing.save(tensors, str(folder), content_metadata=_content())
-        if dist.get_rank() == 0:
-            (folder / STATE).write_text(text)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+    together(lambda: _check_between_steps(trainer))
+    totals = _totals(trainer)
+    live = {name: total for name, (_, total) in held.totals(trainer, held.shared_boxes(trainer, [held.LIVE])).items()}
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with written_together(path, _size_bytes(trainer)) as folder:
+        boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
+        mine = together(lambda: write_boxes(folder / tensor_file(rank), rank, boxes))
+        parts: Optional[list[Any]] = [None] * ranks if rank == 0 else None
+        dist.gather_object(mine, parts)
+
+        def conclude() -> None:
+            if parts is None:
+                return
+            place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position}
+            small = [small_file(folder, STATE, json.dumps({**place, "state": state}).encode())]
+            small += [small_file(folder, name, content) for name, content in files.items()]
+            index = Index(FORMAT, str(trainer.dtype), [*(file for file, _ in parts), *small], merged(stored for _, stored in parts), live)
+            if problem := _difference(trainer, totals, index):
+                raise RuntimeError(problem)
+            index.write(folder)
+
+        together(conclude)
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
-    """Restores what `save` wrote, under any tp, pp and dp; returns the caller's state.
+    """Restores what `save` wrote, under any topology; returns the caller's state.
 
-    Raises RuntimeError if there is no complete checkpoint at `path`, or a damaged one.
+    Raises CheckpointError, on every rank, where there is no complete checkpoint at `path`, or a damaged one.
     """
-    file = Path(path) / STATE
-    if not file.exists():
-        raise RuntimeError(f"{path}: no complete checkpoint ({STATE} is missing)")
-    saved = json.loads(file.read_text())
-    # Random states belong to ranks; under another topology there is nobody to give them to, and the seed of the start holds.
-    same_ranks = saved["topology"] == dataclasses.asdict(trainer.topology)
-    try:
-        loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True, with_random=same_ranks), str(path))
-    except (Exception, CheckpointException) as error:  # the latter is none of the former
-        hint = "is it damaged? An older checkpoint serves when this one is moved away"
-        raise RuntimeError(f"{path} cannot be loaded, {hint}: {reason(error)}") from error
-    for i, chunk in enumerate(trainer.chunks):
-        chunk.load_state_dict(loaded[f"model{i}"], strict=True)
-    load_state(trainer.optimizer, loaded["optimizer"])
-    if same_ranks:
-        _set_random_state(loaded["random"])
+    folder = Path(path)
+    index, saved = together(lambda: _read(trainer, folder), failures=(OSError, CheckpointError), raises=CheckpointError)
+    for shard in optimizer_shards(trainer.optimizer):
+        shard.live.copy_(shard.master)
+    if trainer.topology.zero == 1:
+        for chunk in trainer.ddp:
+            chunk.start_param_sync(force_sync=True)
+    if problem := _difference(trainer, _totals(trainer), index):
+        raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
+    set_steps_made(trainer.optimizer, saved["position"])
     trainer.learning_rate.seek(saved["position"])
     return saved["state"]
 
 
-def _content() -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Replicas' shares of the optimizer's state meet in host memory, over gloo, on the ranks of the first replica. Otherwise every rank
-        # gathers, in GPU memory, a float32 copy of all its parameters: 33 GiB at 70B on tp 8, beside the 58 that training keeps.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-    }
+def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]]:
+    """Fills this rank's master weights and moments, and what is not trained; padding is zero. Also (index, what state.json says)."""
+    index = Index.read(folder)
+    index.check(folder, index.files[dist.get_rank() :: dist.get_world_size()])
+    saved = json.loads(index.content(folder, STATE))
+    if index.dtype != str(trainer.dtype):
+        raise unusable(folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}")
+    for parameter in parameters_by_name(trainer.chunks).values():
+        parameter.data.zero_()
+    for run in held.runs(trainer).values():
+        for values in run.values.values():
+            values.zero_()
+    read_boxes(folder, index, held.held_boxes(trainer))
+    # Random states belong to ranks; under another topology there is nobody to give them to, and the seed of the start holds.
+    if saved["topology"] == dataclasses.asdict(trainer.topology):
+        own = {name: tensor.boxes[0] for name, tensor in index.tensors.items() if name.startswith(held.random_prefix())}
+        held.set_random({name: read_box(folder, index, name, box) for name, box in own.items()})
+    return index, saved
 
 
-def _sharded_state(trainer: MegatronTrainer, is_loading: bool, with_random: bool) -> dict[str, Any]:
-    metadata = {**_content(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trainer.chunks)}
-    # The optimizer takes its shardings from the model's; dist_checkpointing.save then consumes both dictionaries.
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
-    if with_random:
-        state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),))
-    return state
+def _check_between_steps(trainer: MegatronTrainer) -> None:
+    """Raises RuntimeError where the model is not its masters, rounded, or where optimizer and schedule have made other steps."""
+    names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
+    for shard in optimizer_shards(trainer.optimizer):
+        bits = BITS[shard.live.element_size()]
+        if not torch.equal(shard.live.view(bits), shard.master.to(shard.live.dtype).view(bits)):
+            raise RuntimeError(f"nothing is saved: {names[shard.parameter]} is not the optimizer's master weight, rounded")
+    steps, position = steps_made(trainer.optimizer), trainer.learning_rate.position
+    if steps - {position}:
+        raise RuntimeError(f"nothing is saved: the optimizer has made {sorted(steps)} steps, the schedule {position}")
 
 
-def _size_bytes(state: dict[str, Any]) -> int:
-    """Of the tensors, over all ranks, each counted once. Collective."""
-    mine = sum(
-        value.data.nbytes
-        for value in nested_values(state)
-        if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and is_main_replica(value.replica_id)
-    )
-    total = torch.tensor(mine, device=torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu"))
-    dist.all_reduce(total)
-    return int(total)
+def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
+    """(elements, hash) of all that all ranks hold, the model's own weights by whole pieces. Collective."""
+    return held.totals(trainer, [*held.held_boxes(trainer), *held.live_boxes(trainer)])
 
 
-def _random_state() -> dict[str, Any]:
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
+def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> Optional[str]:
+    """What is wrong where the `totals` that the ranks hold are not a whole number of times what the index has."""
+    shapes = held.logical_shapes(trainer)
+    for name, (count, total) in totals.items():
+        tensor, of_model = index.tensors.get(name), torch.Size(shapes[name.partition("/")[2]]).numel()
+        copies, rest = divmod(count, of_model)
+        saved = index.live.get(name) if tensor is None else tensor.hash
+        if rest or (tensor is not None and tensor.elements != of_model):
+            return f"of {name} elements are missing, or there twice"
+        if saved is None or total != copies * saved % 2**64:
+            return f"{name} differs between what is held and what is stored, or among the ranks that share it"
+    return None
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+def _size_bytes(trainer: MegatronTrainer) -> int:
+    """Of the tensors, over all ranks."""
+    return len(held.SAVED) * 4 * sum(torch.Size(shape).numel() for shape in held.logical_shapes(trainer).values())

@@ -26,9 +26,6 @@ _CPU = torch.device("cpu")
 
 # Imported by install(), so that no module of Megatron escapes the proxy by being imported late.
 _MODULES = """
-  dist_checkpointing dist_checkpointing.exchange_utils dist_checkpointing.serialization dist_checkpointing.strategies.async_utils
-  dist_checkpointing.strategies.filesystem_async dist_checkpointing.strategies.fully_parallel
-  dist_checkpointing.strategies.state_dict_saver dist_checkpointing.strategies.torch
   distributed distributed.finalize_model_grads distributed.param_and_grad_buffer models.gpt models.gpt.gpt_layer_specs
   optimizer optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer optimizer_param_scheduler
   parallel_state pipeline_parallel.p2p_communication pipeline_parallel.schedules tensor_parallel.layers

@@ -1,12 +1,19 @@
-"""torch.distributed of one trainer rank, from torchrun's environment variables."""
+"""torch.distributed of one trainer rank, from torchrun's environment variables.
+
+One of ours beside them: MEGARL_TRAINER_STORE is the file where ranks meet that are all on one host, instead of MASTER_ADDR:MASTER_PORT.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 
 import torch
 import torch.distributed as dist
+
+from megarl.messaging.members import members_only
+from megarl.messaging.stores import listening_store
 
 
 def init_distributed(timeout_s: float) -> torch.device:
@@ -20,8 +27,30 @@ def init_distributed(timeout_s: float) -> torch.device:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # ranks share the cores
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with groups_closed():
+        store, timeout = _store(rank, world_size, timeout_s), datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
+
+
+def groups_closed() -> contextlib.AbstractContextManager[None]:
+    """For a block that makes process groups: `members_only`, unless NCCL may be among them, which meets again later, and knows strangers
+    by a number that cannot be guessed."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else members_only()
+
+
+def _store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Closed to others as far as there are means for it: see messaging.stores."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if path := os.environ.get("MEGARL_TRAINER_STORE"):
+        store: dist.Store = dist.FileStore(path, world_size)
+        store.set_timeout(timeout)
+        return store
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return listening_store(host, port, timeout_s)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def shutdown_distributed() -> None:

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Optional, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+
+from megarl.config.errors import RunError
+from megarl.files import sync_folder
+
+T = TypeVar("T")
 
 
-class WriteError(RuntimeError):
+class WriteError(RunError):
     """A folder could not be written, and is not there. Others that were there before still are."""
+
+
+class RanksFailed(RunError):
+    """Some ranks failed at what all were to do. The message says which, and why; it is the same on every rank."""
+
+
+def together(
+    action: Callable[[], T],
+    failures: tuple[type[Exception], ...] = (OSError, RuntimeError),
+    raises: type[RuntimeError] = RanksFailed,
+) -> T:
+    """What `action` returns on this rank. Collective; `action` is not, so that a rank may fail at it alone.
+
+    `raises`, on every rank, where one of `failures` came up on any.
+    """
+    failure: Optional[Exception] = None
+    try:
+        result = action()
+    except failures as error:
+        failure = error
+    told: list[Optional[str]] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if failure is None else str(failure) or repr(failure))
+    problems = {text: rank for rank, text in reversed(list(enumerate(told))) if text is not None}
+    if not problems:
+        return result
+    alike = len(problems) == 1 and None not in told
+    raise raises("; ".join(text if alike else f"rank {rank}: {text}" for text, rank in reversed(problems.items()))) from failure
 
 
 @contextlib.contextmanager
@@ -23,8 +54,8 @@ def written_together(path: str | Path, size_bytes: int | None = None) -> Iterato
     Collective. A run that dies on the way leaves at most the .partial folder, which the next attempt replaces, and never
     touches what lies at `path`. A folder already at `path` is replaced by two renames.
 
-    Raises WriteError on a rank that cannot write (a full disk), after removing what is half-written; `size_bytes`, all that is to be
-    written, is for its message.
+    Raises WriteError where the block raises OSError or RanksFailed (a full disk), after removing what is half-written; `size_bytes`, all
+    that is to be written, is for its message. What only some ranks may fail at belongs into `together`: the others would wait for them.
     """
     path = Path(path)
     partial, old = path.with_name(path.name + ".partial"), path.with_name(path.name + ".old")
@@ -37,39 +68,17 @@ def written_together(path: str | Path, size_bytes: int | None = None) -> Iterato
         yield partial
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)  # never to be taken for whole; and its bytes may be what is lacking
-        if isinstance(error, (OSError, CheckpointException)):
+        if isinstance(error, (OSError, RanksFailed)):
             size = f"of {size_bytes} bytes " if size_bytes is not None else ""
-            raise WriteError(f"{path} {size}could not be written; {free_bytes} bytes were free there before: {reason(error)}") from error
+            raise WriteError(f"{path} {size}could not be written; {free_bytes} bytes were free there before: {error}") from error
         raise
     dist.barrier()
     if dist.get_rank() == 0:
-        _sync(partial)
+        sync_folder(partial)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
         partial.rename(path)
-        _sync(path.parent)
+        sync_folder(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
-
-
-def reason(error: BaseException) -> str:
-    """In a line. Of a collective save or load, rank 0 knows what went wrong on every rank."""
-    if not isinstance(error, CheckpointException):
-        return str(error) or repr(error)
-    failures = [f"rank {rank}: {_plain(failure)}" for rank, (failure, _) in error.failures.items()]
-    return "; ".join(failures) or "another rank failed, and told rank 0 why"
-
-
-def _plain(failure: BaseException) -> str:
-    """Torch hides the error of the file system when a write is cut short, and reports its own surprise about it."""
-    text = str(failure) or repr(failure)
-    return f"a file was cut short, as by a full disk or a quota ({text})" if "unexpected pos" in text else text
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

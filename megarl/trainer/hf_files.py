@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Iterator
 
+import numpy as np
+
 from megarl.config.errors import ConfigError
+from megarl.models import load_spec
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout
 
 INDEX = "model.safetensors.index.json"
 READ_DTYPES = ("F32", "BF16", "F16")
+EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # all of its bits: NaN or infinity
+SAMPLES, SAMPLE_BYTES = 32, 64 << 10
+_CHUNK_BYTES = 64 << 20
 _LONGEST_HEADER_BYTES = 100 << 20  # the format's own limit
 
 
@@ -35,6 +42,55 @@ def check_checkpoint(spec: ModelSpec, folder: Path) -> dict[str, str]:
     if problems := list(_problems(spec, folder, files)):
         raise ConfigError(problems)
     return files
+
+
+def check_config(spec: ModelSpec, folder: Path) -> None:
+    """Raises ConfigError where the config.json beside the weights, by which an engine builds its model, cannot be read, or is of another
+    model than `spec`, which the run is planned for."""
+    config = folder / "config.json"
+    there = load_spec(folder)
+    differing = [f"{name} {value!r}, not {getattr(spec, name)!r}" for name, value in vars(there).items() if value != getattr(spec, name)]
+    if differing:
+        raise ConfigError(f"{config}: is of another model than the run's: it has {', '.join(differing)}")
+    if not isinstance(json.loads(config.read_text()).get("model_type"), str):
+        raise ConfigError(f"{config}: model_type is missing")
+
+
+def check_finite(spec: ModelSpec, folder: Path) -> None:
+    """Raises ConfigError naming every tensor of the model that holds a NaN or an infinity, and its file. Reads all weights."""
+    problems, files = [], check_checkpoint(spec, folder)
+    headers = {file: _header(folder / file) for file in set(files.values())}
+    for name in sorted(tensor.name for tensor in hf_layout(spec, "float32").tensors(0)):
+        path, entry = folder / files[name], headers[files[name]][name]
+        word, exponent = EXPONENTS[entry["dtype"]]
+        with open(path, "rb") as opened:
+            begin = 8 + int.from_bytes(opened.read(8), "little")
+        first, end = (begin + offset for offset in entry["data_offsets"])
+        for at in range(first, end, _CHUNK_BYTES):
+            words = np.fromfile(path, word, min(_CHUNK_BYTES, end - at) // np.dtype(word).itemsize, offset=at)
+            if ((words & exponent) == exponent).any():
+                problems.append(not_finite(path, name))
+                break
+    if problems:
+        raise ConfigError(problems)
+
+
+def not_finite(file: Path, tensor: str) -> str:
+    return f"{file}: tensor {tensor} holds values that are not finite (NaN or infinity): no model can be trained or served with them"
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the weights in `folder`: equal for the same files wherever they lie, another for others. It looks at the files' sizes and at
+    SAMPLES pieces of each, which every training changes; hashing terabytes whole would take as long as loading them."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size};".encode())
+        with open(path, "rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(size * sample // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _problems(spec: ModelSpec, folder: Path, files: dict[str, str]) -> Iterator[str]:

@@ -22,11 +22,12 @@ from safetensors import safe_open
 
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
+from megarl.plan.weights import WARM_START
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
-from megarl.trainer.folders import written_together
-from megarl.trainer.hf_files import INDEX, check_checkpoint
+from megarl.trainer.folders import together, written_together
+from megarl.trainer.hf_files import INDEX, check_checkpoint, not_finite
 
 INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 2**30
@@ -37,7 +38,8 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, to
 def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str) -> None:
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
 
-    Every rank checks all tensors of the model, also those of others, so that all raise alike: ConfigError of `check_checkpoint`.
+    Every rank checks all tensors of the model, also those of others, so that all raise alike: ConfigError of `check_checkpoint`. A rank
+    that reads a value which is not finite raises ConfigError too, naming file and tensor.
     """
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder)
@@ -49,6 +51,8 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
         for piece in tensor.pieces:
             source = opened[files[piece.logical_name]].get_slice(piece.logical_name)
             parameter[piece.local.slices()].copy_(source[piece.logical.slices()])
+            if not parameter[piece.local.slices()].isfinite().all():
+                raise ConfigError(not_finite(folder / files[piece.logical_name], piece.logical_name))
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
@@ -84,24 +88,38 @@ def export_hf(
     path: str,
     hf_config_dir: str,
     max_file_bytes: int = MAX_FILE_BYTES,
+    files: Mapping[str, str] = {},
 ) -> None:
-    """Writes folder `path`: safetensors files of at most `max_file_bytes` (or one tensor), an index if there are several, and
-    the configuration and tokenizer files of `hf_config_dir`. Collective; the folder appears complete or not at all."""
+    """Writes folder `path`: safetensors files of at most `max_file_bytes` (or one tensor), an index if there are several, the
+    configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). Collective; the folder appears complete or not at
+    all."""
     dtype = layout.kinds[0].shards[0].dtype
     places, headers = _file_plan(spec, dtype, max_file_bytes)
     with written_together(path) as folder:
-        if dist.get_rank() == 0:
-            for name, header in headers.items():
-                end = max(p.offset + p.nbytes for p in places.values() if p.file == name)
-                (folder / name).write_bytes(header)
-                os.truncate(folder / name, end)
-            if len(headers) > 1:
-                sizes = {"total_size": sum(p.nbytes for p in places.values())}
-                index = {"metadata": sizes, "weight_map": {n: p.file for n, p in places.items()}}
-                (folder / INDEX).write_text(json.dumps(index, indent=2))
-            _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype)
-        dist.barrier()
-        files: dict[str, int] = {}
+        together(lambda: _write_headers(folder, places, headers, hf_config_dir, dtype, files) if dist.get_rank() == 0 else None)
+        together(lambda: _write_pieces(folder, places, layout, parameters))
+
+
+def _write_headers(
+    folder: Path, places: dict[str, _Place], headers: dict[str, bytes], hf_config_dir: str, dtype: str, files: Mapping[str, str]
+) -> None:
+    """Everything but the tensors."""
+    for name, header in headers.items():
+        end = max(p.offset + p.nbytes for p in places.values() if p.file == name)
+        (folder / name).write_bytes(header)
+        os.truncate(folder / name, end)
+    if len(headers) > 1:
+        sizes = {"total_size": sum(p.nbytes for p in places.values())}
+        index = {"metadata": sizes, "weight_map": {n: p.file for n, p in places.items()}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def _write_pieces(folder: Path, places: dict[str, _Place], layout: Layout, parameters: Mapping[str, torch.Tensor]) -> None:
+    files: dict[str, int] = {}
+    try:
         for tensor, piece in layout.owned_pieces(dist.get_rank()):
             place = places[piece.logical_name]
             if place.file not in files:
@@ -109,6 +127,8 @@ def export_hf(
             _write_box(files[place.file], place, piece.logical, _parameter(parameters, tensor)[piece.local.slices()])
         for fd in files.values():
             os.fsync(fd)
+    finally:
+        for fd in files.values():
             os.close(fd)
 
 
@@ -177,7 +197,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 def _copy_configuration(source: Path, folder: Path, dtype: str) -> None:
     for file in sorted(source.iterdir()):
-        if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json"):
+        if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # its name before transformers 5

@@ -1,4 +1,4 @@
-"""Log-probabilities of whole sequences, from logits that are split by vocabulary and, where there is context parallelism, by position."""
+"""Log-probabilities and entropy of whole sequences, from logits split by vocabulary and, where there is context parallelism, by position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megarl.kernels import vocab_parallel_logprobs
+from megarl.kernels import vocab_parallel_entropy, vocab_parallel_logprobs
 from megarl.trainer import context
 
 
@@ -29,3 +29,11 @@ def token_logprobs(
         return F.pad(vocab_parallel_logprobs(logits, tokens[:, 1:], group, vocab_size, temperature), (1, 0))
     logprobs = vocab_parallel_logprobs(logits, context.cut(tokens[:, 1:], cp_group), group, vocab_size, temperature)
     return F.pad(context.join(logprobs, cp_group), (1, 0))
+
+
+def token_entropy(
+    logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0, cp_group: Optional[dist.ProcessGroup] = None
+) -> torch.Tensor:
+    """[b, s] float32: entry i is the entropy, in nats, at the choice of token i, and 0 at i = 0. As `token_logprobs`; no gradient."""
+    entropy = vocab_parallel_entropy(logits, group, vocab_size, temperature)
+    return F.pad(entropy if cp_group is None else context.join(entropy, cp_group), (1, 0))

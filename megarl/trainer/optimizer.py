@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import OptimizerConfig
 
 SCHEDULES = ("constant", "cosine")
-OURS = ("max_lr", "min_lr", "betas", "eps")  # settings that Megatron keeps in the optimizer's groups, and so in checkpoints
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> MegatronOptimizer:
@@ -39,50 +40,80 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
         chunks,
     )
     for part in optimizer.chained_optimizers:
-        _allocate_state(part.optimizer)
+        _allocate_state(part)
     return optimizer
 
 
-def _allocate_state(adam: torch.optim.Optimizer) -> None:
-    """PyTorch's AdamW allocates in its first step; Megatron can neither save nor load a checkpoint before that."""
-    if not isinstance(adam, torch.optim.AdamW):
-        return  # Transformer Engine's, which Megatron initialises itself
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            adam.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+def _allocate_state(part: MegatronOptimizer) -> None:
+    """Both moments of all that it holds. PyTorch's AdamW would allocate in its first step, and a checkpoint is loaded before that."""
+    if part.optimizer is None:  # this rank has no parameters of this mesh
+        return
+    part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part.optimizer, torch.optim.AdamW):
+        for state in part.optimizer.state.values():
+            state["step"] = torch.zeros((), dtype=torch.float32)
 
 
-def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """MegatronOptimizer.load_state_dict, made right for PyTorch's AdamW under the distributed optimizer, and for changed settings.
+@dataclass(frozen=True)
+class OptimizerShard:
+    """What this rank's optimizer holds of a parameter: elements first .. end of it, flattened."""
 
-    Under that optimizer Megatron 0.16 looks for `step` among the sharded tensors, where it is not, and gives all parameters one
-    and the same `step` tensor, which each of them would then advance. And it takes learning rates, betas and epsilon from the
-    checkpoint: a run that goes on has those of its configuration.
-    """
-    settings = [{key: group[key] for key in OURS} for group in optimizer.param_groups]
-    parts = optimizer.chained_optimizers  # one, or one of the dense mesh and one of the experts'
-    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
-    for part, part_state in zip(parts, states, strict=True):
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
-            _load_distributed_state(part, part_state)
+    parameter: torch.nn.Parameter
+    first: int
+    master: torch.Tensor  # [end - first] float32; where the model is float32, with zero=0, the parameter itself
+    exp_avg: torch.Tensor  # [end - first] float32
+    exp_avg_sq: torch.Tensor  # [end - first] float32
+
+    @property
+    def end(self) -> int:
+        return self.first + self.master.numel()
+
+    @property
+    def live(self) -> torch.Tensor:
+        """[end - first]: the same elements of the model."""
+        return self.parameter.data.view(-1)[self.first : self.end]
+
+
+def optimizer_shards(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
+    """Of all that this rank's optimizers (one, or one of the dense mesh and one of the experts') hold; it may be nothing."""
+    for part in optimizer.chained_optimizers:
+        for parameter, first, master in _masters(part):
+            state = part.optimizer.state[master]
+            yield OptimizerShard(parameter, first, *(t.detach().view(-1) for t in (master, state["exp_avg"], state["exp_avg_sq"])))
+
+
+def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
+    """(parameter, first of its elements, their master weights)"""
+    if part.optimizer is None:
+        return
+    groups = part.optimizer.param_groups
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (group, place) in part.model_param_group_index_map.items():
+            yield parameter, part._get_model_param_range_map(parameter)["param"].start, groups[group]["params"][place]
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((parameter, 0, master) for parameter, master in zip(parameters, masters, strict=True))
+        yield from ((parameter, 0, parameter) for group in part.fp32_from_fp32_groups for parameter in group)
+    else:
+        yield from ((parameter, 0, parameter) for group in groups for parameter in group["params"])
+
+
+def steps_made(optimizer: MegatronOptimizer) -> set[int]:
+    """By Adam's own count, of everything that this rank holds: one number, or none where it holds nothing."""
+    adams = [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
+    ours = {int(state["step"]) for adam in adams if isinstance(adam, torch.optim.AdamW) for state in adam.state.values()}
+    groups = [group for adam in adams if not isinstance(adam, torch.optim.AdamW) for group in adam.param_groups if group["params"]]
+    return ours | {int(group.get("step", 0)) for group in groups}  # Transformer Engine counts by group
+
+
+def set_steps_made(optimizer: MegatronOptimizer, steps: int) -> None:
+    for adam in (part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None):
+        if isinstance(adam, torch.optim.AdamW):
+            for state in adam.state.values():
+                state["step"].fill_(steps)
         else:
-            part.load_state_dict(part_state)
-    for group, ours in zip(optimizer.param_groups, settings, strict=True):
-        group.update(ours)
-
-
-def _load_distributed_state(part: DistributedOptimizer, state: dict[str, Any]) -> None:
-    sharded = state.pop("param_state")
-    part.load_state_dict(state)
-    states = list(part.optimizer.state.values())
-    steps = [s.pop("step") for s in states]
-    part.load_parameter_state_from_fully_reshardable(sharded)
-    for s, step in zip(states, steps):
-        s["step"] = step.clone()
+            for group in adam.param_groups:
+                group["step"] = steps
 
 
 class LearningRate:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from megarl.topology import TrainerTopology
+from megarl.trainer.distributed import groups_closed
 
 
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
-    """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and seeds its generators."""
+    """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and seeds its generators.
+
+    `timeout_s` bounds every collective of theirs.
+    """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
-        context_parallel_size=topology.cp,
-        expert_model_parallel_size=topology.ep,
-        expert_tensor_parallel_size=topology.etp,
-        create_gloo_process_groups=True,
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
-    )
+    with groups_closed():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=topology.tp,
+            pipeline_model_parallel_size=topology.pp,
+            virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+            context_parallel_size=topology.cp,
+            expert_model_parallel_size=topology.ep,
+            expert_tensor_parallel_size=topology.etp,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
+        )
+    for group in distributed_c10d._world.pg_map:  # Megatron forgets that of experts' replicas over gloo
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     model_parallel_cuda_manual_seed(seed)
 
 

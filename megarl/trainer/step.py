@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Optional
@@ -29,17 +29,20 @@ from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
-from megarl.trainer.logprobs import token_logprobs
+from megarl.trainer.logprobs import token_entropy, token_logprobs
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
 from megarl.trainer.norm_names import norm_names
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 from megarl.trainer.routing_replay import RoutingReplay
 from megarl.trainer.supported import check_supported
+from megarl.trainer.vendor_warnings import refuse_corruption
 from megarl.types import TrainSequence
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
 """(logprobs [b, s] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step."""
+
+ENTROPY, ENTROPY_TOKENS = "entropy", "entropy tokens"  # among a step's sums, beside the loss function's own
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class StepResult:
     loss: float  # sum over the global batch / denominator
     grad_norm: float  # before clipping
     sums: dict[str, float]  # the loss function's sums over the global batch
+    entropy: float  # of the policy at the tokens of `loss_mask`, in nats, before the step; their mean, NaN without any
     learning_rate: float
     routing: dict[str, float]  # metrics of routing replay; empty without it
 
@@ -69,15 +73,16 @@ class MegatronTrainer:
         seed: int,
         *,
         total_steps: int,
+        timeout_s: float,
         optimizer: Optional[OptimizerConfig] = None,
-        timeout_s: float = 600.0,
     ):
-        """`optimizer` replaces trainer.optimizer; `timeout_s` bounds every wait of one rank for another.
+        """`optimizer` replaces trainer.optimizer; `timeout_s` bounds every wait of one rank for another, in each of Megatron's groups.
 
         Raises ConfigError for what this trainer cannot build, RuntimeError for a wrong number of processes.
         """
         if not cpu_support.installed():
             raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
+        refuse_corruption()
         check_supported(spec, topology, dtype, trainer.sequence_parallel)
         if dist.get_world_size() != topology.world_size:
             raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
@@ -143,16 +148,19 @@ class MegatronTrainer:
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
         loss = sums.pop("loss") / denominator
+        entropy = sums.pop(ENTROPY) / (sums.pop(ENTROPY_TOKENS) or math.nan)
         positions = sum(len(s.token_ids) - 1 for s in sequences)
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        return StepResult(loss, float(grad_norm), sums, learning_rate, routing)
+        return StepResult(loss, float(grad_norm), sums, entropy, learning_rate, routing)
 
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         out = loss(self._logprobs(logits, microbatch, temperature), microbatch)
+        entropy = torch.where(microbatch.loss_mask, self._entropy(logits, temperature), 0.0).sum()
+        sums = {"loss": out.loss.detach(), ENTROPY: entropy, ENTROPY_TOKENS: microbatch.loss_mask.sum(), **out.sums}
         # The token count is Megatron's to divide by; see the head of this file.
-        return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), {"loss": out.loss.detach(), **out.sums}
+        return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), sums
 
     # -- scoring
 
@@ -209,6 +217,10 @@ class MegatronTrainer:
         tp_group, cp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
         return token_logprobs(logits, microbatch.tokens, tp_group, self.spec.vocab_size, temperature, cp_group)
 
+    def _entropy(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        tp_group, cp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+        return token_entropy(logits, tp_group, self.spec.vocab_size, temperature, cp_group)
+
     def _run(
         self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
@@ -253,6 +265,7 @@ class MegatronTrainer:
         hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path)
         self.optimizer.reload_model_params()
 
-    def export_hf(self, path: str, hf_config_dir: str) -> None:
-        """Writes the weights as a HF checkpoint folder; configuration and tokenizer files come from `hf_config_dir`."""
-        hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir)
+    def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:
+        """Writes the weights as a HF checkpoint folder, and `files` (name → text) beside them; configuration and tokenizer files come from
+        `hf_config_dir`."""
+        hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir, files=files)

@@ -1,0 +1,144 @@
+"""What the ranks of a trainer hold of the state that checkpoints keep: as boxes of logical tensors, without padding.
+
+A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, which training
+and generation compute with: the master rounded to the model's dtype. It is not saved, and hashed all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megarl.reshard.box import Box, whole_box
+from megarl.reshard.kinds import LocalTensor, Piece
+from megarl.reshard.layout import hf_layout
+from megarl.reshard.shards import flat_boxes
+from megarl.trainer.checkpoint_tensors import HeldBox
+from megarl.trainer.model import parameters_by_name
+from megarl.trainer.optimizer import optimizer_shards
+from megarl.trainer.step import MegatronTrainer
+
+MASTER, EXP_AVG, EXP_AVG_SQ, LIVE = "master", "exp_avg", "exp_avg_sq", "live"
+SAVED = (MASTER, EXP_AVG, EXP_AVG_SQ)
+RUN = 1 << 26  # elements of a parameter that go to the disk, and come from it, at a time: 256 MiB of host memory
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements first .. end of a flattened local tensor."""
+
+    first: int
+    values: dict[str, torch.Tensor]  # by kind: each [end - first]; what is not trained has no moments
+    is_share: bool  # other replicas hold the other elements; otherwise, the same
+
+    @property
+    def end(self) -> int:
+        return self.first + self.values[MASTER].numel()
+
+
+def runs(trainer: MegatronTrainer) -> dict[str, Run]:
+    """By the layout's names. A tensor that this rank's optimizers hold nothing of is missing."""
+    parameters = parameters_by_name(trainer.chunks)
+    names = {parameter: name for name, parameter in parameters.items()}
+    found = {}
+    for shard in optimizer_shards(trainer.optimizer):
+        values = {MASTER: shard.master, EXP_AVG: shard.exp_avg, EXP_AVG_SQ: shard.exp_avg_sq, LIVE: shard.live}
+        found[names[shard.parameter]] = Run(shard.first, values, is_share=trainer.topology.zero == 1)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:  # a router's bias
+            flat = parameter.detach().view(-1)
+            found[name] = Run(0, {MASTER: flat, LIVE: flat}, is_share=False)
+    return found
+
+
+def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[HeldBox]:
+    """What this rank answers for: over all ranks every element once. Replicas that hold the same have an equal part of it each."""
+    shapes, held = logical_shapes(trainer), runs(trainer)
+    for tensor, piece, replica, replicas in trainer.layout.shared_pieces(dist.get_rank()):
+        if run := held.get(tensor.name):
+            part = (run.first, run.end) if run.is_share else (run.end * replica // replicas, run.end * (replica + 1) // replicas)
+            yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
+
+
+def held_boxes(trainer: MegatronTrainer, kinds: Iterable[str] = SAVED) -> Iterator[HeldBox]:
+    """All that this rank's optimizers hold."""
+    shapes, held = logical_shapes(trainer), runs(trainer)
+    for tensor in trainer.layout.tensors(dist.get_rank()):
+        if run := held.get(tensor.name):
+            for piece in tensor.pieces:
+                yield from _boxes(run, run.first, run.end, tensor, piece, shapes[piece.logical_name], kinds)
+
+
+def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
+    """All of the model that this rank holds, by whole pieces, as the weights channel reads it."""
+    shapes, parameters = logical_shapes(trainer), trainer.local_parameters()
+    for tensor in trainer.layout.tensors(dist.get_rank()):
+        for piece in tensor.pieces:
+            values = parameters[tensor.name][piece.local.slices()]
+            yield HeldBox(f"{LIVE}/{piece.logical_name}", shapes[piece.logical_name], piece.logical, values)
+
+
+def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)}
+
+
+def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
+    """Of each tensor (elements, hash), summed over what all ranks hold: one that is held k times counts k times. Collective."""
+    names = [f"{kind}/{name}" for kind in (*SAVED, LIVE) for name in logical_shapes(trainer)]
+    sums = {name: [0, 0, 0] for name in names}
+    for part in held:
+        share = part.share
+        for i, value in enumerate((part.box.numel, share & 0xFFFFFFFF, share >> 32)):  # halves: their sums do not overflow
+            sums[part.name][i] += value
+    total = torch.tensor(list(sums.values()), dtype=torch.int64, device=trainer.device)
+    dist.all_reduce(total)
+    return {name: (row[0], (row[1] + (row[2] << 32)) % 2**64) for name, row in zip(names, total.tolist()) if row[0]}
+
+
+def _boxes(
+    run: Run, first: int, end: int, tensor: LocalTensor, piece: Piece, shape: tuple[int, ...], kinds: Iterable[str]
+) -> Iterator[HeldBox]:
+    """What the elements first .. end of the flattened `tensor` have of the piece, of a logical tensor of shape `shape`."""
+    for begin in range(first, end, RUN):
+        for box in flat_boxes(tensor.shape, begin, min(begin + RUN, end)):
+            if (common := piece.local.intersect(box)) is None:
+                continue
+            offset, inside = _position(box, tensor.shape) - run.first, common.move(box, whole_box(box.shape)).slices()
+            for kind in kinds:
+                if (values := run.values.get(kind)) is not None:
+                    of_box = values[offset : offset + box.numel].view(box.shape)
+                    yield HeldBox(f"{kind}/{piece.logical_name}", shape, common.move(piece.local, piece.logical), of_box[inside])
+
+
+def _position(box: Box, shape: tuple[int, ...]) -> int:
+    """Of its first element in the flattened tensor."""
+    position = 0
+    for index, extent in zip(box.start, shape):
+        position = position * extent + index
+    return position
+
+
+def random_boxes() -> Iterator[HeldBox]:
+    """The states of this rank's random generators: tensors of bytes that no other rank has."""
+    states = {"torch": torch.get_rng_state(), **{f"tracker/{name}": s for name, s in get_cuda_rng_tracker().get_states().items()}}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    for name, state in states.items():
+        yield HeldBox(random_prefix() + name, tuple(state.shape), whole_box(tuple(state.shape)), state)
+
+
+def set_random(states: dict[str, torch.Tensor]) -> None:
+    """`states`: what `random_boxes` gave, by name."""
+    found = {name.removeprefix(random_prefix()): state for name, state in states.items()}
+    torch.set_rng_state(found.pop("torch"))
+    if (cuda := found.pop("cuda", None)) is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)
+    get_cuda_rng_tracker().set_states({name.removeprefix("tracker/"): state for name, state in found.items()})
+
+
+def random_prefix() -> str:
+    return f"random/{dist.get_rank()}/"
