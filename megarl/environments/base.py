@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megarl.config.schema import MAX_REWARD
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.types import Prompt, Sample
 
 
@@ -36,7 +38,7 @@ class RolloutContext:
 
     tokenizer: Tokenizer
     generate: Generate
-    score: Callable[[str, str], Awaitable[float]]  # (text, reference answer) -> reward, by the run's verifier
+    score: Callable[[ScoreRequest], Awaitable[Score]]  # by the run's verifier; of a transcript: context.score(transcript.to_score)
     run_in_worker: RunInWorker
     tool_timeout_s: float  # what any tool may take
 
@@ -72,8 +74,8 @@ def _problems(sample: Sample, max_tokens: int) -> list[str]:
         problems.append("none of its tokens is the policy's")
     if length > max_tokens:
         problems.append(f"{length} tokens, more than max_tokens={max_tokens}")
-    if not _finite(sample.reward):
-        problems.append(f"reward {sample.reward!r}, no finite number")
+    if not _finite(sample.reward) or abs(sample.reward) > MAX_REWARD:
+        problems.append(f"reward {sample.reward!r:.200}, no finite number of at most {MAX_REWARD:g} in size")
     if wrong := [logprob for logprob in sample.logprobs if not _finite(logprob)]:
         problems.append(f"log-prob {wrong[0]!r}, no finite number")
     return problems
@@ -81,4 +83,4 @@ def _problems(sample: Sample, max_tokens: int) -> list[str]:
 
 def _finite(number: Any) -> bool:
     """A truth value is no number: it would not be one to the trainer, which is told of rewards in MessagePack."""
-    return type(number) in (int, float) and math.isfinite(number)
+    return type(number) is float and math.isfinite(number) or type(number) is int and abs(number) <= MAX_REWARD

@@ -1,12 +1,9 @@
-"""Functions and classes that a configuration names: found, and their arguments checked, before anything starts."""
+"""Arguments of the functions and classes that a configuration names, checked before anything starts."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import os
-import sys
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,34 +11,6 @@ from typing import Any
 import msgspec
 
 from megarl.config.errors import ConfigError
-
-
-def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Callable[..., Any]:
-    """The function or class `package.module:name`. The working directory counts as a place to import from.
-
-    Args: setting, "key=value" as the user wrote it, for messages. Raises: ConfigError.
-    """
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(f"{setting}: must be {', '.join([*built_in, 'package.module:function'])}")
-    try:
-        module = _import(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{setting}: cannot be imported: {error}") from error
-    except Exception as error:  # the user's module, at its import
-        raise ConfigError(f"{setting}: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
-        raise ConfigError(f"{setting}: {module_name} has no function or class {name}" + (f"; did you mean {near[0]}?" if near else ""))
-    return found
-
-
-def _import(module: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
-    return importlib.import_module(module)
 
 
 def check_arguments(function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from megarl.types import Prompt, Sample
 async def single_turn(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
     """All n from one request, so that they share the prompt's KV cache."""
 
-    async def scored(completion: Completion) -> Sample:
-        transcript = Transcript(prompt, context.tokenizer, sampling.max_tokens)
+    async def scored(index: int, completion: Completion) -> Sample:
+        transcript = Transcript(prompt, context.tokenizer, sampling.max_tokens, index)
         transcript.add_policy(completion)
-        return transcript.sample(await context.score(transcript.last_text, prompt.answer))
+        return transcript.sample(await context.score(transcript.to_score))
 
-    return await asyncio.gather(*map(scored, await context.generate(prompt.token_ids, sampling, n)))
+    completions = await context.generate(prompt.token_ids, sampling, n)
+    return await asyncio.gather(*(scored(index, completion) for index, completion in enumerate(completions)))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.base import RolloutContext, ToolError
-from megarl.environments.functions import find_callable
+from megarl.config.named import find_callable
 from megarl.environments.transcript import Transcript
 from megarl.generator.completions import Sampling
 from megarl.types import Prompt, Sample
@@ -58,18 +58,18 @@ class ToolCalls:
         self._max_calls, self._max_result_tokens = max_calls, max_result_tokens
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
-        return await asyncio.gather(*(self._sample(context, prompt, sampling) for _ in range(n)))
+        return await asyncio.gather(*(self._sample(context, prompt, sampling, index) for index in range(n)))
 
-    async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> Sample:
-        transcript = Transcript(prompt, self._tokenizer, sampling.max_tokens)
+    async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Sample:
+        transcript = Transcript(prompt, self._tokenizer, sampling.max_tokens, index)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._close))
         errors = 0
         for calls in range(self._max_calls + 1):
             [completion] = await context.generate(transcript.token_ids, transcript.turn(sampling), 1)
             transcript.add_policy(completion)
             if completion.token_ids[-1] != self._close:
-                reward = await context.score(transcript.last_text, prompt.answer)
-                return transcript.sample(reward, tool_calls=calls, tool_errors=errors)
+                score = await context.score(transcript.to_score)
+                return transcript.sample(score, tool_calls=calls, tool_errors=errors)
             if calls == self._max_calls:
                 break
             text, failed = await self._answer(context, completion.token_ids[:-1])

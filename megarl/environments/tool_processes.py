@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Optional
 
 from megarl.config.schema import RolloutConfig
 from megarl.environments.base import ToolError
@@ -14,8 +15,9 @@ from megarl.workers.pool import CallFailed, WorkerPool
 class ToolProcesses:
     """rollout.tool_workers processes for each function, started at its first call. In one event loop; `close` at the end."""
 
-    def __init__(self, config: RolloutConfig):
-        self._config = config
+    def __init__(self, config: RolloutConfig, log_folder: Optional[Path] = None):
+        """What the functions print goes to `log_folder`/<module>.<function>.<number>.log."""
+        self._config, self._log_folder = config, log_folder
         self._pools: dict[str, WorkerPool] = {}
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -26,7 +28,8 @@ class ToolProcesses:
         if path not in self._pools:
             config = self._config
             limits = (config.tool_workers, config.tool_timeout_s, config.tool_memory_mib)
-            self._pools[path] = WorkerPool(path, "megarl.workers.function", [path], *limits, paths=[p for p in sys.path if p])
+            paths = [place for place in sys.path if place]
+            self._pools[path] = WorkerPool(path, "megarl.workers.function", [path], *limits, paths, self._log_folder)
             self._pools[path].open()
         try:
             return await self._pools[path].call(*arguments)

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.types import Prompt, Sample
 
 
@@ -18,6 +19,7 @@ class Transcript:
     prompt: Prompt
     tokenizer: Tokenizer
     max_tokens: int  # of the response, the environment's tokens included
+    sample_index: int = 0  # which of the prompt's samples
     last_text: str = ""  # the policy's, of its last turn
     finish_reason: str = "stop"
     _ids: list[int] = field(default_factory=list)
@@ -60,18 +62,37 @@ class Transcript:
         self._spans.append((start, len(self._text)))
         return True
 
-    def sample(self, reward: float, **metrics: float) -> Sample:
+    @property
+    def to_score(self) -> ScoreRequest:
+        """The response so far, for the run's verifier: the text is that of the last turn."""
+        return ScoreRequest(
+            response=self.last_text,
+            answer=self.prompt.answer,
+            prompt=self.prompt.text,
+            row=self.prompt.row,
+            prompt_token_ids=self.prompt.token_ids,
+            token_ids=self._ids,
+            version=max(self._versions, default=-1),
+            sample_index=self.sample_index,
+            truncated=self.finish_reason == "length",
+        )
+
+    def sample(self, reward: Score | float, **metrics: float) -> Sample:
+        """The finished sample, with what the verifier made of it, or a reward of the rollout's own."""
+        score = reward if isinstance(reward, Score) else Score(reward)
         return Sample(
             token_ids=self._ids,
             logprobs=self._logprobs,
             versions=self._versions,
             text=self._text,
-            reward=reward,
+            reward=score.reward,
             finish_reason=self.finish_reason,
             policy_mask=[] if all(self._mask) else self._mask,
             environment_spans=self._spans,
             metrics=metrics,
             routing=self._routing,
+            reward_parts=score.parts,
+            failure=score.failure,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], versions: list[int], mine: bool) -> None:

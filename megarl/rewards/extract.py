@@ -8,19 +8,33 @@ from typing import Optional
 MAX_ANSWER_CHARS = 512
 
 _BOXES = ("\\boxed", "\\fbox")
-_PHRASES = ("answer is", "answer:")
-_NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?%?"
-_LAST_NUMBER = re.compile(rf"(?:(?<![\w)])-)?(?<![\d.]){_NUMBER[2:]}", re.ASCII)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_UNBRACED = re.compile(r"[^\s${}\\]{0,64}")
+_PHRASES = ("answer is", "answer:", "答案是", "答案为", "答案：")
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
 _RUNNING_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", re.ASCII)
-_MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp)\b)"
-_NUMBER_WITH_UNIT = re.compile(rf"({_NUMBER})\s+{_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*", re.ASCII)
-_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
+_MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|and|or)\b)"
+_NUMBER_WITH_UNIT = re.compile(rf"(-?{_NUMBER})\s+{_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*", re.ASCII)
+# A number that stands free: in a sentence, behind "=" or a currency, not as a part of an expression, a list or a name.
+_START = r"(?:^|(?<=[=\s*_\"'`\u3001-\u9fff\uac00-\ud7af\uff0c\uff1a])|(?<=[A-Za-z]:))(?:\\?[$€£]|\\\(|\$\$)?"
+_END = r"(?=(?:\\?[$€£]|\\\)|\*\*|[.,;:?\"'`°])*(?:\s|$))"
+_FREE_NUMBER = re.compile(rf"{_START}(-?{_NUMBER}){_END}", re.ASCII)
+_BEFORE_IT = re.compile(r"(?:[-+*/^×·÷(\[{<>≤≥]|\\[A-Za-z]+|\d\s*[,;]|\b(?:or|and)|(?:^|\s)\d[\d.,]*)\s*\Z")
+_BEHIND_IT = re.compile(r"\s*(?:[-+*/^×·÷=<>≤≥]|\\(?!\)|\]|%|\$)|\d)")
+_BOLD = re.compile(r"(?<!\w)\*\*([^*]+)\*\*(?!\w)")
+_PROSE = re.compile(rf"(?<![\\A-Za-z]){_MATH_WORDS}[^\W\d_]{{2,}}")
+_CLOSING = ("$", "\\]", "\\)", "```", "*", "__")
+_BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]*")  # "The answer is" may end its line
+_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_NUMBER_OF_DEGREES = re.compile(rf"\A(-?{_NUMBER})\s*(?:\^\s*\\circ|\^\s*\{{\s*\\circ\s*\}}|\\degree|°|\u00ba)\Z")
+_PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
 
 def marked_answer(text: str) -> Optional[str]:
     """The answer that the text marks as such, cleaned: in its last \\boxed{}, after its last "####" (GSM8K), or after its last
     "answer is", in this order of precedence. None if it marks none; empty if what it marks is empty, too long or never closed."""
-    start = max(text.rfind(box) for box in _BOXES)
+    start = _last_box(text)
     if start >= 0:
         return clean(_boxed(text, start))
     start = text.rfind("####")
@@ -29,18 +43,36 @@ def marked_answer(text: str) -> Optional[str]:
     lower = text.lower()
     start, phrase = max((lower.rfind(phrase), phrase) for phrase in _PHRASES)
     if start >= 0 and len(lower) == len(text):
-        return clean(_line(text, start + len(phrase)).lstrip(":* ").split(". ")[0])
+        start = _BEHIND_PHRASE.match(text, start + len(phrase)).end()
+        return clean(_line(text, start).split(". ")[0])
     return None
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank, or as much of its end as an answer may have characters."""
-    return text.rstrip()[-MAX_ANSWER_CHARS:].rsplit("\n", 1)[-1]
+    """The last line that says something, or as much of its end as an answer may have characters."""
+    end = text.rstrip()[-MAX_ANSWER_CHARS:]
+    inside = _without_closing(end)
+    return (inside if "\n" in end[len(inside) :] else end).rsplit("\n", 1)[-1]
+
+
+def _without_closing(text: str) -> str:
+    """Without the delimiters that end it. (A search for them from the left would take the square of their number.)"""
+    while shorter := next((text[: -len(mark)].rstrip() for mark in _CLOSING if text.endswith(mark)), ""):
+        text = shorter
+    return text
 
 
 def last_number(text: str) -> str:
-    """The last number of the last line, commas between groups of three digits read as thousands separators. Empty if none."""
-    return _last_match(_LAST_NUMBER, text)
+    """The number that the last line speaks of last, if it is prose, commas between groups of three digits read as thousands separators.
+    Empty if that number does not stand free, as the 5 of 2^5, (3, 5), 1e5 and \\frac{1}{5} does not."""
+    line = _BOLD.sub(r"\1", last_line(text))
+    if not _PROSE.search(line):
+        return ""
+    for match in reversed(list(_FREE_NUMBER.finditer(line))):
+        if _BEFORE_IT.search(line, 0, match.start()) or _BEHIND_IT.match(line, match.end()):
+            return ""
+        return match[1]
+    return ""
 
 
 def last_running_number(text: str) -> str:
@@ -52,13 +84,26 @@ def clean(answer: str) -> str:
     """Without surrounding blanks, math delimiters, bold marks, a final full stop, and the unit after a lone number."""
     if len(answer) > MAX_ANSWER_CHARS:
         return ""
-    answer = answer.strip().removesuffix(".").strip()
-    for opening, closing in _WRAPPERS:
-        if len(answer) >= len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
-            answer = answer[len(opening) : -len(closing)].strip().removesuffix(".")
-    answer = answer.removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-")
+    before = None
+    while answer != before:
+        before = answer
+        answer = answer.strip().removesuffix(".").removesuffix("**").removeprefix("**").strip("` \t\r\n")
+        for opening, closing in _WRAPPERS:
+            if len(answer) >= len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
+                answer = answer[len(opening) : -len(closing)]
+    answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-")
+    answer = _NUMBER_OF_DEGREES.sub(r"\1", _THOUSANDS.sub("", answer))
     with_unit = _NUMBER_WITH_UNIT.fullmatch(answer)
     return with_unit[1] if with_unit else answer
+
+
+def _last_box(text: str) -> int:
+    """Where the last box begins, one around others rather than one inside; -1 if there is none."""
+    last = max(text.rfind(box) for box in _BOXES)
+    if last < 0 or not _BOX.match(text, last):  # or \\boxedfoo
+        return -1
+    around = _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)
+    return next((box.start() for box in around if box.end() + len(_boxed(text, box.start())) > last), last)
 
 
 def _line(text: str, start: int) -> str:
@@ -67,10 +112,13 @@ def _line(text: str, start: int) -> str:
 
 
 def _boxed(text: str, start: int) -> str:
-    """Content of the box that opens at `start`; empty if it is not closed within the allowed length."""
-    opening = text.find("{", start, start + 8)
-    if opening < 0:
+    """Content of the box that opens at `start`; empty if it is not closed within the allowed length, or a factor of a product."""
+    line = text[max(0, start - MAX_ANSWER_CHARS) : start].rsplit("\n", 1)[-1]
+    opening = _BOX.match(text, start).end()
+    if _PRODUCT_WITH_BOX.fullmatch(line):
         return ""
+    if text[opening : opening + 1] != "{":  # \\boxed 5
+        return _UNBRACED.match(text, opening)[0]
     depth = 0
     for i in range(opening, min(len(text), opening + MAX_ANSWER_CHARS)):
         if text[i] == "{":

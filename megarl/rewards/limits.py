@@ -14,6 +14,8 @@ from typing import Any
 MAX_NESTING = 12
 MAX_COMMANDS = 48  # LaTeX commands in one answer
 MAX_POWERS = 24  # powers in one answer
+MAX_BARS = 8  # of absolute values: each may open or close one, and the grammar tries both
+MAX_SUBSCRIPTS = 12
 MAX_DIGITS = 64  # of one number
 MAX_EXPONENT_DIGITS = 4
 MAX_VALUE_BITS = 10_000  # of any integer that evaluating the answer could produce
@@ -53,6 +55,8 @@ def check_text(answer: str) -> None:
         raise Refused(f"more than {MAX_COMMANDS} commands")
     if answer.count("^") + answer.count("**") > MAX_POWERS:
         raise Refused(f"more than {MAX_POWERS} powers")
+    if answer.count("|") > MAX_BARS or answer.count("_") > MAX_SUBSCRIPTS:
+        raise Refused(f"more than {MAX_BARS} bars or {MAX_SUBSCRIPTS} subscripts")
     if _LONG_NUMBER.search(answer):
         raise Refused(f"a number of more than {MAX_DIGITS} digits")
     if _LONG_EXPONENT.search(answer):

@@ -5,34 +5,38 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
 
-from megarl.config.errors import ConfigError
+import msgspec
+
+from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
+from megarl.rewards.score import Score, ScoreRequest, arguments_of
 from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
+from megarl.types import Failure
 from megarl.workers.pool import CallFailed, WorkerPool
+
+OF_VERIFIERS = ("response", "answer")
 
 
 class RewardPool(WorkerPool):
-    """Scores texts in `workers` processes. A text that takes longer than `timeout_s`, or has brought down two workers, scores 0.
+    """Scores responses in `config.workers` processes, by one of VERIFIERS or by a function `package.module:name` of the user's, which is
+    given `parameters` (as rewards.score.parameters_of has them).
 
-    `verifier` is one of VERIFIERS, or a function `package.module:name` of the user's, (text, reference answer) -> number. A ValueError of
-    it scores 0; any other mistake of it is told, not scored: a run must not learn from it.
-    Use as `async with`, in one event loop. Raises: ConfigError for an unknown verifier or impossible limits.
+    A call that raises ValueError, takes longer than `config.timeout_s`, runs out of memory, or has brought down two workers, is a failure:
+    it scores `config.failed_score`, and the score says so. Any other mistake of the function is told, not scored: a run must not learn from
+    it. What it prints goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event loop.
     """
 
-    def __init__(self, verifier: str = "math", workers: int = 1, timeout_s: float = 5.0, memory_mib: int = 1024):
-        if verifier not in VERIFIERS and ":" not in verifier:
-            raise ConfigError(f"reward.name={verifier}: must be one of {', '.join(sorted(VERIFIERS))}, package.module:function")
-        if workers < 1 or timeout_s <= 0:
-            raise ConfigError(f"reward.workers={workers}, reward.timeout_s={timeout_s}: must both be above 0")
-        self._verifier, self._most_chars = verifier, MAX_TEXT_CHARS if verifier in VERIFIERS else math.inf
+    def __init__(self, config: RewardConfig, parameters: Sequence[str] = OF_VERIFIERS, log_folder: Optional[Path] = None):
+        self._config, self._parameters = config, parameters
+        self._most_chars = MAX_TEXT_CHARS if config.name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
-        super().__init__("reward", "megarl.rewards.worker", [verifier], workers, timeout_s, memory_mib, paths)
-
-    @classmethod
-    async def start(cls, config: RewardConfig) -> RewardPool:
-        """A pool at work; to be ended with `close`."""
-        return await cls(config.name, config.workers, config.timeout_s, config.memory_mib).__aenter__()
+        arguments = [config.name, ",".join(parameters)]
+        limits = (config.workers, config.timeout_s, config.memory_mib)
+        super().__init__("reward", "megarl.rewards.worker", arguments, *limits, paths, log_folder)
 
     async def __aenter__(self) -> RewardPool:
         self.open()
@@ -41,15 +45,20 @@ class RewardPool(WorkerPool):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def score(self, text: str, answer: str) -> float:
-        """Reward of a response text given the reference answer. Raises: RuntimeError if no worker can be started, or the user's function
-        makes a mistake."""
-        if len(text) > self._most_chars:
-            return 0.0
+    async def score(self, request: ScoreRequest) -> Score:
+        """Raises: RunError if no worker can be started, or the user's function makes a mistake."""
+        if len(request.response) > self._most_chars:
+            return Score(0.0)
         try:
-            reward = await self.call(text, answer)
-        except CallFailed:
-            return 0.0
-        if isinstance(reward, str):
-            raise RuntimeError(f"reward.name={self._verifier}: {reward}")
-        return reward
+            reply = await self.call(*arguments_of(request, self._parameters))
+        except CallFailed as error:
+            return Score(self._config.failed_score, failure=Failure(error.kind, str(error)))
+        if isinstance(reply, str):
+            raise RunError(mistake(self._config, reply, request))
+        return msgspec.convert(reply, Score)
+
+
+def mistake(config: RewardConfig, told: str, request: ScoreRequest) -> str:
+    """What the run ends with, when the user's function made a mistake over a response."""
+    text = request.response if len(request.response) <= 200 else request.response[:200] + "…"
+    return f"reward.name={config.name}: {told}\nIt was given the response {ascii(text)}; its output is in the run's logs/reward.*.log"

@@ -6,28 +6,16 @@ math-verify's LaTeX grammar only; `sympify` and `parse_expr`, which evaluate Pyt
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from fractions import Fraction
-from functools import lru_cache
-from typing import Any, NamedTuple, Optional
 
+from megarl.rewards.equality import equal
 from megarl.rewards.extract import clean, last_line, last_number, last_running_number, marked_answer
-from megarl.rewards.limits import MAX_DIGITS, Refused, check_characters, check_text, check_value
+from megarl.rewards.limits import Refused, check_characters
 
 MAX_TEXT_CHARS = 1 << 18
 
-_PLAIN = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?(?:/(\d+))?", re.ASCII)
-_FLOAT_TOLERANCE = Fraction(1, 10**6)  # math-verify compares decimals rounded to 6 places
-
-
-class PlainNumber(NamedTuple):
-    value: Fraction
-    is_decimal: bool
-
-
 def math_reward(text: str, answer: str) -> float:
-    """Whether the final answer of `text` equals `answer` mathematically (math-verify's rules).
+    """Whether the final answer of `text` equals `answer` mathematically (megarl.rewards.equality).
 
     The final answer is the one that the text marks (\\boxed{}, "####", "answer is"), else its last line or last number.
     """
@@ -50,8 +38,9 @@ VERIFIERS: dict[str, Callable[[str, str], float]] = {"math": math_reward, "last_
 
 
 def _unmarked_answers(text: str) -> list[str]:
+    """The last line, if it is an expression; a number that it ends in, if it is prose or ends in an equation."""
     line = last_line(text)
-    return list(dict.fromkeys((last_number(text), clean(line)))) if _clean_characters(line) else []
+    return list(dict.fromkeys((clean(line), last_number(text)))) if _clean_characters(line) else []
 
 
 def _clean_characters(text: str) -> bool:
@@ -66,68 +55,7 @@ def _equal_or_refused(reference: str, candidate: str) -> bool:
     if not candidate:
         return False
     try:
+        check_characters(candidate)
         return equal(reference, candidate)
     except Refused:
         return False
-
-
-def equal(reference: str, candidate: str) -> bool:
-    """Mathematical equality of two cleaned answers. Raises: Refused if the candidate is outside the limits."""
-    check_characters(candidate)
-    if candidate == reference:
-        return True
-    decided = plain_equal(plain_number(reference), plain_number(candidate))
-    return sympy_equal(reference, candidate) if decided is None else decided
-
-
-def plain_number(text: str) -> Optional[PlainNumber]:
-    """An integer, decimal or quotient of integers, thousands separated or not, as an exact rational; None for anything else."""
-    match = _PLAIN.fullmatch(text) if len(text) <= MAX_DIGITS else None
-    if match is None or (match[2] is None and match[3] is None):
-        return None
-    sign, whole, decimals, divisor = match.groups()
-    if divisor is not None and (decimals is not None or int(divisor) == 0):
-        return None
-    value = Fraction((whole or "0").replace(",", "") + (decimals or "")) / int(divisor or 1)
-    return PlainNumber(-value if sign == "-" else value, decimals is not None)
-
-
-def plain_equal(a: Optional[PlainNumber], b: Optional[PlainNumber]) -> Optional[bool]:
-    """Equality as math-verify has it, by exact arithmetic; None where it takes SymPy: no plain number, or a matter of rounding."""
-    if a is None or b is None:
-        return None
-    if a.value == b.value:
-        return True
-    if (a.is_decimal or b.is_decimal) and abs(a.value - b.value) <= _FLOAT_TOLERANCE:
-        return None
-    return False
-
-
-def sympy_equal(reference: str, candidate: str) -> bool:
-    """Equality by math-verify on SymPy objects. Raises: Refused."""
-    check_text(candidate)
-    expression = _parse(candidate)
-    gold = _parse_reference(reference)
-    if expression is None or gold is None:
-        return False
-    check_value(expression)
-    return bool(_math_verify().verify(gold, expression, timeout_seconds=None))
-
-
-def _math_verify() -> Any:
-    import math_verify  # half a second and 50 MiB: only once an answer needs it
-
-    return math_verify
-
-
-def _parse(answer: str) -> Any:
-    """SymPy object by the LaTeX grammar alone, sums and powers not evaluated; None if it does not parse."""
-    mv = _math_verify()
-    latex = answer.replace("**", "^").replace("\n", " ").replace("\\$", "").replace("$", "")
-    found = mv.parse(f"${latex}$", [mv.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
-
-
-@lru_cache(maxsize=1024)
-def _parse_reference(reference: str) -> Any:
-    return _parse(reference)

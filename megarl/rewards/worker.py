@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
+from megarl.rewards.score import Score, score_of
 from megarl.workers import process
+from megarl.workers.mistakes import own_line
 
 # Equal pairs that make SymPy load what it loads late, before the clock runs and side effects are forbidden.
 _WARM_UP = {
@@ -33,11 +36,11 @@ _FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty
 _HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "ctypes.set_errno", "ctypes.cdata")  # of Python's own import
 
 
-def main(verifier: str, memory_mib: str, timeout_s: str, parent: str) -> None:
+def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent: str) -> None:
     """Serve until standard input closes."""
     process.prepare(parent)
     if ":" in verifier:
-        function = own_function(verifier)
+        function = own_function(verifier, parameters.split(","))
         process.limit_resources(memory_mib, files_writable=True)
         process.serve(function, timeout_s)
         return
@@ -53,37 +56,36 @@ def main(verifier: str, memory_mib: str, timeout_s: str, parent: str) -> None:
     process.serve(lambda text, answer: score(verify, text, answer), timeout_s)
 
 
-def own_function(path: str) -> Callable[[str, str], float | str]:
-    """The user's function as one that gives a finite number, or says as text which mistake it makes. A ValueError is none."""
+def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str, Any] | str]:
+    """The user's function as one that takes the values of `parameters` and gives a Score, or says as text which mistake it makes. A
+    ValueError is none."""
     module, _, name = path.partition(":")
     function = getattr(importlib.import_module(module), name)
 
-    def reward(text: str, answer: str) -> float | str:
+    def reward(*values: Any) -> dict[str, Any] | str:
         try:
-            found = function(text, answer)
+            found = function(**dict(zip(parameters, values, strict=True)))
         except (ValueError, MemoryError):
             raise
         except Exception as error:
             traceback.print_exc()
-            return f"it failed: {type(error).__name__}: {error}"
+            return own_line(error)
         try:
-            number = float(found)
-        except (TypeError, ValueError):
-            return f"it must give a number, not {found!r:.200}"
-        return number if math.isfinite(number) else f"it must give a finite number, not {number}"
+            return msgspec.to_builtins(score_of(found))
+        except TypeError as error:
+            return str(error)
 
     return reward
 
 
-def score(verify: Callable[[str, str], float], text: str, answer: str) -> float:
-    """The verifier's score, 0 if it fails on this text: a failure inside SymPy says that it is no answer. Raises: MemoryError."""
+def score(verify: Callable[[str, str], float], text: str, answer: str) -> dict[str, Any]:
+    """The verifier's score. Raises: ValueError if it fails on this text, MemoryError."""
     try:
-        return verify(text, answer)
+        return msgspec.to_builtins(Score(verify(text, answer)))
     except MemoryError:
         raise
     except Exception as error:
-        logging.getLogger(__name__).debug("verifier failed", exc_info=error)
-        return 0.0
+        raise ValueError(f"the verifier failed: {type(error).__name__}") from error
 
 
 def _forbid_side_effects() -> None:

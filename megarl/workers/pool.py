@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,18 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import msgspec
+
+from megarl.config.errors import RunError
+from megarl.files import log_tail
 from megarl.workers.process import MAX_REPLY_BYTES
 
 _BATCH = 32  # requests written to a worker at once
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 0.1
+_KILLED_S = 2.0
 _MAX_FAILED_STARTS = 3
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _WORKER = "import sys; sys.path.extend(sys.argv[1].split(':')); from {module} import main; main(*sys.argv[2:])"
 
 
 class CallFailed(Exception):
-    """A call without a result: it raised, took too long, or brought its worker down. Says which."""
+    """A call without a result. `kind` says why: it raised an "error", took too long ("timeout"), ran out of "memory", or brought its worker
+    down ("exit")."""
+
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind = kind
 
 
 @dataclass
@@ -44,7 +56,8 @@ class _Worker:
     def kill(self) -> None:
         self.writer.close()
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it, in a call that does not return: nobody waits for that
+            self.process.wait(_KILLED_S)
 
 
 class WorkerPool:
@@ -53,11 +66,21 @@ class WorkerPool:
     `main(*arguments, memory_mib, timeout_s, parent)` serves requests by megarl.workers.process.serve; all its arguments
     are strings. A call that takes longer than `timeout_s` fails and costs its worker, which is replaced; so does one that
     has brought down two workers. Every other call is answered whatever happens to a worker. If workers cannot be started
-    at all, pending and later calls raise RuntimeError, which calls the pool by its `name`. `open` and `close` in one event loop.
+    at all, pending and later calls raise RunError, which calls the pool by its `name`. What the functions print, and the tracebacks of
+    what they raise, goes to `log_folder`/<name>.<number>.log, of each worker its own, or to standard error. `open` and `close` in one
+    event loop.
     """
 
     def __init__(
-        self, name: str, module: str, arguments: Sequence[str], workers: int, timeout_s: float, memory_mib: int, paths: Sequence[str] = ()
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        workers: int,
+        timeout_s: float,
+        memory_mib: int,
+        paths: Sequence[str] = (),
+        log_folder: Optional[Path] = None,
     ):
         """`paths` are places to import from, beside that of this package."""
         self.name = name
@@ -65,16 +88,17 @@ class WorkerPool:
         self.replaced = 0  # workers lost, for whatever reason
         code = _WORKER.format(module=module)
         limits = (str(memory_mib), str(timeout_s), str(os.getpid()))
-        self._command = [sys.executable, "-I", "-c", code, ":".join([_PACKAGE_PARENT, *paths]), *arguments, *limits]
+        self._command = [sys.executable, "-s", "-P", "-u", "-c", code, ":".join([_PACKAGE_PARENT, *paths]), *arguments, *limits]
         self._timeout_s = timeout_s
         self._workers = workers
+        self._log_folder = log_folder
         self._waiting: deque[_Request] = deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: Optional[RuntimeError] = None
 
     def open(self) -> None:
-        self._tasks = [asyncio.create_task(self._serve(), name=f"{self.name} worker {i}") for i in range(self._workers)]
+        self._tasks = [asyncio.create_task(self._serve(i), name=f"{self.name} worker {i}") for i in range(self._workers)]
 
     async def close(self) -> None:
         """End the workers. Calls still pending raise RuntimeError."""
@@ -84,20 +108,25 @@ class WorkerPool:
         self._fail(RuntimeError(f"the {self.name} pool is closed"))
 
     async def call(self, *arguments: Any) -> Any:
-        """The function's result; arguments and result are JSON. Raises: CallFailed; RuntimeError if no worker can be started."""
+        """The function's result; arguments and result are JSON. Raises: CallFailed; RunError if no worker can be started."""
         if self._failure is not None:
             raise self._failure
-        request = _Request(json.dumps(arguments).encode() + b"\n", asyncio.get_running_loop().create_future())
+        line = json.dumps(arguments, default=msgspec.to_builtins).encode() + b"\n"
+        request = _Request(line, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         self._arrived.set()
         return await request.result
 
-    async def _serve(self) -> None:
+    def log(self, number: int) -> Optional[Path]:
+        """What worker `number` and its predecessors have printed."""
+        return self._log_folder / f"{self.name.replace(':', '.')}.{number}.log" if self._log_folder else None
+
+    async def _serve(self, number: int) -> None:
         """Life of one worker slot: start a process, give it what waits, replace it when it is lost."""
         worker: Optional[_Worker] = None
         try:
             while True:
-                worker = worker or await self._start()
+                worker = worker or await self._start(number)
                 if worker is None:
                     return
                 batch = await self._take()
@@ -127,7 +156,7 @@ class WorkerPool:
             while batch:
                 reply = await self._reply(worker)
                 if reply is None or not reply.endswith(b"\n"):
-                    self._blame(batch, timed_out=reply is None)
+                    self._blame(batch, worker, timed_out=reply is None)
                     return False
                 _answer(batch.popleft(), json.loads(reply))
             return True
@@ -159,18 +188,23 @@ class WorkerPool:
             timer.cancel()
         return None if expired else reply
 
-    def _blame(self, batch: deque[_Request], timed_out: bool) -> None:
+    def _blame(self, batch: deque[_Request], worker: _Worker, timed_out: bool) -> None:
         """The worker was busy with the first of the batch: that one fails for its time, or the second time it loses a worker."""
+        worker.kill()
+        status = worker.process.returncode
+        timed_out = timed_out or status == -signal.SIGXCPU
         batch[0].lost_workers += 1
         self.timed_out += timed_out
-        if timed_out or batch[0].lost_workers > 1:
-            reason = f"it took longer than {self._timeout_s:g} s" if timed_out else "it brought its process down"
-            _answer(batch.popleft(), {"error": reason})
+        if timed_out:
+            _answer(batch.popleft(), {"error": f"it took longer than {self._timeout_s:g} s", "kind": "timeout"})
+        elif batch[0].lost_workers > 1:
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            _answer(batch.popleft(), {"error": f"it brought its process down ({how})", "kind": "exit"})
 
-    async def _start(self) -> Optional[_Worker]:
+    async def _start(self, number: int) -> Optional[_Worker]:
         """A worker that has said it is ready; None once starting has failed for good."""
         for _ in range(_MAX_FAILED_STARTS):
-            worker = await self._spawn()
+            worker = await self._spawn(number)
             try:
                 line = await asyncio.wait_for(worker.reader.readline(), _START_TIMEOUT_S)
             except (asyncio.TimeoutError, ConnectionError):
@@ -183,16 +217,20 @@ class WorkerPool:
             worker.kill()
         code = worker.process.returncode
         attempts = f"{_MAX_FAILED_STARTS} attempts, last exit status {code}"
-        self._fail(RuntimeError(f"{self.name} worker did not start ({attempts}); its errors are on stderr"))
+        log = self.log(number)
+        told = f"the end of {log}:\n{log_tail(log)}" if log else "its errors are on stderr"
+        self._fail(RunError(f"{self.name} worker did not start ({attempts}); {told}"))
         return None
 
-    async def _spawn(self) -> _Worker:
+    async def _spawn(self, number: int) -> _Worker:
         ours, theirs = socket.socketpair()
-        with theirs:
+        log = self.log(number)
+        with theirs, open(log, "ab") if log else contextlib.nullcontext() as printed:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
             # Nothing is awaited from here until the process is known: a close at that moment would leave it behind.
-            environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
-            process = subprocess.Popen(self._command, stdin=theirs, stdout=theirs, env=environment, cwd="/")
+            # Hashes as in every other worker: nothing that depends on the order of a set may differ between them.
+            environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+            process = subprocess.Popen(self._command, stdin=theirs, stdout=theirs, stderr=printed, env=environment, cwd="/")
         return _Worker(process, reader, writer)
 
     def _fail(self, error: RuntimeError) -> None:
@@ -207,6 +245,6 @@ def _answer(request: _Request, reply: dict[str, Any]) -> None:
     if request.result.done():  # its caller may have given up
         return
     if "error" in reply:
-        request.result.set_exception(CallFailed(reply["error"]))
+        request.result.set_exception(CallFailed(reply["kind"], reply["error"]))
     else:
         request.result.set_result(reply["result"])

@@ -1,7 +1,7 @@
 """What the processes of a WorkerPool have in common: they die with their parent, keep within their limits, and answer in order.
 
 Requests come on standard input, one JSON array of arguments a line; replies leave on standard output, one JSON object a
-line, {"result": …} or {"error": "why there is none"}.
+line, {"result": …} or {"error": "why there is none", "kind": as CallFailed has it}.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
         try:
             answer = reply(function, json.loads(line))
             if len(answer) > MAX_REPLY_BYTES:
-                answer = json.dumps({"error": f"more than {MAX_REPLY_BYTES} bytes of result"})
+                answer = _failed("error", f"more than {MAX_REPLY_BYTES} bytes of result")
             _write(write, answer)
         except MemoryError:
-            _write(write, json.dumps({"error": "it ran out of memory"}))
+            _write(write, _failed("memory", "it ran out of memory"))
             os._exit(1)
 
 
@@ -70,12 +70,16 @@ def reply(function: Callable[..., Any], arguments: list[Any]) -> str:
     try:
         return json.dumps({"result": function(*arguments)})
     except ValueError as error:
-        return json.dumps({"error": str(error)})
+        return _failed("error", str(error))
     except MemoryError:
         raise
     except Exception as error:
         traceback.print_exc()
-        return json.dumps({"error": f"it failed: {type(error).__name__}"})
+        return _failed("error", f"it failed: {type(error).__name__}")
+
+
+def _failed(kind: str, reason: str) -> str:
+    return json.dumps({"error": reason, "kind": kind})
 
 
 def _write(file: int, line: str) -> None:

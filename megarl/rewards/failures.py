@@ -1,0 +1,44 @@
+"""Scores that failed: counted by kind, and too many of them found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from megarl.config.schema import RewardConfig
+from megarl.types import Sample
+
+METRICS = {"timeout": "reward/timeouts", "error": "reward/errors", "memory": "reward/out_of_memory", "exit": "reward/exits"}
+FAILED_FRACTION = "reward/failed_fraction"
+_EXAMPLE_CHARS = 200
+
+
+def failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """How many of the samples' scores failed, by kind, and the share of all."""
+    counts = _counts(samples)
+    by_kind: dict[str, float] = {key: counts[kind] for kind, key in METRICS.items()}
+    return {**by_kind, FAILED_FRACTION: counts.total() / len(samples)}
+
+
+def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> Optional[str]:
+    """Why to stop, where more than `reward.max_failed_fraction` of the samples' scores failed: kinds, share and an example."""
+    counts = _counts(samples)
+    if counts.total() <= config.max_failed_fraction * len(samples):
+        return None
+    share = f"of {len(samples)} samples {told_failures([failure_metrics(samples)])}"
+    example = next(sample for sample in samples if sample.failure is not None)
+    text = example.text if len(example.text) <= _EXAMPLE_CHARS else example.text[:_EXAMPLE_CHARS] + "…"
+    limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
+    return f"reward.name={config.name}: {share}, {limit}; for example {ascii(text)}: {example.failure.reason}"
+
+
+def told_failures(rows: Sequence[Mapping[str, float]]) -> str:
+    """What rows of metrics count, in words; empty where nothing failed."""
+    counts = {key: sum(row.get(key, 0) for row in rows) for key in METRICS.values()}
+    told = ", ".join(f"{count:g} {key.partition('/')[2].replace('_', ' ')}" for key, count in counts.items() if count)
+    return f"{sum(counts.values()):g} scores failed: {told}" if told else ""
+
+
+def _counts(samples: Sequence[Sample]) -> Counter[str]:
+    return Counter(sample.failure.kind for sample in samples if sample.failure is not None)

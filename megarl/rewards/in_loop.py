@@ -1,0 +1,46 @@
+"""Verification by an async function of the user's own, which awaits a judge, say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megarl.config.errors import RunError
+from megarl.config.schema import RewardConfig
+from megarl.rewards.pool import mistake
+from megarl.rewards.score import Score, ScoreRequest, arguments_of, score_of
+from megarl.types import Failure
+from megarl.workers.mistakes import own_line
+
+
+class RewardInLoop:
+    """Calls it in the event loop, for as many responses at once as there are, each for at most `config.timeout_s`.
+
+    Failures and mistakes are those of RewardPool, as far as an event loop has them: no limit of memory holds.
+    """
+
+    def __init__(self, config: RewardConfig, function: Callable[..., Awaitable[Any]], parameters: Sequence[str]):
+        self._config, self._function, self._parameters = config, function, parameters
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Raises: RunError for a mistake of the function."""
+        arguments = dict(zip(self._parameters, arguments_of(request, self._parameters)))
+        try:
+            async with asyncio.timeout(self._config.timeout_s) as deadline:
+                found = await self._function(**arguments)
+        except ValueError as error:
+            return self._failed("error", str(error))
+        except TimeoutError as error:
+            if deadline.expired():
+                return self._failed("timeout", f"it took longer than {self._config.timeout_s:g} s")
+            raise RunError(mistake(self._config, own_line(error), request)) from error
+        except Exception as error:
+            raise RunError(mistake(self._config, own_line(error), request)) from error
+        try:
+            return score_of(found)
+        except TypeError as error:
+            raise RunError(mistake(self._config, str(error), request)) from error
+
+    def _failed(self, kind: str, reason: str) -> Score:
+        return Score(self._config.failed_score, failure=Failure(kind, reason))

@@ -1,0 +1,107 @@
+"""What a verifier is told of a response, and what it makes of it; and what a function of the user's own may ask for and give."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import numbers
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import msgspec
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import MAX_REWARD
+from megarl.types import Failure
+
+SCORE = "score"  # the key, or the field, of a result with named parts that is the reward
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 200
+
+
+class ScoreRequest(msgspec.Struct, frozen=True):
+    """A response, and all that is known of it. A function of the user's own is given those fields that its parameters are called by."""
+
+    response: str  # the policy's text, of its last turn; also called `text`
+    answer: str  # the reference answer
+    prompt: str = ""  # as the model saw it
+    row: dict[str, Any] = {}  # the prompt's whole row of the data set
+    prompt_token_ids: list[int] = []
+    token_ids: list[int] = []  # of the response, all turns, end-of-text included
+    version: int = -1  # newest weight version among its tokens: optimizer steps done by then
+    sample_index: int = 0  # which of the prompt's samples, from 0
+    truncated: bool = False  # it was cut at the longest length
+
+
+_FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_fields__}}
+
+
+class Score(msgspec.Struct, frozen=True):
+    """What a response is worth. With a `failure`, `reward` is the score that stands in."""
+
+    reward: float
+    parts: dict[str, float] = {}
+    failure: Optional[Failure] = None
+
+
+def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
+    """Names of what `function` asks for, in its order; all there is for one that takes **kwargs. Args: setting, "key=value" of it.
+
+    Raises: ConfigError for parameters that nothing is known for, or that cannot be given by name.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    problems = [f"{setting}: its parameter {name} is none of {', '.join(_FIELDS)}{_near(name)}" for name in names if name not in _FIELDS]
+    unnamed = ["*" * (p.kind is p.VAR_POSITIONAL) + p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    problems += [f"{setting}: its parameter {shown} must be one that can be given by name" for shown in unnamed]
+    if problems:
+        raise ConfigError(problems)
+    rest = [name for name in _FIELDS if name not in names] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
+    return names + rest
+
+
+def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
+    """The values of `parameters`."""
+    return [getattr(request, _FIELDS[name]) for name in parameters]
+
+
+def score_of(found: Any) -> Score:
+    """What a function gave: a number, or one named "score" among others, in a dict or a dataclass. Raises: TypeError, which says what it
+    gave instead."""
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        found = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    if not isinstance(found, dict):
+        return Score(_number(found, "a number, or a dict with a score and its parts"))
+    if SCORE not in found:
+        raise TypeError(f"it must give a dict with the key {SCORE!r}, not {_shown(found)}")
+    parts = {str(name): _number(value, f"a number as {name!r}") for name, value in found.items() if name != SCORE}
+    return Score(_number(found[SCORE], f"a number as {SCORE!r}"), parts)
+
+
+def _number(value: Any, wanted: str) -> float:
+    """Also of truth values and of NumPy's and torch's scalars. Text is none, whatever it says."""
+    scalar = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    if not isinstance(scalar, numbers.Real):
+        raise TypeError(f"it must give {wanted}, not {_shown(value)}")
+    try:
+        number = float(scalar)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= MAX_REWARD:
+        raise TypeError(f"it must give {wanted}, finite and at most {MAX_REWARD:g} in size, not {_shown(value)}")
+    return number
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"one of {type(value).__name__}"
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, _FIELDS, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
