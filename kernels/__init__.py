@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megarl.reshard.quantise_rules import Rule
 
-__all__ = ["quantise_block", "quantise_block_with", "quantise_with", "tile_amax", "vocab_parallel_logprobs"]
+__all__ = ["quantise_block", "quantise_block_with", "quantise_with", "tile_amax", "vocab_parallel_entropy", "vocab_parallel_logprobs"]
 
 
 def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
@@ -66,6 +66,19 @@ def vocab_parallel_logprobs(
     from megarl.kernels import logprobs
 
     return logprobs.VocabParallelLogprobs.apply(logits, targets, group, vocab_size, temperature)
+
+
+def vocab_parallel_entropy(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0) -> torch.Tensor:
+    """Entropy of softmax(logits / temperature), in nats, computed in float32; no gradient. In torch on all devices.
+
+    logits:  [..., padded_vocab / tp] this rank's slice of the vocabulary, any float dtype
+    returns: [...] float32, the same on all ranks of `group`
+
+    Every rank of `group` must call it, with the same shapes.
+    """
+    from megarl.kernels import entropy
+
+    return entropy.vocab_parallel_entropy(logits, group, vocab_size, temperature)
 
 
 def _quantise(values: torch.Tensor, rule: Rule):

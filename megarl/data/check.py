@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig, RunConfig
-from megarl.data.datasets import answers_of, load_rows
-from megarl.data.rows import Answers
+from megarl.data.datasets import answers_of, is_local, read_rows
+from megarl.data.held_out import held_out, held_out_tokens
+from megarl.data.rows import Rows
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
@@ -15,28 +18,68 @@ from megarl.models.spec import ModelSpec
 KEPT_BACK = 6  # tokens of its context, and of its KV cache, that SGLang uses for no request (0.5.21, tp_worker.py: max_req_input_len)
 _MAX_PROBLEMS = 10  # too long prompts named per dataset
 _SYNTHETIC_ROWS = 64  # rows of a synthetic task that stand for all of them
+_AT_HAND_PROMPTS = 1000
 
 
-def check_data(config: RunConfig, spec: ModelSpec, command: str) -> None:
-    """Reads what `command` ("train", "sft", "eval") will read, and checks it against tokenizer and model.
+@dataclass(frozen=True)
+class Checked:
+    """What was looked at of one dataset; `rows` of None: nothing, it is on the hub."""
 
+    key: str
+    source: str
+    rows: Optional[int]
+    prompts: int = 0
+
+    def __str__(self) -> str:
+        if self.rows is None:
+            return f"{self.key}: {self.source}, of the hub, is read when the run starts"
+        prompts = f"the first {self.prompts:,} prompts" if self.prompts < self.rows else "all prompts"
+        lengths = f"{prompts} leave room for a response" if self.prompts else "lengths are checked when the run starts"
+        read = "" if self.source.startswith(PREFIX) else ", all read"
+        return f"{self.key}: {self.rows:,} rows of {self.source}{read}; {lengths}"
+
+
+def check_data(config: RunConfig, spec: Optional[ModelSpec], command: str, at_hand: bool = False) -> list[Checked]:
+    """Reads what `command` ("train", "sft", "eval") will read, and checks it against tokenizer and model. Without `spec`: the rows alone.
+
+    `at_hand`: only what is on this machine, and no more than a thousand prompts of each dataset against the model's context.
     Raises: ConfigError with all problems: of the files (see load_rows), a tokenizer that does not fit the model,
     characters the tokenizer does not know, prompts that leave no room for a response in the model's context.
     """
-    tokenizer = load_tokenizer(config.model)
-    problems = tokenizer_problems(tokenizer, spec)
+    problems: list[str] = []
+    tokenizer, checked = None, []
+    if not at_hand or Path(config.model.tokenizer or config.model.path).is_dir():
+        try:
+            tokenizer = load_tokenizer(config.model)
+        except ConfigError as error:
+            problems += error.problems
+    if tokenizer is not None and spec is not None:
+        problems += tokenizer_problems(tokenizer, spec)
     answers = "none" if command == "sft" else answers_of(config)
     for key, dataset, response_tokens in _datasets(config, command):
-        problems += _dataset_problems(config.seed, key, dataset, answers, tokenizer, _room(config, spec, command, response_tokens))
+        if at_hand and not is_local(dataset.source):
+            checked.append(Checked(key, dataset.source, None))
+            continue
+        most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
+        try:
+            rows, count = read_rows(dataset, key, config.seed, answers, config.model.tokenizer or config.model.path, most)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        fits = tokenizer is not None and spec is not None
+        if tokenizer is not None and spec is not None:
+            problems += _prompt_problems(dataset, rows, tokenizer, _room(config, spec, command, response_tokens))
+        checked.append(Checked(key, dataset.source, count, len(rows) if fits else 0))
     if problems:
         raise ConfigError(problems)
+    return checked
 
 
 def _datasets(config: RunConfig, command: str) -> list[tuple[str, DatasetConfig, int]]:
     """(key, dataset, tokens its responses may have) of all datasets that the command reads. SFT checks lengths as it goes."""
     if command == "sft":
         return [("sft.data", config.sft.data, 1)] if config.sft.data else [("data.train", config.data.train, 1)]
-    evaluation = [("data.eval", config.data.eval, config.eval.max_tokens or config.rollout.max_tokens)] if config.data.eval else []
+    evaluation = [(key, dataset, held_out_tokens(config, own)) for _, key, dataset, own in held_out(config)]
     return evaluation if command == "eval" else [("data.train", config.data.train, config.rollout.max_tokens), *evaluation]
 
 
@@ -55,15 +98,8 @@ def _room(config: RunConfig, spec: ModelSpec, command: str, response_tokens: int
     return tokens - response_tokens - KEPT_BACK, f"{tokens} tokens of {of_what} less {less}"
 
 
-def _dataset_problems(
-    seed: int, key: str, dataset: DatasetConfig, answers: Answers, tokenizer: Tokenizer, room: tuple[int, str]
-) -> list[str]:
-    try:
-        rows = load_rows(dataset, key, seed, answers, tokenizer.source)
-    except ConfigError as error:
-        return error.problems
-    checked = range(min(len(rows), _SYNTHETIC_ROWS)) if dataset.source.startswith(PREFIX) else range(len(rows))
-    found = (_prompt_problem(rows[i].where, rows[i].prompt, tokenizer, *room) for i in checked)
+def _prompt_problems(dataset: DatasetConfig, rows: Rows, tokenizer: Tokenizer, room: tuple[int, str]) -> list[str]:
+    found = (_prompt_problem(row.where, row.prompt, tokenizer, *room) for row in rows)
     problems = [problem for problem in found if problem]
     hidden = len(problems) - _MAX_PROBLEMS
     return problems if hidden <= 0 else [*problems[:_MAX_PROBLEMS], f"{dataset.source}: {hidden} more such prompts"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,10 +16,13 @@ from megarl.config.schema import DatasetConfig, RunConfig
 from megarl.data.chat import CHAT, Render, load_chat_template
 from megarl.data.rows import Answers, Row, Rows
 from megarl.data.synthetic import PREFIX, synthetic_rows
+from megarl.hub import unreachable
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 
 _MAX_PROBLEMS = 10  # shown at once
 _MISSING = object()
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = (".jsonl", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # no name that the hub knows
 
 
@@ -33,13 +39,22 @@ def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "fi
     Raises: ConfigError that lists what is wrong, with file and line: a malformed line, a missing or empty field, a wrong
     type, an answer that cannot be found, no rows at all.
     """
+    return read_rows(config, key, seed, answers, tokenizer)[0]
+
+
+def read_rows(
+    config: DatasetConfig, key: str, seed: int, answers: Answers, tokenizer: str, kept: Optional[int] = None
+) -> tuple[Rows, int]:
+    """As `load_rows`, but of all rows, which are read and checked one by one, the first `kept` alone; and how many there are."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
     if config.source.startswith(PREFIX):
-        rows: Rows = synthetic_rows(config.source, config.split, seed, key)
-        return rows if config.size is None else [rows[i] for i in range(min(config.size, len(rows)))]
+        made: Rows = synthetic_rows(config.source, config.split, seed, key)
+        count = len(made) if config.size is None else min(config.size, len(made))
+        wanted = count if kept is None else min(kept, count)
+        return made if wanted == len(made) else [made[i] for i in range(wanted)], count
     chat = load_chat_template(tokenizer, key) if config.prompt_template == CHAT else None
-    return _checked_rows(_records(config, key), config, key, answers, chat)
+    return _checked_rows(_records(config, key), config, key, answers, chat, kept)
 
 
 def answers_of(config: RunConfig) -> Answers:
@@ -48,33 +63,39 @@ def answers_of(config: RunConfig) -> Answers:
 
 
 def _checked_rows(
-    records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str, answers: Answers, chat: Optional[Render]
-) -> list[Row]:
-    rows, problems, unread = [], [], 0
-    for where, record in records:
-        if len(rows) + len(problems) + unread == config.size:
-            break
+    records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str, answers: Answers, chat: Optional[Render], kept: Optional[int]
+) -> tuple[list[Row], int]:
+    rows: list[Row] = []
+    bad: dict[str, list[str]] = {}  # problem → where
+    count = 0
+    for where, record in islice(records, config.size):
+        count += 1
         try:
-            rows.append(_row(where, record, config, answers, chat))
+            row = _row(where, record, config, key, answers, chat)
+            if kept is None or len(rows) < kept:
+                rows.append(row)
         except _Problem as problem:
-            if len(problems) < _MAX_PROBLEMS:
-                problems.append(f"{where}: {problem}")
-            else:
-                unread += 1
-    if unread:
+            bad.setdefault(str(problem), []).append(where)
+    problems = [f"{found[0]}: {problem}{_as_in(len(found) - 1)}" for problem, found in islice(bad.items(), _MAX_PROBLEMS)]
+    if unread := sum(map(len, list(bad.values())[_MAX_PROBLEMS:])):
         problems.append(f"{config.source}: {unread} more rows with problems")
-    if not rows and not problems:
+    if not count:
         problems.append(f"{key}.source={config.source}: has no rows")
     if problems:
         raise ConfigError(problems)
-    return rows
+    return rows, count
 
 
-def _row(where: str, record: Any, config: DatasetConfig, answers: Answers, chat: Optional[Render]) -> Row:
+def _as_in(others: int) -> str:
+    return f" (as in {others} row{'s' * (others > 1)} more)" if others else ""
+
+
+def _row(where: str, record: Any, config: DatasetConfig, key: str, answers: Answers, chat: Optional[Render]) -> Row:
     if isinstance(record, _Problem):
         raise record
     if not isinstance(record, dict):
         raise _Problem(f"a row must be an object with fields, not {_kind(record)}")
+    _check_columns(record, config, key, answers)
     prompt = _prompt(record, config, chat)
     if answers == "none":
         return Row(prompt, "", _demonstration(record, config.demonstration_key or config.answer_key), where)
@@ -84,7 +105,20 @@ def _row(where: str, record: Any, config: DatasetConfig, answers: Answers, chat:
         answer=text if answers == "whole" else _final_answer(text, config.answer_key),
         demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else text,
         where=where,
+        record=record if answers == "whole" else {},
     )
+
+
+def _check_columns(record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers) -> None:
+    """All that the row lacks in one line, with the settings that name it."""
+    named = ["prompt_key", *(["answer_key"] if answers != "none" or not config.demonstration_key else [])]
+    named += ["demonstration_key"] if config.demonstration_key else []
+    wanted = {setting: getattr(config, setting) for setting in named}
+    missing = [f"{field!r} ({key}.{setting})" for setting, field in wanted.items() if _dig(record, field) is _MISSING]
+    if missing:
+        columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
+        columns += f" and {len(record) - _MAX_PROBLEMS} more" if len(record) > _MAX_PROBLEMS else ""
+        raise _Problem(f"no column {' and none '.join(missing)}; its columns are {columns}")
 
 
 def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Optional[Render]) -> str:
@@ -111,10 +145,6 @@ def _whole_answer(record: dict[str, Any], field: str) -> str:
 
 def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
     value = _dig(record, field)
-    if value is _MISSING:
-        near = difflib.get_close_matches(field, list(record), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(record) or 'none'}"
-        raise _Problem(f"no field {field!r}; {hint}")
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -158,16 +188,32 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), type(value).__name__)
 
 
+def is_local(source: str) -> bool:
+    """Whether nothing of the network is asked for it: a file or folder, one that is missing, or a synthetic task."""
+    path = Path(source).expanduser()
+    looks_local = not _HUB_NAME.fullmatch(source) or path.suffix in (*_FILES, *_OTHER_FILES)
+    return source.startswith(PREFIX) or looks_local or path.exists()
+
+
 def _records(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
     """(where, record) pairs; a line that is no JSON comes as a _Problem in place of its record."""
-    path = Path(config.source).expanduser()
-    if path.suffix in (".jsonl", ".parquet"):
-        if not path.is_file():
-            raise ConfigError(f"{key}.source={config.source}: no such file")
-        return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-    if path.is_file() or path.suffix in _OTHER_FILES:
-        raise ConfigError(f"{key}.source={config.source}: a file must end in .jsonl or .parquet")
-    return _hub(config, key)
+    path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
+    if not is_local(config.source) or path.is_dir():
+        return _hub(config, key)
+    if path.suffix not in _FILES:
+        wanted = "a file must end in .jsonl or .parquet" if path.exists() or path.suffix in _OTHER_FILES else "no such file or folder"
+        raise ConfigError(f"{named}: {wanted}")
+    if not path.is_file():
+        raise ConfigError(f"{named}: no such file{_near(path)}")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{named}: may not be read")
+    return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+
+
+def _near(path: Path) -> str:
+    stems = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES} if path.parent.is_dir() else {}
+    found = difflib.get_close_matches(path.stem, stems, n=1)
+    return f"; did you mean {stems[found[0]]}?" if found else ""
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -189,21 +235,24 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
+        number = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for number, record in enumerate(batch.to_pylist(), start=number + 1):
+                yield f"{path}, row {number}", record
+    except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file ({error})") from error
-    for number, record in enumerate(table.to_pylist(), start=1):
-        yield f"{path}, row {number}", record
 
 
 def _hub(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
+    why = "" if Path(config.source).exists() else unreachable()  # before the import, which looks at what this sets
     import datasets
 
     try:
         rows = datasets.load_dataset(config.source, config.subset, split=config.split)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         subset = f", subset {config.subset}" if config.subset else ""
         what = f"{key}.source={config.source}{subset}, split {config.split}"
-        raise ConfigError(f"{what}: cannot be loaded: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        reason = why and f"it is not in the cache, and {why}" or (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{what}: cannot be loaded: {reason}") from error
     for number, record in enumerate(rows, start=1):
         yield f"{config.source}, split {config.split}, row {number}", record

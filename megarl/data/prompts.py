@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import RunConfig
+from megarl.config.schema import DatasetConfig, RunConfig
 from megarl.data.datasets import answers_of, load_rows
+from megarl.data.held_out import held_out, held_out_tokens
 from megarl.data.permutation import permute
 from megarl.data.rows import Row, Rows
 from megarl.data.tokenizer import Tokenizer
@@ -38,14 +39,39 @@ def train_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
     return PromptStream(rows, tokenizer, config.seed, config.data.shuffle)
 
 
-def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """The held-out prompts of `data.eval`, the first `eval.limit` of them; none without that section. Raises: ConfigError."""
-    if config.data.eval is None:
-        return []
-    rows = load_rows(config.data.eval, "data.eval", config.seed, answers_of(config), tokenizer.source)
+@dataclass(frozen=True)
+class HeldOutSet:
+    """Prompts that are never trained on, and how each is answered."""
+
+    name: str  # "" for data.eval, else that of eval.suites
+    prompts: list[Prompt]
+    samples: int  # per prompt
+    temperature: float  # 0: greedy
+    max_tokens: int
+    stop: tuple[str, ...] = ()  # rollout.stop
+
+
+def held_out_sets(config: RunConfig, tokenizer: Tokenizer) -> list[HeldOutSet]:
+    """`data.eval`, then those of `eval.suites`, the first `eval.limit` prompts of each. Raises: ConfigError for mistakes in the data."""
+    return [
+        HeldOutSet(
+            name=name,
+            prompts=_first_prompts(config, key, dataset, tokenizer),
+            samples=config.eval.samples if own is None or own.samples is None else own.samples,
+            temperature=config.eval.temperature if own is None or own.temperature is None else own.temperature,
+            max_tokens=held_out_tokens(config, own),
+            stop=tuple(config.rollout.stop),
+        )
+        for name, key, dataset, own in held_out(config)
+    ]
+
+
+def _first_prompts(config: RunConfig, key: str, dataset: DatasetConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    rows = load_rows(dataset, key, config.seed, answers_of(config), tokenizer.source)
     limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
     return [_prompt(i, rows[i], tokenizer) for i in range(limit)]
 
 
 def _prompt(ordinal: int, row: Row, tokenizer: Tokenizer) -> Prompt:
-    return Prompt(ordinal=ordinal, token_ids=tokenizer.encode_prompt(row.prompt), text=row.prompt, answer=row.answer)
+    token_ids = tokenizer.encode_prompt(row.prompt)
+    return Prompt(ordinal=ordinal, token_ids=token_ids, text=row.prompt, answer=row.answer, row=row.record)

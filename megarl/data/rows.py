@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class Row:
     answer: str  # the reference that the verifier compares with, empty if none is read
     demonstration: str | tuple[str, ...]  # what supervised learning teaches; several texts: the policy's and the environment's in turn
     where: str  # file and line, for messages
+    record: dict[str, Any] = field(default_factory=dict)  # the whole row, for a reward function of the user's own
 
 
 Rows = Sequence[Row]

@@ -12,6 +12,7 @@ import tokenizers
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig
+from megarl.hub import HubError, hub_file
 from megarl.models.spec import ModelSpec
 
 
@@ -60,6 +61,10 @@ class Tokenizer:
         ids = self.encode_text(token, special_tokens=True)
         return ids[0] if len(ids) == 1 and ids[0] != self.unknown_id else None
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text with special tokens, written as they are called."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
@@ -69,9 +74,12 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
     """Tokenizer of `model.tokenizer`, else of `model.path`: a local folder or a hub name. Raises: ConfigError."""
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
-    file = find_file(source, "tokenizer.json")
+    try:
+        file = _file(source, "tokenizer.json")
+    except HubError as error:
+        raise ConfigError(f"{key}={source}: {error}") from error
     if file is None:
-        raise ConfigError(f"{key}={source}: no tokenizer.json there, neither as a folder nor on the hub")
+        raise ConfigError(f"{key}={source}: the folder holds no tokenizer.json{_convert(Path(source))}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more precise
@@ -85,6 +93,12 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
         unknown_id=backend.token_to_id(unknown) if unknown else None,
         eos_ids=_eos_ids(source, backend, _token(settings.get("eos_token"))),
     )
+
+
+def _convert(folder: Path) -> str:
+    """Where there is another tokenizer, what makes one of it."""
+    convertible = any((folder / name).exists() for name in ("tokenizer.model", "vocab.json"))
+    return "; transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes one of what is there" if convertible else ""
 
 
 def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
@@ -124,14 +138,15 @@ def read_json(source: str, name: str) -> dict[str, Any]:
 
 
 def find_file(source: str, name: str) -> Optional[Path]:
-    """A file of a local folder or of a hub repository; None if it is not there."""
-    if Path(source).is_dir():
-        file = Path(source) / name
-        return file if file.is_file() else None
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
+    """A file of a local folder or of a hub repository; None if it is not there, or the hub cannot be asked."""
     try:
-        return Path(huggingface_hub.hf_hub_download(source, name))
-    except (EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError):
+        return _file(source, name)
+    except HubError:
         return None
+
+
+def _file(source: str, name: str) -> Optional[Path]:
+    if not Path(source).is_dir():
+        return hub_file(source, name)
+    file = Path(source) / name
+    return file if file.is_file() else None

@@ -1,50 +1,88 @@
-"""Held-out evaluation: greedy pass@1 through SGLang."""
+"""Held-out evaluation through SGLang: pass@k and mean reward of every held-out set."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from math import comb
+from pathlib import Path
 from statistics import fmean
-from typing import Sequence
+from typing import Any, Sequence
 
-from megarl.data.prompts import eval_prompts
-from megarl.data.tokenizer import load_tokenizer
+from megarl.config.errors import RunError
+from megarl.config.schema import RewardConfig
+from megarl.data.prompts import HeldOutSet, held_out_sets
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.executors.rollout import Rollout, eval_sampling, open_fleet, open_rollout
-from megarl.generator.completions import Sampling
 from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
-from megarl.types import Group, Prompt
+from megarl.rewards.failures import failure_metrics, too_many_failures
+from megarl.trainer.hf_files import check_finite
+from megarl.types import Group, Prompt, Sample
+
+CORRECT = 1.0  # a reward from which on an answer counts as right
 
 
-async def pass_at_1(rollout: Rollout, prompts: Sequence[Prompt], sampling: Sampling, at_once: int) -> dict[str, float]:
-    """Share of prompts whose one greedy answer gets a reward of 1 or more, and the mean reward of all.
+def pass_at(k: int, samples: int, correct: int) -> float:
+    """Unbiased estimate, from `samples` of one prompt, that one of `k` is right (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
+    return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
-    No more than `at_once` are under way: the deadline of a rollout counts from its beginning, and what waits for a place in an engine would
-    wait at its expense.
+
+def scores(groups: Sequence[Group]) -> dict[str, float]:
+    """Of one set: pass@k for k = 1, 2, 4, … and the number of samples a prompt, which also gives avg@k, the share of right samples."""
+    n = len(groups[0].samples)
+    correct = [sum(sample.reward >= CORRECT for sample in group.samples) for group in groups]
+    samples: list[Sample] = [sample for group in groups for sample in group.samples]
+    ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
+    return {
+        **{f"pass@{k}": fmean(pass_at(k, n, c) for c in correct) for k in ks},
+        **({f"avg@{n}": sum(correct) / len(samples)} if n > 1 else {}),
+        "correct": sum(correct),
+        "samples": len(samples),
+        "prompts": len(groups),
+        "reward/mean": fmean(sample.reward for sample in samples),
+        "response_tokens/mean": fmean(len(sample.token_ids) for sample in samples),
+        "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
+    }
+
+
+async def answer_all(
+    rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, reward: RewardConfig
+) -> dict[str, float]:
+    """The set's scores.
+
+    No more than `at_once` samples are under way: the deadline of a rollout counts from its beginning, and what waits for a place in an
+    engine would wait at its expense.
     """
-    started, places = time.monotonic(), asyncio.Semaphore(at_once)
+    started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
+    sampling = eval_sampling(held_out, tokenizer)
 
     async def answer(prompt: Prompt) -> Group:
         async with places:
-            return await rollout(prompt, sampling, 1)
+            return await rollout(prompt, sampling, held_out.samples)
 
-    groups = await asyncio.gather(*map(answer, prompts))
-    rewards = [group.samples[0].reward for group in groups]
-    correct = sum(reward >= 1.0 for reward in rewards)
-    score = {"pass@1": correct / len(prompts), "correct": correct, "prompts": len(prompts), "reward/mean": fmean(rewards)}
-    return {**score, "seconds": time.monotonic() - started}
+    groups = await asyncio.gather(*map(answer, held_out.prompts))
+    samples = [sample for group in groups for sample in group.samples]
+    if problem := too_many_failures(reward, samples):
+        raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
+    return {**scores(groups), **failure_metrics(samples), "seconds": time.monotonic() - started}
 
 
-async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, float]:
-    """pass@1 of `data.eval` under the weights that the engines were started with."""
+async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The scores of data.eval and, under "suites", those of each set of eval.suites by name. One set after the other."""
+    at_once = plan.config.generator.engines * plan.config.generator.max_concurrency
+    found = {held_out.name: await answer_all(rollout, held_out, tokenizer, at_once, plan.config.reward) for held_out in sets}
+    suites = {name: result for name, result in found.items() if name}
+    return {**found.get("", {}), **({"suites": suites} if suites else {})}
+
+
+async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, Any]:
+    """Every held-out set under the weights that the engines were started with."""
+    if Path(plan.weights_path).is_dir():
+        check_finite(plan.spec, Path(plan.weights_path))  # while the engines start; there are no trainer ranks that would see it
     tokenizer = load_tokenizer(plan.config.model)
     async with AsyncExitStack() as resources:
         fleet = await open_fleet(plan, rendezvous, resources)
         rollout = await open_rollout(plan, fleet, tokenizer, resources)
-        return await pass_at_1(rollout, eval_prompts(plan.config, tokenizer), eval_sampling(plan, tokenizer), places(plan))
-
-
-def places(plan: RunPlan) -> int:
-    """How many requests all engines together work on at once."""
-    return plan.config.generator.engines * plan.config.generator.max_concurrency
+        return await evaluate_sets(plan, rollout, held_out_sets(plan.config, tokenizer), tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.errors import RunError
 from megarl.plan.resolve import RunPlan
 from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
@@ -13,8 +14,22 @@ def export_rank(plan: RunPlan, path: str, output: str) -> None:
     config = plan.config
     init_distributed(config.timeouts.collective_s)
     trainer = MegatronTrainer(
-        plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps
+        plan.spec,
+        plan.trainer_topology,
+        config.trainer,
+        config.model.dtype,
+        config.seed,
+        total_steps=config.max_steps,
+        timeout_s=config.timeouts.collective_s,
     )
-    checkpoint.load(trainer, path)
+    load_checkpoint(trainer, path)
     trainer.export_hf(output, config.model.path)
     shutdown_distributed()
+
+
+def load_checkpoint(trainer: MegatronTrainer, path: str) -> None:
+    """Raises RunError where it is damaged."""
+    try:
+        checkpoint.load(trainer, path)
+    except RuntimeError as error:
+        raise RunError(str(error)) from error

@@ -13,11 +13,12 @@ import msgspec
 
 from megarl.channels.admission import Admission, run_ahead
 from megarl.channels.rollouts import RolloutsSender
-from megarl.data.prompts import eval_prompts, train_prompts
+from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.background import Background
-from megarl.executors.evaluate import pass_at_1, places
-from megarl.executors.rollout import eval_sampling, open_fleet, open_rollout, train_sampling
+from megarl.executors.engine_statuses import show_engines
+from megarl.executors.evaluate import evaluate_sets
+from megarl.executors.rollout import open_fleet, open_rollout, train_sampling
 from megarl.executors.stream import RolloutStream
 from megarl.generator.fleet import Fleet
 from megarl.generator.returns import watch_returns
@@ -62,13 +63,14 @@ class GeneratorExecutor:
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = train_prompts(config, self.tokenizer)
-        self.eval_prompts = eval_prompts(config, self.tokenizer)
+        self.held_out = held_out_sets(config, self.tokenizer)
         self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
         with self.status.waiting("the engines", "start-up"):
             self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources, config.generator.on_failure != "fail"))
         logs, restarted = Path(config.run_dir) / "logs", config.generator.on_failure == "restart"
         self.start(watch_returns(self.fleet, logs, restarted, config.generator.startup_timeout_s), "lost engines")
+        self.start(show_engines(self.fleet, Path(config.run_dir)), "status of the engines")
         self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
@@ -156,8 +158,12 @@ class GeneratorExecutor:
         self.stream.put_version(version)
 
     async def probe(self) -> ProbeReady:
-        """A few fresh samples with their log-probs, for the trainer to score under the same weights; none where no engine is left."""
-        sampling = msgspec.structs.replace(self.sampling, max_tokens=min(PROBE_TOKENS, self.sampling.max_tokens))
+        """A few fresh samples with their log-probs, for the trainer to score under the same weights; none where no engine is left.
+
+        They are drawn from the whole distribution: of a truncated one, log-probs are larger by what was cut off.
+        """
+        tokens = min(PROBE_TOKENS, self.sampling.max_tokens)
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens, top_p=1.0, top_k=-1)
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
         answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
         if not await self._while_serving(answers):
@@ -172,14 +178,13 @@ class GeneratorExecutor:
         )
 
     async def evaluate(self) -> None:
-        """pass@1 of the version the engines have just taken, where one is due: the first, the last, and every `eval.every`-th."""
+        """Held-out scores of the version the engines have just taken, where they are due: the first, the last, every `eval.every`-th."""
         config, version = self.plan.config, self.version
         due = version in (0, config.max_steps) or (config.eval.every > 0 and version % config.eval.every == 0)
-        if not (due and self.eval_prompts):
+        if not (due and self.held_out):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
-            sampling = eval_sampling(self.plan, self.tokenizer)
-            result = await pass_at_1(self.rollout, self.eval_prompts, sampling, places(self.plan))
+            result = await evaluate_sets(self.plan, self.rollout, self.held_out, self.tokenizer)
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from megarl.data.tokenizer import Tokenizer
+from msgspec.structs import replace
+
+from megarl.config.schema import RunConfig
+from megarl.data.prompts import HeldOutSet
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.environments import base, loading
 from megarl.environments.tool_processes import ToolProcesses
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
+from megarl.generator.stops import StopStrings
 from megarl.launch.rendezvous import Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
-from megarl.rewards.pool import RewardPool
+from megarl.rewards.in_loop import RewardInLoop
+from megarl.rewards.pool import OF_VERIFIERS, RewardPool
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.types import Group, Prompt
 
 
@@ -48,7 +58,7 @@ class CheckedRollout:
             raise
         if problems := base.sample_problems(samples, n, sampling.max_tokens):
             raise RuntimeError(f"{where}: {'; '.join(problems)}")
-        return Group(prompt=prompt, samples=samples)
+        return Group(prompt=replace(prompt, row={}), samples=samples)
 
 
 async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> Fleet:
@@ -60,7 +70,8 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     engines = [EngineClient(url, *keys, config.timeouts.request_s, routing) for url in urls]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
-    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic)
+    stops = StopStrings(config.rollout.stop, load_tokenizer(config.model).decode_all) if config.rollout.stop else None
+    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, stops)
     resources.push_async_callback(fleet.close)
     await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
     return fleet
@@ -70,19 +81,30 @@ async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resour
     """The rollout of a run, with its reward workers and tool processes, which end with `resources`."""
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
-    rewards = await RewardPool.start(config.reward)
-    resources.push_async_callback(rewards.close)
-    tools = ToolProcesses(config.rollout)
+    logs = Path(config.run_dir) / "logs"
+    score = await _open_reward(config, resources, logs)
+    tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
-    context = base.RolloutContext(tokenizer, fleet.generate, rewards.score, tools.run, config.rollout.tool_timeout_s)
+    context = base.RolloutContext(tokenizer, fleet.generate, score, tools.run, config.rollout.tool_timeout_s)
     return CheckedRollout(config.rollout.name, rollout, context, config.timeouts.samples_s)
+
+
+async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path) -> Callable[[ScoreRequest], Awaitable[Score]]:
+    """The run's verifier."""
+    own = loading.load_reward(config)
+    if own is not None and inspect.iscoroutinefunction(own.function):
+        return RewardInLoop(config.reward, *own).score
+    logs.mkdir(parents=True, exist_ok=True)
+    pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs)
+    return (await resources.enter_async_context(pool)).score
 
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
     rollout = plan.config.rollout
-    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tokenizer.eos_ids)
+    return Sampling(
+        rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tokenizer.eos_ids, stop=tuple(rollout.stop)
+    )
 
 
-def eval_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
-    """Greedy."""
-    return Sampling(plan.config.eval.max_tokens or plan.config.rollout.max_tokens, temperature=0.0, stop_token_ids=tokenizer.eos_ids)
+def eval_sampling(held_out: HeldOutSet, tokenizer: Tokenizer) -> Sampling:
+    return Sampling(held_out.max_tokens, held_out.temperature, stop_token_ids=tokenizer.eos_ids, stop=held_out.stop)

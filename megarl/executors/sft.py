@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.algorithms.nll import nll_loss
@@ -10,6 +11,7 @@ from megarl.data.sft import sft_batches
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
 from megarl.plan.resolve import RunPlan
+from megarl.plan.weights import WARM_START, warm_start_record
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 
@@ -20,13 +22,15 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     status = StatusBoard(run_dir, f"sft.{rank}")
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
+    budget = config.sft.max_tokens_per_microbatch or config.trainer.max_tokens_per_microbatch
     trainer = MegatronTrainer(
         plan.spec,
         plan.trainer_topology,
-        config.trainer,
+        replace(config.trainer, max_tokens_per_microbatch=budget),
         config.model.dtype,
         config.seed,
         total_steps=config.sft.steps,
+        timeout_s=config.timeouts.collective_s,
         optimizer=config.sft.optimizer,
     )
     if config.model.random_init:
@@ -42,9 +46,10 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
         if metrics is not None:
             wall_s = time.monotonic() - started
             samples_per_s = (step + 1) * len(sequences) / wall_s
-            metrics.write(step, {"wall_s": wall_s, "loss": result.loss, "grad_norm": result.grad_norm, "samples_per_s": samples_per_s})
+            values = {"loss": result.loss, "entropy/mean": result.entropy, "grad_norm": result.grad_norm}
+            metrics.write(step, {"wall_s": wall_s, **values, "samples_per_s": samples_per_s})
     status.set("exporting")
-    trainer.export_hf(config.sft.output, config.model.path)
+    trainer.export_hf(config.sft.output, config.model.path, {WARM_START: warm_start_record(config)})
     if metrics is not None:
         metrics.close()
     shutdown_distributed()

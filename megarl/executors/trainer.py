@@ -6,24 +6,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Optional
 
 import torch
 
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
+from megarl.config.errors import RunError
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.channels.weights_sender import SyncReport
-from megarl.executors.checkpoints import checkpoint_path, prune_checkpoints
+from megarl.plan.checkpoints import checkpoint_path, make_room, prune_checkpoints
+from megarl.executors.export import load_checkpoint
 from megarl.executors.step_times import step_times
 from megarl.launch.rendezvous import Rendezvous
+from megarl.observe.evaluations import NewEvaluations, forget_after
 from megarl.observe.metrics import MetricsWriter
+from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, probe_limit, told_differences, too_far
 from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
+from megarl.rewards.failures import too_many_failures
 from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
@@ -50,17 +56,27 @@ class TrainerExecutor:
         self.status.set("building the model")
         self.device = init_distributed(config.timeouts.collective_s)
         self.trainer = MegatronTrainer(
-            self.plan.spec, self.plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps
+            self.plan.spec,
+            self.plan.trainer_topology,
+            config.trainer,
+            config.model.dtype,
+            config.seed,
+            total_steps=config.max_steps,
+            timeout_s=config.timeouts.collective_s,
         )
         self.algorithm = make_algorithm(config.algorithm)
-        self.trainer.load_hf(self.plan.weights_path)
+        if self.algorithm.needs_reference or not self.rendezvous.checkpoint:
+            self.trainer.load_hf(self.plan.weights_path)
         if self.algorithm.needs_reference:
             self.trainer.hold_reference()  # always the weights the run began with, also on resume
         if self.rendezvous.checkpoint:
-            checkpoint.load(self.trainer, self.rendezvous.checkpoint)
+            load_checkpoint(self.trainer, self.rendezvous.checkpoint)
         self.curr_step = self.rendezvous.start_step
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, resume_step=self.curr_step) if self.rank == 0 else None
         self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
+        if self.rank == 0:
+            forget_after(run_dir, self.curr_step)
+            self._evaluations = NewEvaluations(run_dir, self.curr_step - 1)
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
         self._saved = self.curr_step  # the step of the newest checkpoint
@@ -88,6 +104,7 @@ class TrainerExecutor:
     def step(self) -> None:
         """Consumes the batch put before; makes weight version `curr_step + 1`."""
         config, batch = self.plan.config, self.batch
+        self._check_scores(batch)
         started = time.monotonic()
         with self.trace.span(f"train step {batch.step}"):
             advantages = self.algorithm.advantages(batch_rewards(batch))
@@ -101,6 +118,16 @@ class TrainerExecutor:
         if self.metrics is not None:
             self._write_metrics(batch, result, train_s=time.monotonic() - started, trained=len(sequences))
 
+    def _check_scores(self, batch: Batch) -> None:
+        """Raises: RunError, on all ranks alike, where too many scores of the batch failed; its rollouts are written before."""
+        samples = [sample for group in batch.groups for sample in group.samples]
+        if problem := too_many_failures(self.plan.config.reward, samples):
+            written = self._write_rollouts(batch) if self.rank == 0 else None
+            raise RunError(f"step {batch.step}: {problem}" + (f"\nThe step's samples are in {written}" if written else ""))
+
+    def _write_rollouts(self, batch: Batch) -> Optional[Path]:
+        return write_rollouts(self.plan.config.run_dir, batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
+
     def _write_metrics(self, batch: Batch, result, train_s: float, trained: int) -> None:
         applied = self._applied()
         now = time.monotonic()
@@ -112,6 +139,7 @@ class TrainerExecutor:
                 "wall_s": now - self._started,
                 **batch_metrics(batch, version=self.version - 1),
                 "loss": result.loss,
+                "entropy/mean": result.entropy,
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
                 **result.routing,
@@ -127,10 +155,12 @@ class TrainerExecutor:
                 "prompts/buffered": batch.buffered,
                 "prompts/first": batch.groups[0].prompt.ordinal,
                 "prompts/last": batch.groups[-1].prompt.ordinal,
+                **self._evaluations.metrics(),
             },
+            {"reward": [sample.reward for sample in samples], "response_tokens": [len(sample.token_ids) for sample in samples]},
         )
         self._probe_metrics = {}
-        write_rollouts(Path(self.plan.config.run_dir), batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
+        self._write_rollouts(batch)
         self.ordinals.write(batch.step, [group.prompt.ordinal for group in batch.groups])
 
     @property
@@ -147,15 +177,22 @@ class TrainerExecutor:
 
     def compare_probe(self, probe: ProbeReady) -> None:
         """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics. It may be empty.
-        With routing replay it is also measured without."""
+        With routing replay it is also measured without. Raises RunError where trainer and generator lie far apart."""
         if not probe.token_ids:
             return
-        self._probe_metrics = {"logprob/abs_diff_mean": self._probe_difference(probe, probe.routing)}
+        differences, limit = self._probe_differences(probe, probe.routing), probe_limit(self.plan)
+        mean = fmean(differences)
+        if problem := too_far(mean, limit):
+            raise RunError(f"weights version {probe.version}: {problem}")
+        self._probe_metrics = {DIFFERENCE: mean, LARGEST: max(differences), LIMIT: limit}
+        if self.rank == 0 and (told := told_differences([self._probe_metrics])):
+            print(f"weights version {probe.version}: {told}", flush=True)
         if self.plan.config.trainer.routing_replay:
             own = [b""] * len(probe.token_ids)
-            self._probe_metrics["logprob/abs_diff_mean_own_routing"] = self._probe_difference(probe, own)
+            self._probe_metrics["logprob/abs_diff_mean_own_routing"] = fmean(self._probe_differences(probe, own))
 
-    def _probe_difference(self, probe: ProbeReady, routing: list[bytes]) -> float:
+    def _probe_differences(self, probe: ProbeReady, routing: list[bytes]) -> list[float]:
+        """Of all tokens that the generator sampled."""
         sequences = [
             TrainSequence(
                 token_ids=ids,
@@ -167,12 +204,11 @@ class TrainerExecutor:
             for ids, prompt, experts in zip(probe.token_ids, probe.prompt_lengths, routing, strict=True)
         ]
         ours = self.trainer.token_logprobs(sequences, temperature=self.plan.config.rollout.temperature)
-        differences = [
+        return [
             abs(mine - theirs)
             for row, prompt, generated in zip(ours, probe.prompt_lengths, probe.logprobs)
             for mine, theirs in zip(row[prompt:], generated, strict=True)
         ]
-        return sum(differences) / len(differences)
 
     def save_checkpoint(self) -> None:
         """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, ledger of prompts."""
@@ -182,6 +218,10 @@ class TrainerExecutor:
             return
         with self.trace.span(f"checkpoint {step}"):
             files = {LEDGER_FILE: self.ledger()} if self.rank == 0 else {}
+            if self.rank == 0:
+                make_room(config.run_dir)
+                self.metrics.sync()
+                self.ordinals.sync()
             checkpoint.save(self.trainer, checkpoint_path(config.run_dir, step), {"step": step}, files)
             if self.rank == 0:
                 prune_checkpoints(config.run_dir, config.checkpoint.keep)

@@ -1,22 +1,89 @@
-"""Held-out evaluations that a run keeps: eval/version_<weight version>.json."""
+"""Held-out evaluations that a run keeps: eval/version_<weight version>.json, and where they stand among the metrics of its steps.
+
+An evaluation goes on beside the training; the row of the first step that ends after it has its scores, and `eval/version`, the weights
+that they are of. Those of the last weights are added to the last row when all processes have ended.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Optional
 
 from megarl.files import write_whole
+from megarl.observe.metrics import METRICS_FILE, add_to_last_row, read_metrics
 from megarl.types import Version
 
+Evaluation = dict[str, Any]  # "version", the scores of data.eval, and "suites": the scores of each by name
+VERSION_KEY = "eval/version"
 
-def write_result(run_dir: Path | str, version: Version, result: dict[str, float]) -> None:
-    """Keeps `result` ("pass@1", "correct", "prompts", …) as that of one weight version; a second one replaces the first."""
+
+def write_result(run_dir: Path | str, version: Version, result: Evaluation) -> None:
+    """Keeps `result` ("pass@1", "reward/mean", …) as that of one weight version; a second one replaces the first."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"version_{version:06d}.json", json.dumps({"version": version, **result}))
 
 
-def read_results(run_dir: Path | str) -> list[dict[str, float]]:
-    """All of a run's evaluations, in the order of their weight versions."""
-    results = [json.loads(path.read_text()) for path in (Path(run_dir) / "eval").glob("version_*.json")]
-    return sorted(results, key=lambda result: result["version"])
+def read_results(run_dir: Path | str) -> list[Evaluation]:
+    """A run's evaluations, in the order of their weight versions, without those that are damaged."""
+    return sorted((result for _, result in _results(run_dir) if result is not None), key=lambda result: result["version"])
+
+
+def damaged_results(run_dir: Path | str) -> list[Path]:
+    """Files that are no evaluations."""
+    return [path for path, result in _results(run_dir) if result is None]
+
+
+def _results(run_dir: Path | str) -> Iterator[tuple[Path, Optional[Evaluation]]]:
+    for path in sorted((Path(run_dir) / "eval").glob("version_*.json")):
+        try:
+            result = json.loads(path.read_text())
+            result["version"] += 0
+            yield path, result
+        except (OSError, ValueError, TypeError, KeyError):
+            yield path, None
+
+
+def forget_after(run_dir: Path | str, version: Version) -> None:
+    """Removes the evaluations of weights that a resumed run is yet to make."""
+    for result in read_results(run_dir):
+        if result["version"] > version:
+            (Path(run_dir) / "eval" / f"version_{result['version']:06d}.json").unlink()
+
+
+def sets(evaluation: Evaluation) -> dict[str, Evaluation]:
+    """The scores of each held-out set by name, those of data.eval under ""."""
+    own = {key: value for key, value in evaluation.items() if key not in ("suites", "version")}
+    return ({"": own} if own else {}) | evaluation.get("suites", {})
+
+
+def as_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """eval/pass@1 and so on of data.eval, eval/NAME/pass@1 and so on of eval.suites."""
+    found = {VERSION_KEY: evaluation["version"]}
+    for name, scores in sets(evaluation).items():
+        found |= {"/".join(("eval", *name.split(), key)): value for key, value in scores.items()}
+    return found
+
+
+class NewEvaluations:
+    """What has been evaluated since the last row of the metrics; those of `version` and older are old."""
+
+    def __init__(self, run_dir: Path | str, version: Version):
+        self._run_dir, self._reported = Path(run_dir), version
+
+    def metrics(self) -> dict[str, float]:
+        """The newest evaluation that no row has yet, if there is one."""
+        new = [result for result in read_results(self._run_dir) if result["version"] > self._reported]
+        if not new:
+            return {}
+        self._reported = new[-1]["version"]
+        return as_metrics(new[-1])
+
+
+def complete_metrics(run_dir: Path | str) -> None:
+    """Adds the newest evaluation to the last row, where no row has it: for whoever ends a run whose processes have ended."""
+    results, rows = read_results(run_dir), read_metrics(Path(run_dir) / METRICS_FILE)
+    if results and rows and results[-1]["version"] > max((row[VERSION_KEY] for row in rows if VERSION_KEY in row), default=-1):
+        add_to_last_row(run_dir, as_metrics(results[-1]))

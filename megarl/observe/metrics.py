@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
+
+import numpy as np
+
+from megarl.files import write_whole
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
+QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class MetricsWriter:
@@ -28,19 +33,30 @@ class MetricsWriter:
         self._file = open(path, "ab", buffering=0)  # one write a line: a reader never waits for half of it
         self._board = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            self._board = summary_writer(run_dir, purge_step=resume_step)
 
-            self._board = SummaryWriter(str(run_dir / "tb"), purge_step=resume_step)
+    def write(
+        self, step: int, values: Mapping[str, float | int | bool | None], distributions: Mapping[str, Sequence[float]] = {}
+    ) -> None:
+        """Appends one line. A None is a key without a value on this step, and is left out; NaN and infinities become null.
 
-    def write(self, step: int, values: Mapping[str, float | int | bool | None]) -> None:
-        """Appends one line. A None is a key without a value on this step, and is left out; NaN and infinities become null."""
+        `distributions` are drawn as histograms by TensorBoard; the line has their quantiles.
+        """
         known = {key: value for key, value in values.items() if value is not None}
-        row = {"step": step} | {key: _finite_or_none(value) for key, value in known.items()}
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        for key, sample in distributions.items():
+            known |= quantiles(key, sample)
+        self._file.write(_line(step, known))
         if self._board is not None:
             for key, value in known.items():
                 self._board.add_scalar(key, float(value), step)
+            for key, sample in distributions.items():
+                if len(sample):
+                    self._board.add_histogram(key, np.asarray(sample, dtype=np.float64), step)
             self._board.flush()
+
+    def sync(self) -> None:
+        """The lines outlive the host's power: before a checkpoint that counts their steps as done."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -48,43 +64,112 @@ class MetricsWriter:
             self._board.close()
 
 
+def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
+    """`key`/min, p10, p50, p90 and max of a sample; nothing of an empty one."""
+    if not len(sample):
+        return {}
+    return dict(zip((f"{key}/{name}" for name in QUANTILES), np.quantile(sample, list(QUANTILES.values())).tolist(), strict=True))
+
+
+def add_to_last_row(run_dir: Path | str, values: Mapping[str, float]) -> None:
+    """Adds what became known after the last row was written. Nobody may be writing any more."""
+    path = Path(run_dir) / METRICS_FILE
+    data, begin, last = path.read_bytes(), 0, None
+    for end, row in parse_lines(data):
+        last = last if row is None else (begin, end, row)
+        begin = end
+    if last is None:
+        return
+    begin, end, row = last
+    step = row.pop("step")
+    write_whole(path, (data[:begin] + _line(step, {**row, **values}) + data[end:]).decode(errors="replace"))
+    if (Path(run_dir) / "tb").is_dir():
+        with summary_writer(Path(run_dir)) as board:
+            for key, value in values.items():
+                board.add_scalar(key, float(value), step)
+
+
+def _line(step: int, values: Mapping[str, float | int | bool]) -> bytes:
+    row = {"step": step} | {key: _finite_or_none(value) for key, value in values.items()}
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def summary_writer(run_dir: Path, **options: Any) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # not at the top: a second of imports
+
+    return SummaryWriter(str(run_dir / "tb"), **options)
+
+
 def _finite_or_none(value: float | int | bool) -> float | int | bool | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cut_from(path: Path, step: int) -> None:
-    """Truncates a metrics file before the first line of `step` or later, and before a torn last line."""
+    """Truncates a metrics file before the first line of `step` or later, and before a torn last line. A last line that lacks its newline alone
+    is kept."""
     if not path.exists():
         return
+    data = path.read_bytes()
+    if not data.endswith(b"\n") and parse_row(data.rpartition(b"\n")[2]) is not None:
+        data += b"\n"
+        with open(path, "ab") as file:
+            file.write(b"\n")
     keep_bytes = 0
-    for end, row in parse_lines(path.read_bytes(), path):
+    for end, row in parse_lines(data):
+        if row is None:
+            continue
         if row["step"] >= step:
             break
         keep_bytes = end
     os.truncate(path, keep_bytes)
 
 
-def parse_lines(data: bytes, path: Path, offset: int = 0) -> Iterator[tuple[int, Row]]:
-    """(offset of its end, row) of each whole line; what follows the last newline is still being written.
-
-    Raises ValueError, naming file and offset, on a whole line that is not a JSON object with a step.
-    """
+def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Optional[Row]]]:
+    """(offset of its end, row) of each whole line; what follows the last newline is still being written. The row of a line that is damaged
+    is None."""
     for line in data.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             return
-        try:
-            row = json.loads(line)
-            row["step"] += 0
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: not a line of metrics at byte {offset}: {line[:80]!r}") from error
         offset += len(line)
-        yield offset, {key: math.nan if value is None else value for key, value in row.items()}
+        yield offset, parse_row(line)
+
+
+def parse_row(line: bytes) -> Optional[Row]:
+    """None of what is not a JSON object with the number of a step."""
+    try:
+        row = json.loads(line)
+        row["step"] += 0
+        return {key: math.nan if value is None else value for key, value in row.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """All whole lines of a metrics.jsonl, none where there is no file yet; values that were not finite come back as NaN."""
-    path = Path(path)
-    return [row for _, row in parse_lines(path.read_bytes(), path)] if path.exists() else []
+    """The whole lines of a metrics.jsonl, none where there is no file yet; values that were not finite come back as NaN. Damaged lines are left
+    out: `damaged_lines` has them."""
+    return [row for _, row in _lines(Path(path)) if row is not None]
+
+
+def damaged_lines(path: Path | str) -> list[int]:
+    """Numbers, from 1, of the whole lines that are none of metrics."""
+    return [number for number, (_, row) in enumerate(_lines(Path(path)), start=1) if row is None]
+
+
+def check_lines(path: Path | str, step: int) -> str:
+    """A sentence about lines that a metrics.jsonl lacks of the steps before `step`; empty where it has all."""
+    there = {row["step"] for row in read_metrics(path)}
+    missing = [number for number in range(step) if number not in there]
+    return lost_lines(path, missing) if missing else ""
+
+
+def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
+    """`steps`: at least one, ascending."""
+    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    return f"{path}: the record of {which} was torn or lost"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Optional[Row]]]:
+    return parse_lines(path.read_bytes()) if path.exists() else iter(())
 
 
 class MetricsTail:
@@ -92,21 +177,23 @@ class MetricsTail:
 
     def __init__(self, path: Path):
         self.path = path
-        self._ends: list[int] = []
-        self.rows: list[Row] = []
+        self._lines: list[tuple[int, bool]] = []  # offset of the end, and whether it is one of `rows`
+        self.rows: list[Row] = []  # without damaged lines
 
     def poll(self) -> int:
         """Brings `rows` up to date; returns how many of its last rows are new."""
         size = self.path.stat().st_size if self.path.exists() else 0
-        while self._ends and self._ends[-1] > size:
-            self._ends.pop()
-            self.rows.pop()
-        offset = self._ends[-1] if self._ends else 0
+        while self._lines and self._lines[-1][0] > size:
+            _, is_row = self._lines.pop()
+            if is_row:
+                self.rows.pop()
+        offset = self._lines[-1][0] if self._lines else 0
         if size == offset:
             return 0
         with open(self.path, "rb") as file:
             file.seek(offset)
-            new = list(parse_lines(file.read(), self.path, offset))
-        self._ends += [end for end, _ in new]
-        self.rows += [row for _, row in new]
-        return len(new)
+            new = list(parse_lines(file.read(), offset))
+        rows = [row for _, row in new if row is not None]
+        self._lines += [(end, row is not None) for end, row in new]
+        self.rows += rows
+        return len(rows)

@@ -1,12 +1,14 @@
-"""report.png: the reward of each step, and where trainer and generator spent the time."""
+"""report.png: the reward of each step and of held-out prompts, response length and entropy, and where the time went."""
 
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
+from megarl.observe.evaluations import Evaluation, as_metrics, read_results
 from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
 
 SMOOTH_STEPS = 10  # trailing window of the moving mean
@@ -21,6 +23,8 @@ GENERATOR = [
     ("time/sync_pause_s", "paused for sync", "#f2b880"),
     ("time/generator_wait_s", "waiting", "#cfd4da"),
 ]
+HELD_OUT_COLOURS = ("#b5423c", "#8a4f9d", "#c98a1b", "#3c7d8a")
+LEGEND_ROOM = 1.3  # of the axis over what it shows
 HEADROOM = 1.25  # of the axis over the 97th percentile: a slow first step must not flatten all others
 
 
@@ -31,12 +35,15 @@ def plot(run_dir: Path | str) -> Path:
 
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
-    figure = Figure(figsize=(9, 7), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    reward_axes, time_axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.15])
+    reward_axes, length_axes, time_axes = figure.subplots(3, 1, sharex=True, height_ratios=[1, 0.7, 1.15])
     _plot_reward(reward_axes, rows)
+    _plot_held_out(reward_axes, read_results(run_dir))
+    _plot_responses(length_axes, rows)
     _plot_times(time_axes, rows)
-    for axes in (reward_axes, time_axes):
+    reward_axes.legend(loc="lower right", frameon=False)
+    for axes in (reward_axes, length_axes, time_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -68,7 +75,35 @@ def _plot_reward(axes, rows: list[Row]) -> None:
     axes.set_ylabel("mean reward")
     if np.nanmin(reward, initial=0.0) >= 0 and np.nanmax(reward, initial=0.0) <= 1:
         axes.set_ylim(0, 1.03)
-    axes.legend(loc="lower right", frameon=False)
+
+
+def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
+    """pass@1 of every held-out set, where its weights stand among the steps: version v is what steps 0 to v - 1 have made."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for evaluation in evaluations:
+        for key, value in as_metrics(evaluation).items():
+            if key.endswith("pass@1"):
+                points.setdefault(key.removeprefix("eval/").replace("/", " "), []).append((evaluation["version"], value))
+    for (name, found), colour in zip(points.items(), cycle(HELD_OUT_COLOURS)):
+        axes.plot(*zip(*found), color=colour, linewidth=1.2, linestyle="--", marker="D", markersize=5, label=f"held-out {name}")
+
+
+def _plot_responses(axes, rows: list[Row]) -> None:
+    """Length of the responses, with the band of the middle 80 %; entropy at an axis of its own."""
+    steps, length = _series(rows, "step"), _series(rows, "response_tokens/mean")
+    low, high = _series(rows, "response_tokens/p10"), _series(rows, "response_tokens/p90")
+    axes.fill_between(steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %")
+    axes.plot(steps, length, color="#4f9d69", linewidth=1.6, label="mean length")
+    axes.set_title("Responses", loc="left", fontweight="bold")
+    axes.set_ylabel("tokens")
+    axes.set_ylim(0, LEGEND_ROOM * max(1.0, np.nanmax([*length, *high, 0.0])))
+    entropy, entropy_axes = _series(rows, "entropy/mean"), axes.twinx()
+    entropy_axes.plot(steps, entropy, color="#8a4f9d", linewidth=1.3, label="entropy")
+    entropy_axes.set_ylabel("entropy (nats a token)", color="#8a4f9d")
+    entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, 0.0])))
+    entropy_axes.spines[["top", "left"]].set_visible(False)
+    handles, labels = (left + right for left, right in zip(axes.get_legend_handles_labels(), entropy_axes.get_legend_handles_labels()))
+    axes.legend(handles, labels, loc="upper right", ncols=3, frameon=False)
 
 
 def _plot_times(axes, rows: list[Row]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -13,10 +14,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.observe.advisories import RULES, advisories
+from megarl.observe.evaluations import VERSION_KEY
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
 from megarl.observe.status import Status, read_statuses
+from megarl.rewards.failures import told_failures
 
 STEPS_SHOWN = 10
+HELD_OUT_SHOWN = 2  # evaluations
+PROCESSES_SHOWN = 8  # of each role
 REFRESH_S = 0.25
 ETA_STEPS = 20  # recent steps whose pace the remaining time is reckoned from
 HEADER_EVERY = 20  # plain lines
@@ -72,6 +78,7 @@ class Progress:
         self._started = self._refreshed = self._heard = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self._printed = 0
+        self._advised: set[Callable[[Sequence[Row]], str]] = set()
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(console=self.console, auto_refresh=False)
@@ -107,9 +114,13 @@ class Progress:
     def _render(self) -> RenderableType:
         statuses = read_statuses(self.run_dir)
         parts: list[RenderableType] = [self._bar()]
-        if self._tail.rows:
-            parts.insert(0, self._table(self._tail.rows[-STEPS_SHOWN:]))
-        parts += [_status_line(status) for status in statuses] or [Text("starting the processes", style="dim")]
+        if shown := self._tail.rows[-STEPS_SHOWN:]:
+            parts.insert(0, self._table(shown))
+            if failed := told_failures(shown):
+                parts.insert(1, Text(f"{failed} in the last {len(shown)} steps", style="yellow"))
+            parts += [Text(line, style="dim") for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]]
+            parts += [Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)]
+        parts += _status_lines(statuses) or [Text("starting the processes", style="dim")]
         return Group(*parts)
 
     def _table(self, rows: list[Row]) -> Table:
@@ -137,6 +148,8 @@ class Progress:
         for row in self._tail.rows[len(self._tail.rows) - new :]:
             self._print_row(row)
             self._heard = now
+        if new:
+            self._print_advisories()
         if now - self._heard >= SILENCE_S:
             self._heard = now
             for status in read_statuses(self.run_dir):
@@ -151,6 +164,17 @@ class Progress:
             self._line("  ".join(f"{heading:>{_width(heading)}}" for heading in headings))
         self._printed += 1
         self._line("  ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
+        if failed := told_failures([row]):
+            self._line(f"  step {row['step']}: {failed}")
+        for line in held_out_lines([row]):
+            self._line(f"  {line}")
+
+    def _print_advisories(self) -> None:
+        """Each when it begins to hold: numbers in it may change, its kind does not."""
+        found = {rule: text for rule in RULES if (text := rule(self._tail.rows))}
+        for rule in found.keys() - self._advised:
+            self._line(f"! {found[rule]}")
+        self._advised = set(found)
 
     def _line(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
@@ -158,6 +182,32 @@ class Progress:
 
 def _width(heading: str) -> int:
     return max(7, len(heading))
+
+
+def held_out_lines(rows: Sequence[Row]) -> list[str]:
+    """Of each row that has held-out scores: every set's pass@1 (of several samples: pass@k, too), and mean reward."""
+    return [f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}" for row in rows if VERSION_KEY in row]
+
+
+def _scores(row: Row) -> Iterator[str]:
+    for key in row:
+        set_name, _, score = key.rpartition("/")
+        if set_name.startswith("eval") and score.startswith("pass@"):
+            yield f"{set_name.removeprefix('eval').removeprefix('/')} {score} {row[key]:.3f}".lstrip()
+        elif set_name.startswith("eval") and key.endswith("/reward/mean"):
+            yield f"reward {row[key]:.3f}"
+
+
+def _status_lines(statuses: Sequence[Status]) -> list[RenderableType]:
+    """Of a role with very many processes those that have been at the same for longest: who is stuck is among them."""
+    lines: list[RenderableType] = []
+    for role, members in groupby(statuses, key=lambda status: status.name.rpartition(".")[0]):
+        every = list(members)
+        oldest = {status.name for status in sorted(every, key=lambda status: status.since_s)[:PROCESSES_SHOWN]}
+        lines += [_status_line(status) for status in every if status.name in oldest]
+        if hidden := len(every) - len(oldest):
+            lines.append(Text(f"{role:<14}… and {hidden} more, whose lines are newer", style="dim"))
+    return lines
 
 
 def _status_line(status: Status) -> Text:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.observe.evaluations import read_results
-from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
+from megarl.observe.advisories import advisories
+from megarl.observe.evaluations import Evaluation, complete_metrics, damaged_results, read_results, sets
+from megarl.observe.metrics import METRICS_FILE, Row, damaged_lines, read_metrics
 from megarl.observe.plot import plot
 from megarl.observe.trace import merge_traces
+from megarl.rewards.failures import told_failures
 
+LINES_NAMED = 5
 ENDS = 10  # steps at each end of the run whose mean reward is compared
 SPLIT = {
     "training": "time/train_s",
@@ -28,22 +32,27 @@ def finish_report(run_dir: Path | str) -> str:
     Reads the run's own evaluations; before the first step and after the last are the first and the last of them.
     """
     run_dir = Path(run_dir)
-    scores = [result["pass@1"] for result in read_results(run_dir)]
-    summary = summarize(run_dir, scores[0] if scores else None, scores[-1] if len(scores) > 1 else None)
+    complete_metrics(run_dir)
+    summary = summarize(run_dir, read_results(run_dir))
     trace = merge_traces(run_dir)
     files = [("plot", plot(run_dir)), ("rollouts", run_dir / "rollouts"), ("trace (ui.perfetto.dev)", trace)]
-    return summary + _table([(what, str(path)) for what, path in files if path.exists()])
+    left_out = [("left out, as damaged", str(path)) for path in damaged_results(run_dir)]
+    if lines := damaged_lines(run_dir / METRICS_FILE):
+        where = f"{run_dir / METRICS_FILE}: line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:LINES_NAMED]))}"
+        left_out.append(("left out, as damaged", where + (f" and {more} more" if (more := len(lines) - LINES_NAMED) > 0 else "")))
+    return summary + _table([(what, str(path)) for what, path in files if path.exists()] + left_out)
 
 
-def summarize(run_dir: Path | str, eval_before: float | None, eval_after: float | None) -> str:
-    """The run in about a dozen lines. The evaluations are held-out greedy pass@1, None where there was none."""
+def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
+    """The run in about a dozen lines; the evaluations in the order of their versions."""
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
         return f"{run_dir}: no step was finished\n"
     lines = [("reward", _reward(rows))]
-    if eval_before is not None or eval_after is not None:
-        lines.append(("held-out pass@1", f"{_score(eval_before)} before, {_score(eval_after)} after"))
+    if failed := told_failures(rows):
+        lines.append(("scores", f"{failed}; rollouts/ marks them"))
+    lines += _held_out(evaluations)
     turns = _values(rows, "turns/mean")
     if turns and max(turns) > 1:
         lines.append(("turns", _turns(rows)))
@@ -56,6 +65,11 @@ def summarize(run_dir: Path | str, eval_before: float | None, eval_after: float 
         without = f"; at most {max(own):.1e} without routing replay" if own else ""
         found = f"at most {max(differences):.1e} between trainer and generator, {len(differences)} probes{without}"
         lines.append(("log-prob difference", found))
+    if _values(rows, "entropy/mean"):
+        lines.append(("entropy", _ends(rows, "entropy/mean", "nats a token")))
+    lengths = _values(rows, "response_tokens/mean")
+    if lengths:
+        lines.append(("response length", _ends(rows, "response_tokens/mean", "tokens")))
     audits = _values(rows, "sync/audit_ok")
     if audits:
         lines.append(("weight audits", f"{sum(map(bool, audits))} of {len(audits)} equal bit for bit"))
@@ -63,6 +77,7 @@ def summarize(run_dir: Path | str, eval_before: float | None, eval_after: float 
         lines.append(("speed", f"{statistics.median(speed):.0f} samples/s, {_median(rows, 'tokens_per_s'):.0f} tokens/s"))
     lines.append(("a step takes", f"{_median(rows, 'time/step_s'):.3f} s; of it, or beside it:" if _values(rows, "time/step_s") else ""))
     lines += [(f"  {name}", f"{_median(rows, key):.3f} s") for name, key in SPLIT.items() if _values(rows, key)]
+    lines += [("note", text) for text in advisories(rows)]
     return f"\n{run_dir}: {len(rows)} steps (speed and times are medians)\n" + _table(lines)
 
 
@@ -70,6 +85,11 @@ def _reward(rows: list[Row]) -> str:
     count = min(ENDS, len(rows))
     first, last = _mean(rows[:count], "reward/mean"), _mean(rows[-count:], "reward/mean")
     return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} ({last - first:+.3f})"
+
+
+def _ends(rows: list[Row], key: str, unit: str) -> str:
+    count = min(ENDS, len(rows))
+    return f"{_mean(rows[:count], key):.3g} {unit} in the first {count} steps, {_mean(rows[-count:], key):.3g} in the last {count}"
 
 
 def _turns(rows: list[Row]) -> str:
@@ -80,8 +100,18 @@ def _turns(rows: list[Row]) -> str:
     return f"{first:.2f} a sample in the first {count} steps, {end}"
 
 
-def _score(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
+def _held_out(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
+    """pass@1, pass@k of the most samples, and mean reward where it says more, of every held-out set, before and after."""
+    lines = []
+    for name, last in sets(evaluations[-1]).items() if evaluations else ():
+        first = sets(evaluations[0]).get(name, {})
+        for score in dict.fromkeys(["pass@1", [key for key in last if key.startswith("pass@")][-1], "reward/mean"]):
+            if score in last and (score != "reward/mean" or last[score] != last["pass@1"]):
+                before = f"{first[score]:.3f}" if score in first else "not measured"
+                after = f"{last[score]:.3f}" if len(evaluations) > 1 else "not measured"
+                what = " ".join(("held-out", *name.split(), score.replace("reward/mean", "reward")))
+                lines.append((what, f"{before} before, {after} after"))
+    return lines
 
 
 def _values(rows: list[Row], key: str) -> list[float]:

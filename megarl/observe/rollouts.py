@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megarl.observe.metrics import cut_from
-from megarl.types import Group, Sample
+from megarl.files import write_whole
+from megarl.observe.metrics import cut_from, lost_lines, read_metrics
+from megarl.types import Group, Ordinal, Sample
 
+ORDINALS_FILE = "ordinals.jsonl"
 # Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
@@ -42,12 +45,17 @@ def _quoted_turns(sample: Sample) -> str:
 
 
 def format_sample(number: int, sample: Sample) -> str:
-    """Reward, the oldest and newest weight version among its tokens, and the text."""
+    """Reward, and why it is none of its own; the oldest and newest weight version among its tokens; and the text."""
     versions = f"versions {sample.min_version} to {sample.max_version}" if sample.versions else "no version"
-    head = f"response {number}: reward {sample.reward:g}, {versions}, {len(sample.token_ids)} tokens, finish reason {sample.finish_reason}"
+    failed = f" (failed: {sample.failure.kind})" if sample.failure else ""
+    head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {len(sample.token_ids)} tokens"
+    head += f", finish reason {sample.finish_reason}"
     if sample.policy_mask:
         head += f", {sample.turns} turns, {len(sample.token_ids) - sample.policy_tokens} tokens by the environment (behind >)"
-    return f"{head}\n{_quoted_turns(sample)}\n"
+    if sample.reward_parts:
+        head += "".join(f", {escape(name)} {value:g}" for name, value in sample.reward_parts.items())
+    reason = _quoted(sample.failure.reason, "!") + "\n" if sample.failure else ""
+    return f"{head}\n{reason}{_quoted_turns(sample)}\n"
 
 
 def format_group(group: Group) -> str:
@@ -75,7 +83,7 @@ class OrdinalsWriter:
     """
 
     def __init__(self, run_dir: Path | str, resume_step: int = 0):
-        path = Path(run_dir) / "rollouts" / "ordinals.jsonl"
+        path = Path(run_dir) / "rollouts" / ORDINALS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_from(path, resume_step)
         self._file = open(path, "ab", buffering=0)
@@ -83,5 +91,31 @@ class OrdinalsWriter:
     def write(self, step: int, ordinals: Sequence[int]) -> None:
         self._file.write(json.dumps({"step": step, "ordinals": ordinals}).encode() + b"\n")
 
+    def sync(self) -> None:
+        """The lines outlive the host's power: before a checkpoint that counts their steps as done."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
+
+
+def recover_ordinals(run_dir: Path | str, step: int, consumed: Iterable[Ordinal]) -> str:
+    """Writes the line that ordinals.jsonl lacks of the steps before `step`, from `consumed`, all prompts that those were trained on.
+
+    Returns a sentence about it, empty where nothing is missing. Of several lines it can only say that they are missing: which prompts belong to
+    which is not known.
+    """
+    path = Path(run_dir) / "rollouts" / ORDINALS_FILE
+    cut_from(path, step)
+    rows = {row["step"]: row for row in read_metrics(path) if isinstance(row.get("ordinals"), list)}
+    missing = [number for number in range(step) if number not in rows]
+    if not missing:
+        return ""
+    lost = lost_lines(path, missing)
+    if len(missing) > 1:
+        return f"{lost}; which prompts these steps were trained on cannot be said any more (the checkpoint knows that they were)"
+    known = {ordinal for row in rows.values() for ordinal in row["ordinals"]}
+    rows[missing[0]] = {"step": missing[0], "ordinals": sorted(set(consumed) - known)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(rows[number]) + "\n" for number in sorted(rows)))
+    return f"{lost}; it is written again, from the checkpoint's ledger"

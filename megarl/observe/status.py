@@ -80,14 +80,17 @@ def _decode(name: str, record: bytes) -> Status | None:
     if len(record) != RECORD_BYTES or head != tail:
         return None
     since_s, _, text = record[13:-13].decode(errors="replace").partition(" ")
-    return Status(name, text.rstrip(), int(head), float(since_s))
+    try:
+        return Status(name, text.rstrip(), int(head), float(since_s))
+    except ValueError:  # not ours, or damaged
+        return None
 
 
 def _read(path: Path) -> Status | None:
     for _ in range(_READS):
-        status = _decode(path.name, path.read_bytes())
-        if status is not None:
-            return status
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if (status := _decode(path.name, path.read_bytes())) is not None:
+                return status
     return None
 
 

@@ -48,7 +48,7 @@ class TraceWriter:
 
 
 def merge_traces(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/trace.json, a group of tracks per process in Perfetto. Works after a crash too: torn last lines are left out."""
+    """Writes `run_dir`/trace.json, a group of tracks a process in Perfetto. Works after a crash too: torn and damaged lines are left out."""
     run_dir = Path(run_dir)
     events: list[dict[str, Any]] = []
     for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):
@@ -60,14 +60,22 @@ def merge_traces(run_dir: Path | str) -> Path:
 
 def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
     """Events of one process: `number` stands for its pid, since pids of several hosts may be equal."""
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    spans = [json.loads(line) for line in lines]
+    spans = [span for line in path.read_bytes().splitlines(keepends=True) if (span := _parse(line)) is not None]
     threads = {track: thread for thread, track in enumerate(dict.fromkeys(span["track"] for span in spans), start=1)}
     events = [_name("process_name", number, 0, path.stem)]
     events += [_name("thread_name", number, thread, track) for track, thread in threads.items()]
     for span in spans:
         events.append({"ph": "X", "cat": "megarl", "pid": number, "tid": threads[span.pop("track")], **span})
     return events
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None of a line that is torn or damaged: a trace is for looking at, and shows a gap there."""
+    try:
+        span = json.loads(line) if line.endswith(b"\n") else {}
+        return span if {"name", "track", "ts", "dur"} <= span.keys() else None
+    except (ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

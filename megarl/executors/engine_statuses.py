@@ -1,0 +1,21 @@
+"""The engines' lines in the live display. They know nothing of the run; the generator speaks for them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from megarl.generator.fleet import Fleet
+from megarl.observe.status import StatusBoard
+
+EVERY_S = 0.5
+
+
+async def show_engines(fleet: Fleet, run_dir: Path) -> None:
+    """Without end."""
+    boards = [StatusBoard(run_dir, f"engine.{index}") for index in range(len(fleet.engines))]
+    while True:
+        for index, board in enumerate(boards):
+            if (text := fleet.describe(index)) != board.text:
+                board.set(text)
+        await asyncio.sleep(EVERY_S)

@@ -1,0 +1,32 @@
+"""What a person should be told about a run, in words: few, and certain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.observe.metrics import Row
+from megarl.observe.probe import told_differences
+
+EQUAL_STEPS = 5  # in a row without two different rewards in any group, after which it is no accident
+
+
+def advisories(rows: Sequence[Row]) -> list[str]:
+    """Of the run as its last steps are; none where there is nothing to say."""
+    return [text for rule in RULES if (text := rule(rows))]
+
+
+def equal_rewards(rows: Sequence[Row]) -> str:
+    """No advantage, and so no gradient: what is wrong is mostly the reward, or a task that is too hard or too easy."""
+    steps = 0
+    for row in reversed(rows):
+        if row.get("zero_advantage_fraction") != 1:
+            break
+        steps += 1
+    if steps < EQUAL_STEPS:
+        return ""
+    same = rows[-1].get("reward/std") == 0
+    what = f"all rewards have been equal ({rows[-1]['reward/mean']:g})" if same else "the rewards of each prompt have been equal"
+    return f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers or reward are wrong"
+
+
+RULES = (equal_rewards, told_differences)
