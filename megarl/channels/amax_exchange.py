@@ -12,6 +12,7 @@ from typing import Mapping, Optional
 import torch
 import torch.distributed as dist
 
+from megarl.messaging.members import members_only
 from megarl.reshard.amax import AmaxPart, amax_parts, peers
 from megarl.reshard.execute import AmaxTable, Entry
 from megarl.reshard.map import ReshardMap
@@ -25,7 +26,9 @@ class AmaxExchange:
         self._parts = amax_parts(map, rank)
         self._awaited = {peer: _shared(amax_parts(map, peer), rank) for peer in peers(self._parts)}
         cuts = any(row.cut for row in map.rows)
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if cuts and map.source.world_size > 1 else None
+        together = cuts and map.source.world_size > 1
+        with members_only():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="amax") if together else None
 
     def table(self, tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
         """The amax of every cut tile that this rank's copies touch, of `tensors` as they are now.

@@ -74,7 +74,7 @@ class EngineSessions:
             if not known:
                 self._use(members, fleet)
             self._workers.may_lose = False
-            session = WeightUpdate(self._workers, in_place=self._plan.config.async_.partial_rollout == "in_flight")
+            session = WeightUpdate(self._workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight")
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
                 if not known:
@@ -121,4 +121,6 @@ class EngineSessions:
         hosts = await workers.connect(self._workers, self._key_file)
         await workers.settle_layout(self._workers, map.destination)
         await workers.divide(self._workers, map.destination, self._group_of)
+        if self._plan.config.weights.audited:
+            await workers.watch(self._workers)
         self._opened = await open_engines(self._workers, self._plan.config.weights, map, trainers, hosts)

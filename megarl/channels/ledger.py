@@ -6,6 +6,7 @@ after a resume, so nothing else needs to be remembered for each prompt to be tra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,11 @@ class Ledger(msgspec.Struct, frozen=True):
     consumed_below: Ordinal = 0  # all prompts below it are trained on
     consumed_beyond: list[Ordinal] = []  # and these
     groups: list[GroupReady] = []  # finished, not yet trained on
+
+    def consumed(self) -> Iterator[Ordinal]:
+        """All prompts that were trained on."""
+        yield from range(self.consumed_below)
+        yield from self.consumed_beyond
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

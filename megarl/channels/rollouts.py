@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megarl.channels.buffer import RolloutBuffer
 from megarl.channels.stopping import StopRequest
 from megarl.messaging.link import LOOK_UP_S, Hub, Peer
+from megarl.messaging.members import members_only
 from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
 from megarl.protocols import ChannelType, Executor
 from megarl.types import Batch, Ordinal, Version
@@ -122,19 +123,25 @@ class RolloutsReceiver(_Rollouts):
             link.send(GenerateFrom(ledger.consumed_below, held))
 
     def recv(self, executor: Executor) -> None:
-        """Hands the batch of `executor.curr_step` to the executor, with the seconds it waited for it."""
-        started = time.monotonic()
+        """Hands the batch of `executor.curr_step` to the executor, with the seconds it waited for it: those in which weights were sent once
+        more are told with these (`WeightsSender.send`)."""
+        waited_s, began = 0.0, time.monotonic()
         while isinstance(batch := self._agreed(executor), _Resend):
+            waited_s += time.monotonic() - began
             self._resend(executor)
+            began = time.monotonic()
         if batch is None:
             executor.stop()
         else:
-            executor.put_batch(batch, waited_s=time.monotonic() - started)
+            executor.put_batch(batch, waited_s=waited_s + time.monotonic() - began)
 
     def _agreed(self, executor: Executor) -> Union[Batch, _Resend, None]:
         """What rank 0 says, on every rank. Collective."""
         if self._patient is None:  # rank 0's own deadline comes first, and says what is missing
-            self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S))
+            with members_only():
+                self._patient = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches"
+                )
         body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
         return _decode_agreed(broadcast_bytes(body, executor.device, self._patient))
 

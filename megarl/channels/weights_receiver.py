@@ -16,6 +16,7 @@ from megarl.channels.engine_sessions import EngineSessions, Session
 from megarl.channels.offers import Offers
 from megarl.channels.weights_sender import is_probe_version
 from megarl.channels.writes import Writes
+from megarl.config.schema import STRICT
 from megarl.generator.fleet import Fleet
 from megarl.generator.update import Pause
 from megarl.messaging.host import Host
@@ -129,7 +130,7 @@ class WeightsReceiver:
 
     def _applied(self, executor: Executor, version: Version, taken: Taken) -> None:
         pauses_s = [ended - began for began, ended in taken.pauses]
-        self._tell(WeightsApplied(version, self._plan.config.weights.audit, pauses_s, taken.bytes_written))
+        self._tell(WeightsApplied(version, self._plan.config.weights.audited, pauses_s, taken.bytes_written))
         self._over(executor.get_model())
 
     def _over(self, fleet: Fleet) -> None:
@@ -173,7 +174,7 @@ class WeightsReceiver:
                     await session.update.open_next()
                     stand_still(True)
                 bytes_written += await self._take_writes(session)
-            await session.update.close(session.grant.version)
+            await session.update.close()
         except Exception as error:
             await session.update.abandon(str(error))
             raise
@@ -185,6 +186,8 @@ class WeightsReceiver:
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write a group, and proves what they wrote: the bytes."""
         opened, update, grant = session.opened, session.update, session.grant
+        if self._plan.config.weights.audit == STRICT:
+            await update.recall()
         for name, endpoints in zip(self._trainers, session.endpoints, strict=True):
             first = msgspec.structs.replace(grant, endpoints=endpoints)
             self._link.send(name, WeightsGrant(grant.version, [], grant.engines, group=update.group) if update.group else first)
@@ -199,7 +202,7 @@ class WeightsReceiver:
         await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
         if opened.relays:
             await update.pass_on(session.relays)
-        if self._plan.config.weights.audit:
+        if self._plan.config.weights.audited:
             await update.audit([message.shares for _, message in writes.parts], opened.map, session.relays)
         return sum(message.bytes_written for _, message in writes.parts)
 
@@ -210,8 +213,9 @@ class WeightsReceiver:
         """Both ends must have computed the same map, before the first byte is written. Where each trainer rank runs."""
         hosts: dict[str, Host] = {}
         differing = []
-        for _ in self._trainers:
-            sender, hello = await self._link.arrival(Hello, self._plan.config.timeouts.rendezvous_s, "the trainer ranks' reshard maps")
+        while missing := [name for name in self._trainers if name not in hosts]:
+            awaited = f"the reshard map of {', '.join(missing)}"
+            sender, hello = await self._link.arrival(Hello, self._plan.config.timeouts.rendezvous_s, awaited)
             hosts[sender] = hello.host
             if hello.plan_hash != self._sessions.map.plan_hash:
                 differing.append(f"{sender} computed {hello.plan_hash}")

@@ -50,7 +50,7 @@ M = TypeVar("M", WeightsGrant, ProbeReady)
 
 @dataclass
 class SyncReport:
-    """What one weight update cost, as a trainer rank saw it."""
+    """What one weight update cost, as a trainer rank saw it; with it, whatever sending the same weights again did."""
 
     wait_s: float = 0.0  # held back by the generator
     sync_s: float = 0.0  # from the grant until everything is written; of groups of layers, all together
@@ -75,12 +75,13 @@ class WeightsSender:
         self._writes: list[list[Copy]] = [[]]  # of each group of layers, in the order they are sent
         self._parts: list[tuple[list[Copy], list[Copy]]] = []  # of the same: what lands, and all else
         self._engines = plan.generator_topology.engines  # that the map is for
+        self._report = SyncReport()  # of the newest version
         self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
 
     def send(self, executor: Executor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
 
-        `again`: a version that was sent before, for an engine that has come back.
+        `again`: a version that was sent before, for an engine that has come back; what that cost is added to its report.
 
         With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
         The first waits for the engines to start, too.
@@ -91,7 +92,7 @@ class WeightsSender:
             self._prepare(executor)
         self._cut_amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
         self._link.send(WeightsOffer(version))
-        report = SyncReport()
+        self._report = report = self._report if again else SyncReport()
         for group in range(len(self._writes)):
             if not self._send_group(executor, group, report, self._timeout_s if group else grant_s):
                 return
@@ -114,10 +115,10 @@ class WeightsSender:
         if (grant.version, grant.group) != (version, group):
             ours, theirs = (f"version {v}" + (f", group {g}" if g else "") for v, g in ((version, group), (grant.version, grant.group)))
             raise RuntimeError(f"trainer.{executor.rank} offered weights {ours}, generator.0 granted {theirs}")
-        if grant.engines == 0:
-            return False
         granted = time.monotonic()
         report.wait_s += granted - began
+        if grant.engines == 0:
+            return False
         with executor.trace.span(f"write weights {version}", group=group):
             try:
                 self._write(executor, grant)
@@ -172,7 +173,7 @@ class WeightsSender:
         landing, others = self._parts[grant.group]
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
             started = time.monotonic()
-            sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audit, self._cut_amax, self._payloads)
+            sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audited, self._cut_amax, self._payloads)
             write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
             written = WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, group=grant.group, unwritten=unwritten, more=more)
             self._link.send(written)

@@ -1,16 +1,34 @@
-"""What the trainer ranks say they sent against what lies in the engines' memory."""
+"""What the trainer ranks say they sent against what lies in the engines' memory, and what lies there against what was left there."""
 
 from __future__ import annotations
 
 from typing import Collection, Iterable, Mapping, Sequence
 
+from megarl.config.errors import RunError
+from megarl.generator.commands import Changes
 from megarl.reshard.audit import MASK
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.forwarding import Relay
 
 
-class AuditError(RuntimeError):
-    """What lies in an engine's memory is not what was sent."""
+class AuditError(RunError):
+    """What lies in an engine's memory is not what was sent, or not what was left there."""
+
+
+def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
+    """`changes` by generator rank, `urls` of the engines. Raises AuditError."""
+    per_engine = len(changes) // len(urls)
+    lines = [
+        f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed since {_when(each.since)}"
+        for rank, each in enumerate(changes)
+        for name in each.tensors
+    ]
+    if lines:
+        raise AuditError("weight audit failed: something other than an update has written to an engine's memory:\n" + "\n".join(lines))
+
+
+def _when(version: int) -> str:
+    return f"the audit of version {version}" if version >= 0 else "the engine's first update began"
 
 
 def compare(

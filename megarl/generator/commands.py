@@ -49,7 +49,7 @@ class ExpectMessages(_Command, frozen=True):
     """Gets ready to receive over gloo or NCCL. Answer: an Endpoint; None from a rank that is no member."""
 
     kind: str
-    address: str  # host:port of the store where the members meet
+    address: str  # of the store where the members meet
     members: Members
     incoming: dict[int, list[Incoming]]  # by generator rank, in the order of the reshard map
     timeout_s: float
@@ -95,10 +95,22 @@ class PassOn(_Command, frozen=True):
     group: int = 0
 
 
-class Audit(_Command, frozen=True):
-    """Answer: dict[str, int], the audit hash of every live parameter of a group."""
+class Watch(_Command, frozen=True):
+    """What no update writes is noted, to be compared with each audit; asked again, nothing. Answer: Watched."""
+
+
+class Recall(_Command, frozen=True):
+    """A group is about to be written. Answer: Changes, of those of its parameters that are no longer what the last audit found; of a
+    group that was not audited since this was last asked, none."""
 
     group: int = 0
+
+
+class Audit(_Command, frozen=True):
+    """Answer: Found, the audit hash of every live parameter of a group, and what has changed that no update writes."""
+
+    group: int = 0
+    version: int = -1  # that was written
 
 
 class End(_Command, frozen=True):
@@ -106,13 +118,33 @@ class End(_Command, frozen=True):
 
 
 Command = Union[
-    Connect, Describe, Arrange, Divide, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Audit,
-    End,
+    Connect, Describe, Arrange, Divide, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Watch,
+    Recall, Audit, End,
 ]  # fmt: skip
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """How much of a worker's memory no update writes, though it computes with it."""
+
+    tensors: int
+    bytes: int
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """Tensors that are not what they were at the last audit, of version `since`; -1: at the start."""
+
+    tensors: list[str]
+    since: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What lies in a worker's memory."""
+
+    hashes: dict[str, int] = {}  # of parameters
+    changes: Changes = Changes([], -1)
 
 Description = list[RemoteTensor]
 Opened = Optional[Endpoint]
-Hashes = dict[str, int]
 Unwritten = list[int]
 
 encode = msgspec.msgpack.Encoder().encode

@@ -26,6 +26,7 @@ class Sampling(msgspec.Struct, frozen=True):
     top_k: int = -1  # -1: off. With top_p < 1 alone, SGLang also needs a bound here: the 4095 likeliest tokens
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # the engine needs its tokenizer for them
 
     @property
     def truncated(self) -> bool:
@@ -37,6 +38,7 @@ class Sampling(msgspec.Struct, frozen=True):
         if self.truncated:
             top_k = min(top_k if top_k > 0 else _MOST_CANDIDATES, _MOST_CANDIDATES)
         return {
+            **({"stop": list(self.stop)} if self.stop else {}),
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -12,6 +12,7 @@ import msgspec
 
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import ABORT, Completion, EngineError, Sampling
+from megarl.generator.stops import StopStrings
 from megarl.messaging.pulse import Pulse
 from megarl.types import Version
 
@@ -38,6 +39,17 @@ class Draft:
         cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < max_tokens)
         self.finish_reason = "" if cut else completion.finish_reason
 
+    def stop_at(self, stops: StopStrings, prompt_tokens: int) -> None:
+        """Ends it where it has said a stop string."""
+        end = stops.end(self.token_ids)
+        if end is None:
+            return
+        positions = prompt_tokens + len(self.token_ids) - 1
+        self.routing = self.routing[: len(self.routing) // positions * (prompt_tokens + end - 1)]
+        for values in (self.token_ids, self.logprobs, self.versions):
+            del values[end:]
+        self.finish_reason = "stop"
+
     def completion(self) -> Completion:
         return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason, self.routing)
 
@@ -46,14 +58,19 @@ class Fleet:
     """`engines` are clients of servers that all hold the same weights, `version`.
 
     `partial_rollout` says what a weight update means for requests (see `hold`). `chunk_tokens` cuts each response into several
-    requests of at most so many tokens.
+    requests of at most so many tokens. `stops` end a response besides what the engines look for.
 
     An `elastic` fleet goes on without an engine whose connection breaks (`lost`): what it had not finished goes on at others, from the
     tokens that earlier requests gave. Such an engine may come back, with other weights; it serves again after `take_back`.
     """
 
     def __init__(
-        self, engines: Sequence[EngineClient], partial_rollout: str = "block", chunk_tokens: Optional[int] = None, elastic: bool = False
+        self,
+        engines: Sequence[EngineClient],
+        partial_rollout: str = "block",
+        chunk_tokens: Optional[int] = None,
+        elastic: bool = False,
+        stops: Optional[StopStrings] = None,
     ):
         self.engines = list(engines)
         self.serving = set(range(len(self.engines)))
@@ -62,8 +79,9 @@ class Fleet:
         self.intact: set[int] = set()  # of the lost: nobody was writing to them
         self.elastic = elastic
         self.version: Optional[Version] = None
-        self._partial_rollout, self._chunk_tokens = partial_rollout, chunk_tokens
+        self._partial_rollout, self._chunk_tokens, self._stops = partial_rollout, chunk_tokens, stops
         self._load: Counter[int] = Counter()  # samples by engine
+        self._finished: Counter[int] = Counter()  # samples, likewise
         self._requests: Counter[bool] = Counter()  # at the engines now, by whether they must not be aborted
         self._aborts = 0
         self._held = False
@@ -87,6 +105,15 @@ class Fleet:
             finally:
                 self._load[index] -= n
         return [draft.completion() for draft in drafts]
+
+    def describe(self, index: int) -> str:
+        """What an engine does now, in a line for people."""
+        if index in self.lost:
+            return f"lost: {self.lost[index]}"
+        if index in self.returned:
+            return "came back, waits for weights"
+        state = "stands still for weights" if self._held else f"serves weights version {self.version}"
+        return f"{state}; {self._load[index]} samples in flight, {self._finished[index]} finished"
 
     @property
     def members(self) -> list[int]:
@@ -146,6 +173,9 @@ class Fleet:
                 draft.aborted = True
             else:
                 draft.add(completion, sampling.max_tokens)
+                if self._stops:
+                    draft.stop_at(self._stops, len(prompt_ids))
+        self._finished[index] += sum(bool(draft.finish_reason) for draft in drafts)
 
     async def hold(self, timeout_s: float) -> None:
         """Submits nothing more, and returns when the requests at the engines are as `partial_rollout` wants them for an update:

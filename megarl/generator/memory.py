@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Collection, Mapping, Optional
 
 import msgspec
-import torch.distributed as dist
 
 from megarl.generator import commands
 from megarl.generator.commands import Command, ExpectMessages, Register, ShareDevice, ShareMemory
 from megarl.generator.workers import Workers
+from megarl.messaging.stores import open_store
 from megarl.reshard.box import Box
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import landings, waves
@@ -60,13 +59,6 @@ async def open_memories(
     return endpoints
 
 
-def open_store(host: str) -> dist.TCPStore:
-    """Listens on `host` alone; by itself torch would listen on every interface."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def _of_engine(command: Command, map: Optional[ReshardMap], writers: Writers, ranks: range) -> Command:
     """With what concerns the ranks of one engine alone: of a large run, all of it is too much to tell every one."""
     own = {rank: writers[rank] for rank in ranks if rank in writers}
@@ -84,10 +76,10 @@ def _landing(map: ReshardMap, rank: int, senders: Collection[int]) -> list[tuple
 
 def _meeting(workers: Workers, kind: str, map: ReshardMap, writers: Writers) -> ExpectMessages:
     host = workers.hub.address.rpartition("/")[2].rpartition(":")[0]
-    workers.stores[kind] = open_store(host)
+    workers.stores[kind], address = open_store(host)
     trainers = sorted({rank for senders in writers.values() for rank in senders})
     members = Members(tuple(trainers), tuple(sorted(writers)), waves(map))
-    return ExpectMessages(kind, f"{host}:{workers.stores[kind].port}", members, {}, workers.timeout_s)
+    return ExpectMessages(kind, address, members, {}, workers.timeout_s)
 
 
 def _incoming(map: ReshardMap, rank: int, senders: Collection[int], members: Members) -> list[Incoming]:

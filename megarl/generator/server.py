@@ -7,6 +7,7 @@ anything of SGLang: the place for what every process of the engine needs first.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -14,11 +15,15 @@ import re
 import secrets
 import signal
 import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional, Sequence
 
 from megarl.config.errors import ConfigError
-from megarl.generator import cpu_support, quantization
+from megarl.generator import cpu_support, quantization, sockets
+from megarl.generator.children import GRACE_S, Children
 
 LOADER = "megarl.generator.worker_loader.run_command"
 _MOE_RUNNER = "triton"  # SGLang's choice on Hopper; on Blackwell it would take one that holds up before gate
@@ -61,7 +66,9 @@ class EngineSettings:
     part: int = 0
     group_address: Optional[str] = None  # host:port where the parts meet
     return_routing: bool = False  # requests may ask which experts were chosen
+    tokenizer: Optional[str] = None  # where requests have stop strings, which it looks for
     seed: int = 0
+    holds_weights: bool = True  # the folder does; else the engine makes up some, and serves when others are written over them
     log_level: str = "warning"
 
 
@@ -79,6 +86,8 @@ def server_command(
     of_device = _cpu_arguments(settings) if device == "cpu" else {"moe_runner_backend": _MOE_RUNNER}
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
+    environment[sockets.SOCKET_KEY] = sockets.socket_key(keys.admin)
+    environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # nothing of ours uses it, and it publishes on a port without a key
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: our client drops idle connections first, never into a request
     environment |= _cpu_environment(settings) if device == "cpu" else _gpu_environment()
@@ -100,6 +109,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "max_total_tokens": settings.kv_cache_tokens and settings.kv_cache_tokens // settings.dp_attention,
         "mem_fraction_static": settings.mem_fraction,
         "random_seed": settings.seed,
+        "load_format": None if settings.holds_weights else "dummy",
         **_replicated(settings),
         "enable_return_routed_experts": settings.return_routing or None,
         **_spanning(settings),
@@ -107,7 +117,8 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "custom_weight_loader": [LOADER],
         "weight_version": "-1",  # none of ours yet: an engine that was restarted is told by it
         "disable_shared_experts_fusion": True,  # weights are written to shared experts apart from the routed ones
-        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
+        "tokenizer_path": settings.tokenizer,
         "sampling_defaults": "openai",  # not generation_config.json: the policy's distribution is what the request says
         **quantization.server_arguments(settings.quantization),
     }
@@ -178,15 +189,47 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
+    children = Children()
+    children.watch()
+    os.register_at_fork(after_in_child=lambda: Children().watch())  # without CUDA they are forked (cpu_support)
     load_plugins()
+    sockets.check_hooks()
+    arguments = json.loads(sys.argv[1])
+    if "nnodes" not in arguments:  # its ranks meet in a file: the port of a store would be open to everybody
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(tempfile.mkdtemp(prefix="engine-"), "store")
     keys = {"api_key": os.environ.pop(_API_KEY), "admin_api_key": os.environ.pop(_ADMIN_KEY)}
-    launch_server(ServerArgs(**json.loads(sys.argv[1]), **keys))
+    with _ending_at_the_end(children):
+        launch_server(ServerArgs(**arguments, **keys))
+
+
+@contextlib.contextmanager
+def _ending_at_the_end(children: Children) -> Iterator[None]:
+    """Whatever the body ends by, this process then ends too, and with it those that it has started. Python would wait for them."""
+    status = 1
+    try:
+        yield
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        children.end_with_the_dead(GRACE_S)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ in ("__main__", "__mp_main__"):
     cpu_support.install()
 if __name__ == "__mp_main__":
     _die_with(int(os.environ[_LAUNCHER]))
+    Children().watch()
     os.environ[_LAUNCHER] = str(os.getpid())  # one of them may spawn others: with data-parallel attention, all that have GPUs
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # SGLang does so in its schedulers alone
 if __name__ == "__main__":
     main()

@@ -1,11 +1,12 @@
 """The engines' side of a weight update: stand still, be written to, prove it, go on under the new version.
 
-    update = WeightUpdate(workers)
+    update = WeightUpdate(workers, version)
     await update.open(serving)         # the engines are those that were updated last → pause → SGLang's update session
+    await update.recall()              # weights.audit=strict: what is about to be overwritten is what was audited last; raises AuditError
     … the trainer ranks write (one-sided; Mooncake: `await update.spread()` once all that lands is there), or `await update.receive()`
     while they send …
     await update.audit(shares, map)    # raises AuditError
-    await update.close(version)        # end of session → version → prefix cache emptied → resume
+    await update.close()               # end of session → version → prefix cache emptied → resume
     await update.abandon(reason)       # instead, when any of it failed: what may be half-written never generates
 
 Group by group (`weights.apply=in_flight`), what stands between `open` and `close` is done for each group of layers in turn, and
@@ -23,9 +24,9 @@ from typing import Awaitable, Callable, Collection, Iterable, Mapping, Optional
 import msgspec
 
 from megarl.generator import commands
-from megarl.generator.audit import compare
+from megarl.generator.audit import check_unchanged, compare
 from megarl.generator.client import EngineClient, EngineUnreachable
-from megarl.generator.commands import Audit, End, PassOn, Receive, Spread
+from megarl.generator.commands import Audit, End, PassOn, Recall, Receive, Spread
 from megarl.generator.completions import EngineError
 from megarl.generator.workers import Workers
 from megarl.reshard.map import ReshardMap
@@ -50,6 +51,7 @@ class WeightUpdate:
     """
 
     workers: Workers
+    version: Version  # that is being written
     in_place: bool = False
     group: int = 0  # that is being written
     pauses: list[Pause] = field(default_factory=list)
@@ -126,25 +128,33 @@ class WeightUpdate:
     async def audit(
         self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()
     ) -> None:
-        """Compares the senders' hash shares with the hashes of the live parameters, of this group; raises AuditError naming tensors
-        and ranks. `relays` are the group's."""
-        payloads = await self.workers.run_all(Audit(self.group))
+        """Compares the senders' hash shares with the hashes of the live parameters, of this group, and what no update writes with what it
+        was; raises AuditError naming tensors and ranks. `relays` are the group's."""
+        payloads = await self.workers.run_all(Audit(self.group, self.version))
         gone = {rank for rank, payload in enumerate(payloads) if not payload}
         of_the_living = [{rank: hashes for rank, hashes in each.items() if rank not in gone} for each in shares]
-        found = [msgspec.msgpack.decode(payload, type=commands.Hashes) if payload else {} for payload in payloads]
-        compare(found, of_the_living, map, [relay for relay in relays if not {relay.source_rank, relay.destination_rank} & gone])
+        found = [msgspec.msgpack.decode(payload, type=commands.Found) if payload else commands.Found() for payload in payloads]
+        check_unchanged([each.changes for each in found], [engine.url for engine in self.workers.engines])
+        hashes = [each.hashes for each in found]
+        compare(hashes, of_the_living, map, [relay for relay in relays if not {relay.source_rank, relay.destination_rank} & gone])
 
-    async def close(self, version: Version) -> None:
+    async def recall(self) -> None:
+        """Before a group is written: raises AuditError, naming tensors and ranks, where its parameters are not what the last audit found."""
+        payloads = await self.workers.run_all(Recall(self.group))
+        changes = [msgspec.msgpack.decode(payload, type=commands.Changes) if payload else commands.Changes([], -1) for payload in payloads]
+        check_unchanged(changes, [engine.url for engine in self.workers.engines])
+
+    async def close(self) -> None:
         """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`.
 
         In place they cannot be forgotten while requests use them; that they serve no other is the version's work (`EngineClient.complete`).
         Raises VersionError where an engine does not say that it holds `version`; none is resumed then.
         """
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
-        await self._each(lambda engine: engine.set_version(version, self.workers.timeout_s))
+        await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
         if not self.in_place:
             await self._each(lambda engine: engine.flush(self.workers.timeout_s))
-        await self._check_versions(version, "somebody else sets versions")
+        await self._check_versions(self.version, "somebody else sets versions")
         await self._resume()
 
     async def cancel(self) -> None:

@@ -6,6 +6,7 @@ the engine, so each is caught here, once, and travels back as the answer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -17,23 +18,29 @@ import msgspec
 import torch
 
 from megarl.generator import commands
+from megarl.generator.beats import beating
 from megarl.generator.commands import (
     Arrange,
     Audit,
+    Changes,
     Command,
     Connect,
     Describe,
     Divide,
     End,
     ExpectMessages,
+    Found,
     MeetNeighbours,
     PassOn,
+    Recall,
     Receive,
     Register,
     ShareDevice,
     ShareMemory,
     Spread,
+    Watched,
 )
+from megarl.generator.watch import Watch
 from megarl.generator.wire import content_of
 from megarl.messaging.host import Host, address_towards
 from megarl.messaging.link import Peer, RunKey
@@ -66,6 +73,9 @@ class Worker:
         self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
         self.groups: dict[str, int] = {}  # by name, where not 0
         self.arrived: Optional[set[str]] = None  # of an update in groups: what SGLang's post-load work is still to be done for
+        self.unwritten: Optional[Watch] = None
+        self.audited: dict[str, int] = {}  # what was found at the last audit; nothing of what is being written
+        self.since = -1  # the version that was audited last
         self.file: Optional[MemoryFile] = None
         self.mooncake: Optional[MooncakeMemory] = None
         self.neighbours: Optional[PairwiseTransport] = None  # towards other generator ranks
@@ -76,6 +86,7 @@ class Worker:
         """Executes a command and sends the answer."""
         error, payload = "", b""
         try:
+            self.loaded(model)
             if isinstance(command, Connect):
                 self.connect(command)
             payload = msgspec.msgpack.encode(_HANDLERS[type(command)](self, dict(model.named_parameters()), command))
@@ -84,6 +95,11 @@ class Worker:
             print(error, file=sys.stderr, flush=True)  # in the engine's log too, in case the answer does not get through
         if self.peer is not None:
             self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
+
+    def loaded(self, model: torch.nn.Module) -> None:
+        """As soon as the model is; called again, nothing."""
+        if self.unwritten is None:
+            self.unwritten = Watch(model)
 
     def connect(self, command: Connect) -> None:
         if self.peer is not None:
@@ -177,10 +193,23 @@ class Worker:
         print("told to end: the weights are half-written", file=sys.stderr, flush=True)
         os._exit(1)  # SGLang ends an engine of which a scheduler has
 
-    def audit(self, parameters: Parameters, command: Audit) -> dict[str, int]:
+    def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
+        self.unwritten.start()
+        return Watched(self.unwritten.count, self.unwritten.nbytes)
+
+    def recall(self, parameters: Parameters, command: Recall) -> Changes:
+        tensors = self.of_group(parameters, command.group)
+        audited = {name: self.audited.pop(name) for name in tensors.keys() & self.audited.keys()}
+        return Changes(sorted(name for name, found in audited.items() if hash_tensor(tensors[name]) != found), self.since)
+
+    def audit(self, parameters: Parameters, command: Audit) -> Found:
         tensors = self.of_group(parameters, command.group)
         self.arrived = set(tensors) if self.groups else None
-        return {name: hash_tensor(values) for name, values in tensors.items()}
+        hashes = {name: hash_tensor(values) for name, values in tensors.items()}
+        changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
+        self.audited |= hashes
+        self.since = command.version
+        return Found(hashes, changes)
 
     def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
         """SGLang's post-load work on all modules: of an update in groups, on those of the group alone. What the others hold has been
@@ -188,11 +217,15 @@ class Worker:
 
         Then the model's own: DeepSeek's attention computes with tensors that are made of kv_b_proj. SGLang makes them anew only where no
         loader has run, and a custom one counts as one.
+
+        Torch has not seen the parameters written. It is told, for SGLang keeps copies of some (a router's bias in another dtype) until it is.
         """
         arrived, self.arrived = self.arrived, None
-        original(model if arrived is None else _written_part(model, arrived), device)
-        if hasattr(model, "post_load_weights"):
-            model.post_load_weights(weight_names=arrived)
+        with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
+            torch.autograd.graph.increment_version(model.parameters())
+            original(model if arrived is None else _written_part(model, arrived), device)
+            if hasattr(model, "post_load_weights"):
+                model.post_load_weights(weight_names=arrived)
 
 
 _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
@@ -209,6 +242,8 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     MeetNeighbours: Worker.meet_neighbours,
     PassOn: Worker.pass_on,
     End: Worker.end,
+    commands.Watch: Worker.watch,
+    Recall: Worker.recall,
     Audit: Worker.audit,
 }
 
@@ -230,9 +265,16 @@ def _tp_rank() -> int:
 _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader by its import path alone: its state has nowhere else to live
 
 
+def loaded(result: Any, runner: Any) -> None:
+    """After SGLang has loaded the model of a worker; a draft model for speculative decoding is not ours."""
+    if not runner.is_draft_worker:
+        _worker.loaded(runner.model)
+
+
 def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:
     """Around SGLang's post-load work."""
-    _worker.finish(original, model, device)
+    with beating():
+        _worker.finish(original, model, device)
 
 
 def _written_part(model: torch.nn.Module, arrived: set[str]) -> Any:
@@ -247,4 +289,5 @@ def _written_part(model: torch.nn.Module, arrived: set[str]) -> Any:
 
 def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """The loader itself, by SGLang's contract."""
-    _worker.run(model, commands.decode(content_of(named_tensors)))
+    with beating():
+        _worker.run(model, commands.decode(content_of(named_tensors)))

@@ -34,7 +34,7 @@ class Workers:
     tp: int
     hub: Hub  # answers come here
     timeout_s: float  # of one command
-    stores: dict[str, dist.TCPStore] = field(default_factory=dict)  # where the groups of two-sided transports meet, by kind
+    stores: dict[str, dist.Store] = field(default_factory=dict)  # where the groups of two-sided transports meet, by kind
     may_lose: bool = False  # what is done goes on without an engine that becomes unreachable
     lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by place in `engines`
     connection: str = field(default_factory=lambda: secrets.token_hex(4))  # what the workers' own names end with
@@ -130,6 +130,17 @@ async def divide(workers: Workers, layout: Layout, groups: Sequence[int]) -> Non
     if len(set(groups)) > 1:
         depths = [layout.depths(rank) for rank in range(workers.tp)]
         await workers.run_all(Divide({name: groups[depth] for of_rank in depths for name, depth in of_rank.items()}))
+
+
+async def watch(workers: Workers) -> None:
+    """Makes their workers note what they compute with though no update writes it, and says how much that is."""
+    watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
+    most = max(watched, key=lambda each: each.bytes)
+    print(
+        f"beside parameters, {most.tensors} tensors of {most.bytes} bytes are watched on a generator rank with every audit"
+        " (rotary caches, what is made of parameters)",
+        flush=True,
+    )
 
 
 def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None:

@@ -53,10 +53,18 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
     of_ends, of_layers = numbers[:, None], numbers[None, :]
     written = (of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]).max(axis=2) / engines
     by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is one tensor, so that some rank sends it whole
-    by_layers = (engines - of_layers) * held[layer] / engines  # which take turns
+    by_layers = _turns(map, engines, of_layers) * held[layer]
     cost = written + RELAY_COST * (by_ends + by_layers)
     best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]  # of equal ones, that which passes on least
     return int(numbers[best[0]]), int(numbers[best[1]])
+
+
+def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
+    """How often the engine that passes on most does so with all of its layers. They take turns, a layer at a time: where engines outnumber
+    layers, some have one that others have not."""
+    layers = max((kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1)
+    led = -(-layers * of_layers // engines)  # layers
+    return led * -(-(engines - of_layers) // of_layers) / layers
 
 
 def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:

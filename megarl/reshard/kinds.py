@@ -191,6 +191,11 @@ class Layout:
         Among holders of the same elements that is the first replica; of a tensor under two names (a tied embedding on the first
         and the last stage) the first name; of one that several shards hold, the first shard.
         """
+        return ((tensor, piece) for tensor, piece, replica, _ in self.shared_pieces(rank) if not replica)
+
+    def shared_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece, int, int]]:
+        """(tensor, piece, replica, replicas) of the pieces that `rank` answers for together with its replicas: those of `owned_pieces`,
+        on every replica."""
         owner: dict[tuple[str, Optional[Layers]], str] = {}
         for kind in self.kinds:
             for shard in kind.shards:
@@ -198,8 +203,6 @@ class Layout:
                     owner.setdefault((piece.logical_name, kind.layers), kind.name)
         for kind in self.kinds:
             for stage, shard, replica in kind.seats(rank):
-                if replica:
-                    continue
                 before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
                 wanted = [
                     p
@@ -209,7 +212,7 @@ class Layout:
                 own = replace(kind.shards[shard], pieces=tuple(wanted))
                 for instance in np.flatnonzero(kind.stages == stage).tolist():
                     for tensor in own.expand(kind.layer(instance)):
-                        yield from ((tensor, piece) for piece in tensor.pieces)
+                        yield from ((tensor, piece, replica, kind.replicas) for piece in tensor.pieces)
 
     @cached_property
     def num_layers(self) -> int:

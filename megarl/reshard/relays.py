@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple, Optional
 
-from megarl.reshard.fleet import between_engines
+from megarl.reshard.fleet import between_engines, passed_on
 from megarl.reshard.forwarding import Forwarding, inside_hosts
 from megarl.reshard.map import ReshardMap, Summary, count_tensors
 
@@ -23,12 +23,15 @@ class RelayRule(NamedTuple):
 
 def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
     """What the trainer writes of `map`, and what generator ranks pass on, proven to be the rest. Pure: equal on all ranks of a run.
+    Between engines nothing is passed on where that would make the busiest rank no less busy.
 
     Raises ValueError where replicas are not spread alike over the hosts.
     """
     begin = time.perf_counter()
     by_host = rule.how == INSIDE_HOSTS
     forwarding = inside_hosts(map.destination, rule.ranks) if by_host else between_engines(map, rule.ranks)
+    if not by_host and busiest_bytes(replace(map, destination=forwarding.leaders), forwarding) >= busiest_bytes(map, None):
+        forwarding = passed_on(map.destination, rule.ranks, *[map.destination.world_size // rule.ranks] * 2)  # nothing
     forwarding.prove()
     return replace(map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin), forwarding
 

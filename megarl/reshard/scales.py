@@ -99,9 +99,11 @@ def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, L
         pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
         tile_row += tiles.shape[-2]
     if tile_row != shape[-2]:
+        cut = any(piece.logical.shape != logical[piece.logical_name].shape for piece in tensor.pieces)
         raise ConfigError(
             f"generator.quantization=fp8_block: {tensor.name} fuses tensors that are no multiples of {rule.rows} rows: "
-            f"{tile_row} rows of blocks, where SGLang keeps {shape[-2]}; choose another generator.tp"
+            f"{tile_row} rows of blocks, where SGLang keeps {shape[-2]}; "
+            + ("choose another generator.tp" if cut else "at any generator.tp: it must be null for this model")
         )
     return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
 

@@ -63,7 +63,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     rank: int  # generator rank
     kind: str  # of transport
-    address: str  # a file to map, or there while the process is (cuda_ipc); host:port of a group's store; mooncake.address_of
+    address: str  # a file to map, or there while the process is (cuda_ipc); of a group's store; mooncake.address_of
     size_bytes: int
     tensors: list[RemoteTensor]
     landings: list[Landing] = []

@@ -6,7 +6,6 @@ rank's (in its Endpoint).
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Callable, Iterable, Optional, Sequence
 import torch
 
 from megarl.config.errors import ConfigError
+from megarl.config.named import find_callable
 from megarl.messaging.host import Host
 from megarl.transports import mooncake
 from megarl.transports.base import CUDA_IPC, GLOO, MOONCAKE, NCCL, SHARED_MEMORY, Transport
@@ -110,13 +110,9 @@ def mooncake_protocol(hosts: Iterable[Host]) -> str:
 
 def transport_class(name: str) -> type[Transport]:
     """The class behind one of the kinds, or package.module:Class. Raises ConfigError for what does not import or is none."""
-    module, _, attribute = _CLASSES.get(name, name).partition(":")
-    try:
-        found: Optional[type] = getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ConfigError(f"weights.transport={name}: {error}") from error
+    found = find_callable(_CLASSES.get(name, name), f"weights.transport={name}", built_in=(AUTO, *_CLASSES))
     if not isinstance(found, type) or getattr(found, "kind", None) not in _CLASSES:
-        raise ConfigError(f"weights.transport={name}: no transport class of that name; built in: {AUTO}, {', '.join(_CLASSES)}")
+        raise ConfigError(f"weights.transport={name}: must be a class with a kind of {', '.join(_CLASSES)}; see megarl/transports/base.py")
     return found
 
 

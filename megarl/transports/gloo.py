@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.messaging.host import address_towards
+from megarl.messaging.members import admit_no_more, new_listeners
 from megarl.transports.base import GLOO
 from megarl.transports.two_sided import Message, TwoSidedTransport
 
@@ -18,7 +19,7 @@ Started = list[tuple[dist.Work, str]]
 
 
 class GlooGroup:
-    """Messages lie in CPU memory. `address`, host:port, tells by which network the members reach each other."""
+    """Messages lie in CPU memory. `address`, that of the store, tells by which network the members reach each other."""
 
     device = torch.device("cpu")
 
@@ -53,8 +54,11 @@ class GlooTransport(TwoSidedTransport):
 
 
 def open_backend(store: dist.Store, rank: int, size: int, address: str, timeout_s: float) -> dist.ProcessGroupGloo:
-    """`address` is one of the group's hosts, with a port. By itself gloo would take what the host's own name resolves to."""
+    """`address` is that of the group's store (messaging.stores). By itself gloo would take what the host's own name resolves to."""
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address))]
+    with new_listeners() as listeners:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address))]
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    admit_no_more(listeners)
+    return backend

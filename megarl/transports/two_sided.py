@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import groupby
 from typing import Any, Callable, Iterable, Mapping, Optional, Protocol, Sequence
 
@@ -17,6 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megarl.messaging.stores import connect_store
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
 from megarl.transports.base import Endpoint, Members
@@ -157,10 +157,9 @@ class TwoSidedReceiver:
 def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout_s: float) -> Group:
     """Meets the other members at the store. `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError naming who is missing."""
     names = [f"trainer rank {rank}" for rank in members.trainers] + [f"generator rank {rank}" for rank in members.generators]
-    host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
     try:
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = connect_store(address, timeout_s)
         store.set(me, b"")
         while absent := [name for name in names if not store.check([name])]:
             if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
 """Everything that real SGLang needs to run without a GPU. With CUDA present nothing here changes anything.
 
-Two imports of SGLang fail on a machine without CUDA: torchvision (its operators' schemas live in a CUDA library) and
-`sgl_kernel` (a CUDA-only wheel). `install` answers both, lazily, at the moment they are imported.
+SGLang imports two packages that `make setup` leaves out: `sgl_kernel`, a wheel for CUDA only, and torchvision, whose wheel on PyPI is for
+CUDA too, and whose mere presence beside another torch keeps transformers from importing a model. Stand-ins answer both imports, in
+processes that called `install`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import importlib.util
 import multiprocessing
 import sys
 from types import ModuleType
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence
 
-_STAND_IN = "sgl_kernel"
+from megarl.messaging.members import members_only
+
+_ABSENT = {  # the release that this SGLang expects, and why a name of it cannot be called
+    "sgl_kernel": ("0.4.7", "is a CUDA kernel; it has no CPU counterpart"),
+    "torchvision": ("0.28.0", "is not there; language models read no images"),
+}
 
 
 def cuda_available() -> bool:
@@ -28,7 +34,9 @@ def cuda_available() -> bool:
 
 
 def install() -> None:
-    """Puts the import finder in front. Idempotent; cheap, as torch is looked at only when a name in question is imported."""
+    """Puts the import finder in front. Idempotent; cheap, as torch is looked at only when a name in question is imported.
+
+    Not for processes that run anything but SGLang: others are told that torchvision is there."""
     if not any(isinstance(finder, _CpuFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _CpuFinder())
 
@@ -50,6 +58,7 @@ def register_hooks() -> None:
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
     HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND)
+    HookRegistry.register("sglang.srt.distributed.bootstrap._init_parallel_groups", _for_members_only, HookType.AROUND)
     dp_attention.register_hooks()
     fp8.register_hooks()
     deepseek_v3.register_hooks()
@@ -68,27 +77,20 @@ def _not_pinned(*_: object) -> None:
     """Around the pinning of host memory, that of recorded expert ids: without CUDA nothing reads it directly."""
 
 
-class _CpuFinder(importlib.abc.MetaPathFinder):
-    def __init__(self) -> None:
-        self._torchvision_library: object = None  # keeps the schemas alive
+def _for_members_only(original: Callable[..., None], **settings: object) -> None:
+    """Around the making of an engine's process groups: all of them are gloo's."""
+    with members_only():
+        original(**settings)
 
+
+class _CpuFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[importlib.machinery.ModuleSpec]:
-        if name == "torchvision" and self._torchvision_library is None and not cuda_available():
-            self._torchvision_library = _declare_torchvision_schemas()
-        if name == _STAND_IN and not cuda_available():  # its submodules stay missing: SGLang has fallbacks for those
-            return importlib.util.spec_from_loader(name, _StandInLoader(), is_package=True)
-        return None
-
-
-def _declare_torchvision_schemas() -> object:
-    import torch
-
-    library = torch.library.Library("torchvision", "DEF")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+        package, _, submodule = name.partition(".")
+        if package not in _ABSENT or (package == "sgl_kernel" and submodule) or cuda_available():
+            return None  # for submodules of sgl_kernel SGLang has fallbacks
+        return importlib.util.spec_from_loader(name, _StandInLoader(), is_package=True)
 
 
 class _StandInLoader(importlib.abc.Loader):
@@ -96,24 +98,29 @@ class _StandInLoader(importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__version__ = "0.4.7"  # the sgl_kernel release this SGLang expects
+        if module.__name__ in _ABSENT:
+            module.__version__, _ = _ABSENT[module.__name__]
 
 
 class _StandIn(ModuleType):
     """Every public name imports; calling one raises."""
 
-    def __getattr__(self, name: str) -> _MissingKernel:
+    def __getattr__(self, name: str) -> _Missing:
+        return _Missing(self.__name__, name)
+
+
+class _Missing:
+    def __init__(self, owner: str, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _MissingKernel(f"{self.__name__}.{name}")
+        self.__name__ = f"{owner}.{name}"
 
-
-class _MissingKernel:
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
+    def __getattr__(self, name: str) -> _Missing:
+        return _Missing(self.__name__, name)
 
     def __bool__(self) -> bool:
         return False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        raise NotImplementedError(f"{self.__name__} is a CUDA kernel; it has no CPU counterpart")
+        _, why = _ABSENT[self.__name__.partition(".")[0]]
+        raise NotImplementedError(f"{self.__name__} {why}")

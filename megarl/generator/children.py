@@ -1,0 +1,54 @@
+"""An engine's processes watch those that they have started, and end when one of these has died.
+
+SGLang looks for a scheduler that dies before it is ready, but not with data-parallel attention; and what it then raises ends nothing: Python
+waits for the children that are left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from multiprocessing.process import BaseProcess
+
+from megarl.deaths import cause, ended_for_memory, how
+
+LOOK_S = 0.05  # a child that dies sooner after its start than this may be reaped by others before it is known, and its status with it
+GRACE_S = 0.5  # for SGLang, which ends all of an engine's processes itself when one has failed in a way that it knows
+
+
+class Children:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._ended_before = ended_for_memory()
+        self._known: dict[int, BaseProcess] = {}
+
+    def watch(self) -> None:
+        """From now on, by a thread."""
+        threading.Thread(target=self._watch, name="children", daemon=True).start()
+
+    def end_with_the_dead(self, wait_s: float) -> None:
+        """Says why, and ends this process too, where a child has died or does within `wait_s`; returns otherwise."""
+        deadline = time.monotonic() + wait_s
+        while (dead := self._dead()) is None:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_S / 5)
+        pid, code = dead
+        why = cause(code, self._ended_before)
+        print(f"process {pid} of this engine {how(code)}{why and f': {why}'}", file=sys.stderr, flush=True)
+        os._exit(128 - code if code < 0 else code)
+
+    def _watch(self) -> None:
+        while self._dead() is None:
+            time.sleep(LOOK_S)
+        time.sleep(GRACE_S)
+        self.end_with_the_dead(0.0)
+
+    def _dead(self) -> tuple[int, int] | None:
+        """The first child that has failed, and its exit code."""
+        self._known |= {child.pid: child for child in multiprocessing.active_children() if child.pid is not None}
+        return next(((pid, code) for pid, child in list(self._known.items()) if (code := child.exitcode)), None)

@@ -1,0 +1,33 @@
+"""Stop strings: where a response ends that has said one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+
+class StopStrings:
+    """SGLang ends a request at a stop string, and saves what would come after it. But it looks at the last few tokens of one request only
+    (0.5.21, schedule_batch.py: as many as the string has by itself, plus one): it misses a string that was sampled in more and shorter tokens,
+    and one that a request begins with whose start an earlier request has sampled. So the end of a response is decided here.
+
+    The string is part of the response, in its tokens and its text, since the policy sampled it.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
+        """`decode` gives the text of tokens, special ones included."""
+        self._strings, self._decode = strings, decode
+
+    def end(self, token_ids: Sequence[int]) -> Optional[int]:
+        """How many tokens it takes until the first stop string is said; None if none is."""
+        if not self._said(token_ids):
+            return None
+        least, most = 1, len(token_ids)
+        while least < most:
+            middle = (least + most) // 2
+            least, most = (least, middle) if self._said(token_ids[:middle]) else (middle + 1, most)
+        return least
+
+    def _said(self, token_ids: Sequence[int]) -> bool:
+        text = self._decode(token_ids)
+        return any(string in text for string in self._strings)
