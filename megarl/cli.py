@@ -1,7 +1,7 @@
 """The command line. Arguments and configuration are checked in full before anything heavy is imported or started.
 
-Exit status: 0 success, 1 a run that failed, 2 a mistake in arguments or configuration, 130 interrupted,
-143 stopped by SIGTERM (see checkpoint.on_termination_s).
+Exit status: 0 success, 1 a run that failed, 2 a mistake in arguments or configuration, 130 stopped by
+Ctrl-C, 143 by SIGTERM (see checkpoint.on_termination_s).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Callable, Optional, Sequence
 
 import megarl
 from megarl.bench import command as bench
-from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.errors import ConfigError, problems_of
+from megarl.config.keys import nearest, settings
+from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
-from megarl.plan.resolve import RunPlan, resolve, weights_are_missing
+from megarl.plan.resolve import RunPlan, resolve
 
 DESCRIPTION = """\
 Asynchronous reinforcement learning for large language models.
@@ -29,7 +30,7 @@ CONFIG is a YAML file; dotted.key=value after it overrides its settings. docs/co
 COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
-    "eval": "greedy pass@1 on data.eval, through SGLang",
+    "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k and avg@k of eval.samples",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
     "plan": "whether a run fits, how long its steps take and what binds; --search finds the fastest split of a GPU budget",
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
@@ -48,7 +49,8 @@ EXAMPLES = {
     "reshard": [
         "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
-        "megarl reshard configs/405b_aipo.yaml --picture 405b.svg --dump 405b.jsonl",
+        "megarl reshard configs/405b_aipo.yaml --picture 405b.svg",
+        "megarl reshard configs/8b_aipo.yaml --dump 8b.jsonl",
     ],
     "bench": bench.EXAMPLES,
 }
@@ -63,21 +65,41 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if arguments.command == "bench":
             bench.run(arguments)
         else:
-            command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
-            plan = resolve(load_config(arguments.config, arguments.overrides), command)
-            RUN[arguments.command](plan, arguments)
+            RUN[arguments.command](_resolved(arguments), arguments)
     except ConfigError as error:
         return _fail(error.problems, 2)
     except (RuntimeError, TimeoutError) as error:
         return _fail([str(error)], 1)
     except KeyboardInterrupt:
-        return 130
+        return _fail(["ended by Ctrl-C"], 130)
     except BrokenPipeError:
         if not _reader_is_gone():
             raise  # another pipe, of a process that died
         # The reader (head, less) has seen enough; keep Python from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _resolved(arguments: argparse.Namespace) -> RunPlan:
+    """Raises ConfigError with all that is wrong: with keys and values, sizes and paths, and what the command is to read."""
+    from megarl.launch import inputs
+
+    command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
+    loaded, plan = read_config(arguments.config, arguments.overrides), None
+    problems = list(loaded.problems)
+    if (config := loaded.config) is None:
+        raise ConfigError(problems)
+    try:
+        plan = resolve(config, command)
+    except ConfigError as error:
+        problems += filter(loaded.concerns, error.problems)
+    if plan is not None and not problems:
+        return plan
+    if command in inputs.COMMANDS:
+        found = problems_of(lambda: inputs.check_inputs(config, command, plan, at_hand=True))
+        told = {problem.partition(": ")[0] for problem in problems}  # key=value
+        problems += [problem for problem in found if loaded.concerns(problem) and problem.partition(": ")[0] not in told]
+    raise ConfigError(problems)
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -137,19 +159,36 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         return arguments
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
-        by_name[arguments.command].error(f"unknown option: {' '.join(unknown)}")
+        by_name[arguments.command].error(f"unknown option: {' '.join(unknown)}{_meant_as_settings(unknown)}")
     arguments.overrides += rest  # argparse takes positional arguments only up to the first option
     return arguments
+
+
+def _meant_as_settings(options: Sequence[str]) -> str:
+    """Other programs take their settings as options."""
+    meant = []
+    for option in options:
+        name, equals, value = option.lstrip("-").partition("=")
+        key = name.replace("-", "_")
+        found = [key] if key in settings() else nearest(key)
+        meant += [f"{found[0]}={value if equals else '…'}"] if found else []
+    return f"; settings have no dashes: {' '.join(meant)}" if meant else ""
 
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         from megarl.launch.dry_run import render_launch
+        from megarl.launch.first_lines import weights_lines
+        from megarl.launch.inputs import check_inputs
+        from megarl.launch.resuming import latest_checkpoint
 
+        datasets = check_inputs(plan.config, "dry-run", plan, at_hand=True)
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
-        if weights_are_missing(plan):
+        print(*weights_lines(plan, latest_checkpoint(plan.config.run_dir)), sep="\n")
+        print(*(f"{'' if number else 'data':<10} {dataset}" for number, dataset in enumerate(datasets)), sep="\n")
+        if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return
     from megarl.launch.commands import train
@@ -182,16 +221,19 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.planner.roles import layouts, sizes
+    from megarl.planner.hardware import Cluster
+    from megarl.planner.roles import gpus, layouts, sizes
+    from megarl.planner.sync_time import link_bytes_per_s
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
     from megarl.reshard.relays import foreseen
-    from megarl.reshard.report import LINK_BYTES_PER_S, copies_of, copy_fields, dump_lines, own_part_s, render_copies, to_json
+    from megarl.reshard.report import copies_of, copy_fields, dump_lines, own_part_s, render_copies, to_json
     from megarl.reshard.table import render
 
     config = plan.config
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
-    facts = to_json(reshard_map, forwarding) if arguments.json else None
+    rate = link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
+    facts = to_json(reshard_map, forwarding, rate) if arguments.json else None
     if facts is None:
         prove_exactly_once(reshard_map)
     if arguments.dump:
@@ -211,7 +253,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if facts is not None:
         print(json.dumps(facts))
         return
-    print(render(reshard_map, LINK_BYTES_PER_S, forwarding))
+    print(render(reshard_map, rate, forwarding))
     print("proven: every destination byte is written exactly once")
 
 

@@ -1,21 +1,42 @@
-"""Files that other processes write, or will read: the end of a log, and what is there whole or not at all."""
+"""Files that other processes write, or will read: the end of a log, what is there whole or not at all, and what is nobody else's."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 _MOST_BYTES = 64 << 10  # logs of days may be larger than memory
 
 
+def make_private_folder(path: Path) -> None:
+    """One that this user alone can look into. Where it is there already it stays as it is: whoever made it has decided."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+
+
 def write_whole(path: Path, text: str) -> None:
-    """By rename: a process that dies over it, or a full disk, leaves what was there before."""
+    """By rename: a process that dies over it, a host that loses its power, or a full disk, leaves what was there before."""
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        half.write_text(text)
+        with open(half, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         half.replace(path)
+        sync_folder(path.parent)
     finally:
         half.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """So that names in it are as they are now also after its host has lost its power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def log_tail(path: Path, lines: int = 25) -> str:

@@ -7,6 +7,7 @@ All are frozen msgspec structs, so the same types serve in memory and on the wir
 from __future__ import annotations
 
 from itertools import compress
+from typing import Any, Optional
 
 import msgspec
 
@@ -25,6 +26,14 @@ class Prompt(msgspec.Struct, frozen=True):
     token_ids: list[int]  # [P]
     text: str
     answer: str  # the reference the verifier compares with
+    row: dict[str, Any] = {}  # of the data set, for a reward function of the user's own; it stays at the generator
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a response has no score of its own."""
+
+    kind: str  # "timeout" | "error" | "memory" | "exit"
+    reason: str  # as it completes "… failed: "
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -44,6 +53,8 @@ class Sample(msgspec.Struct, frozen=True):
     environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of what the environment wrote, for people
     metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
     routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
+    reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
+    failure: Optional[Failure] = None  # of its reward function; `reward` is then reward.failed_score
 
     @property
     def policy_tokens(self) -> int:

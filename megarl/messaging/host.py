@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+from urllib.parse import urlsplit
 
 import msgspec
+
+_ANY_PORT = 9
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -23,8 +26,9 @@ class Host(msgspec.Struct, frozen=True):
 
 
 def address_towards(peer: str) -> str:
-    """This machine's address on the way to `peer`, host:port or tcp://host:port: where `peer` and its neighbours can reach us."""
-    host, _, port = peer.rpartition("/")[2].rpartition(":")
+    """This machine's address on the way to `peer`, host:port or a URL such as tcp://host:port: where `peer` and its neighbours can
+    reach us."""
+    parts = urlsplit(peer if "//" in peer else f"//{peer}")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
+        probe.connect((parts.hostname, parts.port or _ANY_PORT))  # sends nothing
         return probe.getsockname()[0]

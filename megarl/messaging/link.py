@@ -1,14 +1,14 @@
 """Typed messages between the processes of one run: ZeroMQ for transport, MessagePack for content, CURVE for who may speak.
 
-A `Hub` binds; `Peer`s connect to it under their own name. Only holders of the run's key get through, content is
-decoded into the declared message types and nothing else, and every wait has a deadline that names both sides. A wait blocks
-(`receive`), or lets the tasks beside it go on (`arrival`, on the hub).
+A `Hub` binds; `Peer`s connect to it under their own name. Only holders of the run's key get through: others are refused, and
+logged. Content is decoded into the declared message types and nothing else; one that is none of these is an error wherever anything is
+awaited, now and later, and names its sender. Every wait has a deadline that names both sides. A wait blocks (`receive`), or lets the tasks
+beside it go on (`arrival`, on the hub).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import time
@@ -18,14 +18,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional, TypeVar
 
+import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
+from megarl.config.errors import RunError
 from megarl.messaging.messages import Message, decode, encode
 from megarl.messaging.pulse import Pulse
 
 M = TypeVar("M", bound=Message)
 
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 LOOK_UP_S = 0.2  # how often a wait that may be given up asks whether it is
 
 
@@ -81,6 +85,10 @@ class _Inbox:
         return list(self._queues.pop(kind, ()))
 
 
+class UnknownMessage(RunError):
+    """Somebody who has the run's key has sent what is no message of the run: another version of the program, or damage."""
+
+
 class _Endpoint:
     """What hub and peer share: one socket, one inbox, waiting with a deadline."""
 
@@ -88,17 +96,33 @@ class _Endpoint:
         self.name = name
         self._socket = socket
         self._inbox = _Inbox()
+        self._broken: Optional[Exception] = None  # nothing is read any more
 
     def _read(self) -> tuple[str, Message]:
-        """The next message. Raises zmq.Again when none has arrived."""
+        """The next message. Raises zmq.Again when none has arrived, UnknownMessage."""
         raise NotImplementedError
 
     def _take_in(self) -> None:
-        """Moves everything that has arrived into the inbox."""
-        with contextlib.suppress(zmq.Again):
+        """Moves everything that has arrived into the inbox. Raises what reading has raised, from then on whenever it is called."""
+        if self._broken is not None:
+            raise self._broken
+        try:
             while True:
                 self._inbox.put(*self._read())
                 self._arrived()
+        except zmq.Again:
+            return
+        except Exception as error:
+            self._broken = error
+            raise
+
+    def _decoded(self, sender: str, *frames: bytes) -> Message:
+        try:
+            (body,) = frames
+            return decode(body)
+        except (ValueError, msgspec.DecodeError) as error:
+            sent = f"{sum(map(len, frames))} bytes in {len(frames)} parts, beginning with {b''.join(frames)[:16].hex()}"
+            raise UnknownMessage(f"{self.name} was sent what is no message of this run by {sender}: {sent}: {error}") from error
 
     def _arrived(self) -> None:
         """Something has come in."""
@@ -159,12 +183,24 @@ class Hub(_Endpoint):
         socket.sndhwm = socket.rcvhwm = 0
         socket.bind(f"tcp://{host}:{port}")
         self.address = socket.last_endpoint.decode()
+        self._refusals = socket.get_monitor_socket(REFUSALS)
+        self._refused = 0
         self._loop: Optional[asyncio.AbstractEventLoop] = None  # where tasks wait for messages
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
-        sender, body = self._socket.recv_multipart(zmq.NOBLOCK)
-        return sender.decode(), decode(body)
+        self._note_refusals()
+        sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        name = sender.decode() if sender.isascii() and sender.decode().isprintable() else repr(sender)
+        return name, self._decoded(name, *frames)
+
+    def _note_refusals(self) -> None:
+        """Those who came without the run's key: the first is told, the second, the fourth, …, so that they cannot fill the log."""
+        while self._refusals.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            recv_monitor_message(self._refusals)
+            self._refused += 1
+            if self._refused.bit_count() == 1:
+                print(f"{self.name} refused somebody without the run's key at {self.address}, {self._refused} by now", flush=True)
 
     def send(self, peer: str, message: Message) -> None:
         """Raises RuntimeError when `peer` is not connected."""
@@ -200,16 +236,27 @@ class Hub(_Endpoint):
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._arrivals = loop, Pulse()
-            loop.add_reader(self._socket.getsockopt(zmq.FD), self._take_in)
+            loop.add_reader(self._socket.getsockopt(zmq.FD), self._take_in_readable)
+
+    def _take_in_readable(self) -> None:
+        """Called by the event loop, which would log what is raised, and go on: those who wait look, and raise it."""
+        try:
+            self._take_in()
+        except Exception:
+            self._arrivals.beat()
 
     def _arrived(self) -> None:
         if self._loop is not None:
             self._arrivals.beat()
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
         context = self._socket.context
+        self._socket.disable_monitor()
+        self._refusals.close(linger=0)
         super().close()
         self._authenticator.stop()
         context.term()
@@ -228,7 +275,7 @@ class Peer(_Endpoint):
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
-        return "hub", decode(self._socket.recv(zmq.NOBLOCK))
+        return "hub", self._decoded("the hub", *self._socket.recv_multipart(zmq.NOBLOCK))
 
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))

@@ -1,0 +1,98 @@
+"""Process groups of gloo, closed when their members have met.
+
+A member of such a group listens for the others, and knows them by a number that can be guessed alone; what ranks exchange is pickled in
+part. It goes on listening, too, and dies of as many connections as it may have files. Gloo's own means against this, TLS, is not in
+torch's wheels. So as soon as all have connected, the kernel is told to let no packet through that would begin another connection, and those
+that there are must come from this user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # of all users' sockets in this network namespace
+_HELD = ("01", "08")  # states in which a process still holds its end: ESTABLISHED, CLOSE_WAIT
+_NOBODY = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a packet filter (linux/filter.h): BPF_RET | BPF_K, 0 bytes
+_SO_ATTACH_FILTER = 26
+_one_at_a_time = threading.Lock()
+
+Listeners = dict[int, int]  # TCP sockets on which this process listens: descriptor by inode
+
+
+@contextlib.contextmanager
+def members_only() -> Iterator[None]:
+    """What begins to listen in this block, gloo groups and the store where they meet, has all of its connections at the end of it.
+
+    Raises RuntimeError where one of them is another user's.
+    """
+    with new_listeners() as listeners:
+        yield
+    admit_no_more(listeners)
+
+
+@contextlib.contextmanager
+def new_listeners() -> Iterator[Listeners]:
+    """Those that are there when the block is left, and were not before. One such block at a time."""
+    found: Listeners = {}
+    with _one_at_a_time:
+        before = _listening()
+        yield found
+        found.update({inode: descriptor for inode, descriptor in _listening().items() if inode not in before})
+
+
+def admit_no_more(listeners: Listeners) -> None:
+    """All that are to connect have. Raises RuntimeError as `members_only` does."""
+    for descriptor in listeners.values():
+        _admit_nobody(descriptor)
+    if strangers := _strangers(set(listeners)):
+        users = ", ".join(map(str, sorted(strangers)))
+        raise RuntimeError(f"user {users} of this host has connected to a process group of this run, instead of one of its ranks")
+
+
+def _listening() -> Listeners:
+    """All of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed by now
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _listens(int(name)):
+                found[os.fstat(int(name)).st_ino] = int(name)
+    return found
+
+
+def _listens(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as each:
+        return each.family != socket.AF_UNIX and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _admit_nobody(descriptor: int) -> None:
+    """Connections that there are already are not touched by the filter."""
+    with socket.socket(fileno=os.dup(descriptor)) as each:
+        each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(_NOBODY)))
+
+
+class _Row(NamedTuple):
+    """Of the kernel's tables."""
+
+    local: str
+    remote: str
+    state: str
+    user: int
+    inode: int
+
+
+def _strangers(listeners: set[int]) -> set[int]:
+    """Users, other than this process's, who hold the far end of a connection to one of these sockets of ours. Of ends on other hosts
+    nothing is known here."""
+    lines = [line.split() for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
+    rows = [_Row(line[1], line[2], line[3], int(line[7]), int(line[9])) for line in lines]
+    ours = {row.local for row in rows if row.inode in listeners}
+    far_ends = {(row.remote, row.local) for row in rows if row.local in ours}
+    return {row.user for row in rows if (row.local, row.remote) in far_ends and row.state in _HELD and row.user != os.getuid()}

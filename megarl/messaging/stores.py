@@ -1,0 +1,54 @@
+"""Where the members of a process group meet: torch's stores. Whoever can reach one can read and change what is in it.
+
+So on one host it is a file that this user alone can open. Between hosts it is a port, of the one network that they share: torch has no keys
+for it, and would listen on every network.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import socket
+import tempfile
+import weakref
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+
+def open_store(host: str) -> tuple[dist.Store, str]:
+    """A store that others reach on `host`, an IP address, and its own address."""
+    if ipaddress.ip_address(host).is_loopback:
+        folder = tempfile.mkdtemp(prefix="store-")
+        path = os.path.join(folder, "store")
+        file_store = dist.FileStore(path)
+        weakref.finalize(file_store, shutil.rmtree, folder, ignore_errors=True)
+        return file_store, f"file://{host}{path}"
+    store = listening_store(host, 0)
+    return store, f"tcp://{host}:{store.port}"
+
+
+def connect_store(address: str, timeout_s: float) -> dist.Store:
+    """To one that `open_store` has opened. Raises RuntimeError where it cannot be reached within the deadline."""
+    parts, timeout = urlsplit(address), timedelta(seconds=timeout_s)
+    if parts.scheme == "file":
+        store = dist.FileStore(parts.path)
+        store.set_timeout(timeout)
+        return store
+    assert parts.hostname is not None and parts.port is not None
+    return dist.TCPStore(parts.hostname, parts.port, is_master=False, timeout=timeout)
+
+
+def listening_store(host: str, port: int, timeout_s: float = 300) -> dist.TCPStore:
+    """A store in this process that listens on `host` alone. `port` 0 takes a free one."""
+    listener = socket.create_server((host, port))
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
