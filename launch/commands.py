@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from megarl.channels.ledger import Ledger
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
-from megarl.data.check import check_data
-from megarl.environments.loading import check_rollout
-from megarl.executors.checkpoints import complete_checkpoints, remove_leftovers
 from megarl.files import write_whole
-from megarl.launch.launcher import Job, Resume, launch
+from megarl.launch.first_lines import headline, sizes, weights_lines
+from megarl.launch.inputs import check_inputs
+from megarl.launch.launcher import Job, launch
 from megarl.launch.node import Node, this_node
-from megarl.launch.stopping import EXIT_STATUS, Stopped
+from megarl.launch.resuming import Resume, check_resume_point, held_checkpoint, latest_checkpoint
+from megarl.launch.room import check_room_for_weights
+from megarl.launch.stopping import Stopped
+from megarl.observe.evaluations import sets
+from megarl.observe.metrics import METRICS_FILE, check_lines
 from megarl.observe.progress import Progress
+from megarl.observe.rollouts import recover_ordinals
 from megarl.observe.status import clear_statuses
+from megarl.plan.checkpoints import checkpoint_path, remove_leftovers
 from megarl.plan.resolve import RunPlan
-from megarl.trainer.hf_files import check_checkpoint
+from megarl.plan.weights import begin_with, needs_reference
+from megarl.trainer.hf_files import fingerprint
 
 
 def train(plan: RunPlan) -> None:
@@ -28,14 +37,14 @@ def train(plan: RunPlan) -> None:
     if resume.step < config.max_steps:
 
         def prepare(_: Path) -> None:
-            check_data(config, plan.spec, "train")
-            check_weights(plan)
-            if config.weights.transport != "auto":
-                check_weights_transport(config.weights.transport)
-            check_rollout(config)
+            check_resume_point(run_dir, resume)
+            check_inputs(config, "train", plan)
             remove_leftovers(run_dir)
+            note_beginning(plan, resume)
+            print(headline(plan, resume.step, node.count), *weights_lines(plan, resume), sep="\n", flush=True)
+            if resume.checkpoint:
+                mend_records(run_dir, resume)
             write_whole(run_dir / "config.yaml", dump_config(config))
-            print(headline(plan, resume.step, node.count), flush=True)
 
         job = Job("train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True)
         try:
@@ -43,33 +52,44 @@ def train(plan: RunPlan) -> None:
         except Stopped as stopped:
             if stopped.problem or latest_checkpoint(run_dir).step < config.max_steps:
                 _tell_stopped(run_dir, stopped, node)
-                raise SystemExit(EXIT_STATUS) from stopped
+                raise SystemExit(stopped.exit_status) from stopped
     elif node.is_head:
         steps = f"{resume.step} of {config.max_steps} steps"
         print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
     if node.is_head:
-        from megarl.observe.report import finish_report
-
-        print(finish_report(run_dir))
+        _report(run_dir)
 
 
 def _tell_stopped(run_dir: Path, stopped: Stopped, node: Node) -> None:
     if node.is_head:
-        where = f"stopped at step {latest_checkpoint(run_dir).step} by SIGTERM; the same command goes on from there"
+        where = f"stopped at step {latest_checkpoint(run_dir).step} by {stopped.by}; the same command goes on from there"
         print(f"{where}. It did not stop cleanly: {stopped.problem}" if stopped.problem else where, flush=True)
+        _report(run_dir)
 
 
-def check_weights_transport(setting: str) -> None:
-    """Raises ConfigError where it cannot work on this host."""
-    from megarl.transports.choice import check_transport  # not at the top: it imports torch
+def _report(run_dir: Path) -> None:
+    from megarl.observe.report import finish_report  # not at the top: it imports numpy and more
 
-    check_transport(setting)
+    print(finish_report(run_dir), flush=True)
 
 
-def check_weights(plan: RunPlan) -> None:
-    """Raises ConfigError where the checkpoint that the command begins with, if it is a folder, is damaged or of another model."""
-    if Path(plan.weights_path).is_dir():
-        check_checkpoint(plan.spec, Path(plan.weights_path))
+def note_beginning(plan: RunPlan, resume: Resume) -> None:
+    """Notes in a run's folder what it begins with. Raises ConfigError where one that goes on needs it as a reference, and it has changed."""
+    config, weights = plan.config, plan.weights
+    now = fingerprint(Path(weights.path)) if Path(weights.path).is_dir() else ""
+    if not resume.checkpoint:
+        begin_with(config, weights, now)
+    elif needs_reference(config) and weights.fingerprint not in ("", now):
+        reference = "its reference model is what the run began with, but other weights have come into"
+        raise ConfigError(f"algorithm.kl_coef={config.algorithm.kl_coef}: {reference} {weights.path} since; put them back")
+
+
+def mend_records(run_dir: Path, resume: Resume) -> None:
+    """Says what the records of a run that goes on have lost, and writes again what the checkpoint knows."""
+    consumed = Ledger.load(resume.checkpoint).consumed()
+    for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recover_ordinals(run_dir, resume.step, consumed)):
+        if lost:
+            print(lost, flush=True)
 
 
 def sft(plan: RunPlan) -> None:
@@ -81,11 +101,10 @@ def sft(plan: RunPlan) -> None:
         return
 
     def prepare(_: Path) -> None:
-        check_data(config, plan.spec, "sft")
-        if not config.model.random_init:
-            check_weights(plan)
+        check_inputs(config, "sft", plan)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
-        print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}", flush=True)
+        print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}")
+        print(f"Weights: {'random, by seed ' + str(config.seed) if config.model.random_init else plan.weights}", flush=True)
 
     job = Job("sft", run_dir / "logs", trainer_role="sft", driver_role=None)
     _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps)
@@ -94,34 +113,57 @@ def sft(plan: RunPlan) -> None:
 
 
 def evaluate(plan: RunPlan, json_output: bool) -> None:
-    """Greedy pass@1 of `model.path` on `data.eval`, through SGLang."""
+    """The held-out scores of `model.path` on `data.eval` and `eval.suites`, through SGLang."""
     node = this_node()
 
     def prepare(_: Path) -> None:
-        check_data(plan.config, plan.spec, "eval")
-        check_weights(plan)
-        check_rollout(plan.config)
+        check_inputs(plan.config, "eval", plan)
+        if not json_output:
+            print(f"Weights: {plan.weights}", flush=True)
 
     job = Job("eval", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
     folder = launch(plan, job, node, prepare)
     if node.is_head:
-        result = json.loads((folder / "result.json").read_text())
-        text = f"pass@1 {result['pass@1']:.3f} ({result['correct']} of {result['prompts']} prompts) with the weights in {plan.weights_path}"
-        print(json.dumps(result) if json_output else text)
+        result = _read_result(folder / "result.json")
+        print(json.dumps(result) if json_output else evaluation_text(result, plan.weights_path))
+
+
+def evaluation_text(result: Mapping[str, Any], weights: str) -> str:
+    """A line for each held-out set."""
+    lines = [f"held-out scores of the weights in {weights}"]
+    for name, scores in sets(result).items():
+        passes = ", ".join(f"{key} {scores[key]:.3f}" for key in scores if key.startswith(("pass@", "avg@")))
+        found = f"{scores['correct']} of {scores['samples']} answers to {scores['prompts']} prompts"
+        rest = f"mean reward {scores['reward/mean']:.3f}, {scores['truncated_fraction']:.0%} truncated"
+        lines.append(f"  {name or 'data.eval'}: {passes} ({found}), {rest}")
+    return "\n".join(lines)
+
+
+def _read_result(path: Path) -> dict[str, float]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"{path}: the result is missing or damaged ({error}); evaluate again") from error
 
 
 def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
     """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`."""
-    found = dict(complete_checkpoints(plan.config.run_dir))
-    if not found or (step is not None and step not in found):
-        there = f"there are those of steps {', '.join(map(str, found))}" if found else "there is none at all"
-        raise ConfigError(f"run_dir={plan.config.run_dir}: no checkpoint{'' if step is None else f' of step {step}'}; {there}")
-    node, chosen = this_node(), max(found) if step is None else step
-    request = json.dumps({"checkpoint": str(found[chosen]), "output": str(output)})
-    job = Job("export", Path(plan.config.run_dir) / "export" / "logs", trainer_role="export", driver_role=None)
-    launch(plan, job, node, lambda folder: (folder / "export.json").write_text(request))
+    run_dir, node = Path(plan.config.run_dir), this_node()
+    job = Job("export", run_dir / "export" / "logs", trainer_role="export", driver_role=None)
+    with contextlib.ExitStack() as resources:
+
+        def prepare(folder: Path) -> None:
+            nonlocal step
+            check_room_for_weights(plan, "--output ", output)
+            held = resources.enter_context(held_checkpoint(run_dir, step))
+            check_resume_point(run_dir, held)
+            (folder / "export.json").write_text(json.dumps({"checkpoint": held.checkpoint, "output": str(output)}))
+            step = held.step
+            print(f"Weights: the checkpoint {checkpoint_path(run_dir, step)}", flush=True)
+
+        launch(plan, job, node, prepare)
     if node.is_head:
-        print(f"Weights of step {chosen} are in {output}")
+        print(f"Weights of step {step} are in {output}")
 
 
 def _launch_showing(
@@ -141,27 +183,3 @@ def _launch_showing(
         launch(plan, job, node, prepare_to_show, progress.poll, resume)
     finally:
         progress.close()
-
-
-def headline(plan: RunPlan, step: int, nodes: int) -> str:
-    config = plan.config
-    start = f"from the checkpoint of step {step}" if step else "from the start"
-    engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
-    where = f" on {nodes} nodes" if nodes > 1 else ""
-    capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
-    batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
-    return (
-        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}, "
-        f"{batch}, trainer {sizes(plan)} -> {engines}{where}, in {config.run_dir}"
-    )
-
-
-def sizes(plan: RunPlan) -> str:
-    """The trainer's parallel sizes above 1, such as TP2xDP4."""
-    axes = {axis: getattr(plan.trainer_topology, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
-    return "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1) or "on one rank"
-
-
-def latest_checkpoint(run_dir: Path) -> Resume:
-    found = complete_checkpoints(run_dir)
-    return Resume(found[-1][0], str(found[-1][1])) if found else Resume()

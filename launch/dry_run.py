@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megarl.launch.binding import gpus
-from megarl.launch.commands import sizes
+from megarl.launch.first_lines import sizes
 from megarl.launch.launcher import Job, placement
 from megarl.launch.meeting import NodeReport
+from megarl.launch.node import LOOPBACK, interface_with
 from megarl.launch.placement import NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.rendezvous import Rendezvous
@@ -36,7 +37,7 @@ def render_launch(plan: RunPlan) -> str:
     lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
     for alike in _runs(placed):
         lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
-    lines.append("commands, the first of each role (ADDRESS, PORT and KEY are settled when the nodes meet):")
+    lines.append("commands, the first of each role (ADDRESS, PORT, KEY and SCRATCH are settled when the nodes meet):")
     for node, spec in _samples(plan, job, placed):
         shown = sorted((key, value) for key, value in spec.env.items() if "KEY" not in key and key != PARENT)
         environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown)
@@ -87,7 +88,9 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
     def part_of(node: NodePlan) -> NodePart:
         ports = {part.name: 0 for part in node.engines}
         report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
-        return NodePart(plan, node, report, unknown, folder, plan.config.launch.interface)
+        alone = len(placed) == 1
+        interface = plan.config.launch.interface or (interface_with(LOOPBACK) if alone else None)
+        return NodePart(plan, node, report, unknown, folder, interface, Path("SCRATCH"), alone)
 
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
     for node in placed:

@@ -1,5 +1,8 @@
 """The engines of one node, kept alive: one that dies, or answers nothing for too long, is started again on the same port.
 
+While a worker is at a command of a weight update, which may take as long as timeouts.weights_s, its scheduler answers nothing: then it
+beats (generator.beats).
+
 What an engine that was started again must be given before it serves is the driver's business (generator.returns).
 """
 
@@ -9,10 +12,14 @@ import http.client
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from megarl.generator.beats import BEATS
+from megarl.launch.ports import taken
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
 
 LOOK_UP_S = 1.0
+STILL_S = 5.0  # between two polls, which are mostly 0.1 s apart
 
 
 @dataclass
@@ -24,6 +31,10 @@ class KeptEngine:
     restarts: int = 0
     started: float = field(default_factory=time.monotonic)
     answered: float | None = None  # when it last did; None: not since it was started
+    ever_answered: bool = False
+    beaten: float = 0.0  # when it was last seen to have beaten
+    beat: int = 0  # what the file of its beats said then
+    looked: float = 0.0
 
     def ask(self, timeout_s: float) -> None:
         """Asks for what SGLang's schedulers themselves must answer, also while they stand still for an update."""
@@ -38,6 +49,14 @@ class KeptEngine:
         finally:
             connection.close()
 
+    def look(self, now: float) -> None:
+        """For beats. Its own clock counts, not that of a server of files."""
+        if now - self.looked < LOOK_UP_S or BEATS not in self.spec.env:
+            return
+        self.looked, path = now, Path(self.spec.env[BEATS])
+        if (beat := path.stat().st_mtime_ns if path.exists() else 0) != self.beat:
+            self.beat, self.beaten = beat, now
+
 
 class EngineKeeper:
     """`policy` is generator.on_failure; under `fail` nothing is kept, and the death of an engine ends the run like any other's."""
@@ -46,6 +65,8 @@ class EngineKeeper:
         self._processes, self._policy, self._max_restarts = processes, policy, max_restarts
         self._health_s, self._startup_s = health_s, startup_s
         self._engines: dict[str, KeptEngine] = {}
+        self._polled = time.monotonic()
+        self._broken: Exception | None = None  # what asking has died of
 
     @property
     def names(self) -> set[str]:
@@ -61,6 +82,9 @@ class EngineKeeper:
 
     def poll(self) -> None:
         """Raises ProcessFailed, with the end of its log, for an engine that has died once more than it may."""
+        if self._broken is not None:
+            raise RuntimeError(f"the engines cannot be asked whether they live: {self._broken!r}") from self._broken
+        self._forgive_own_silence()
         for name, engine in list(self._engines.items()):
             if (problem := self._hangs(engine)) and name in self._processes.running():
                 print(f"{name} {problem}; it is ended", flush=True)
@@ -68,11 +92,24 @@ class EngineKeeper:
             elif (failure := self._processes.failure(name)) is not None:
                 self._replace(name, engine, failure)
 
+    def _forgive_own_silence(self) -> None:
+        """While this launcher itself stood still (SIGSTOP, a server of files that did not answer), nobody could have answered it."""
+        before, self._polled = self._polled, time.monotonic()
+        still_s = self._polled - before
+        if still_s < STILL_S:
+            return
+        print(f"this launcher stood still for {still_s:.0f} s: stopped, or held by the system; the run goes on", flush=True)
+        for engine in self._engines.values():
+            engine.started, engine.beaten = engine.started + still_s, engine.beaten + still_s
+            engine.answered = engine.answered and engine.answered + still_s
+
     def _hangs(self, engine: KeptEngine) -> str:
         now = time.monotonic()
         if engine.answered is None:
             return f"did not answer within {self._startup_s:.0f} s of its start" if now - engine.started > self._startup_s else ""
-        silence_s = now - engine.answered
+        if now - engine.answered > self._health_s / 2:
+            engine.look(now)
+        silence_s = now - max(engine.answered, engine.beaten)
         return f"has answered nothing for {silence_s:.0f} s" if silence_s > self._health_s + LOOK_UP_S else ""
 
     def _replace(self, name: str, engine: KeptEngine, failure: ProcessFailed) -> None:
@@ -81,14 +118,22 @@ class EngineKeeper:
             del self._engines[name]
             self._processes.forget(name)
             return
-        if engine.restarts == self._max_restarts:
+        useless = not engine.ever_answered and not failure.signalled  # it would end as it has
+        if useless or engine.restarts == self._max_restarts:
             raise failure
         engine.restarts += 1
         print(f"{failure.how}; started again ({engine.restarts} of generator.max_restarts={self._max_restarts})", flush=True)
+        if failure.cause:
+            print(f"{name}: {failure.cause}", flush=True)
+        for line in taken({name: engine.port}, engine.host, self._processes.process_ids()):
+            print(line, flush=True)
         engine.started, engine.answered = time.monotonic(), None
         self._processes.start(engine.spec)
 
     def _ask_on(self, engine: KeptEngine) -> None:
-        while self._engines.get(engine.spec.name) is engine:
-            engine.ask(self._health_s)
-            time.sleep(LOOK_UP_S)
+        try:
+            while self._engines.get(engine.spec.name) is engine:
+                engine.ask(self._health_s)
+                time.sleep(LOOK_UP_S)
+        except Exception as error:
+            self._broken = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from megarl.launch.binding import VISIBLE, cores_near, gpus
 from megarl.launch.placement import EnginePart
@@ -12,14 +13,18 @@ from megarl.plan.resolve import RunPlan
 CUMEM = "NCCL_CUMEM_ENABLE"
 
 
-def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
-    """torchrun's variables, so that the trainer does not care who launched it, and what Megatron-core wants set."""
+def trainer_environment(
+    plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None
+) -> dict[str, str]:
+    """torchrun's variables, so that the trainer does not care who launched it, and what Megatron-core wants set. `store` is a file where
+    the ranks meet if they are all on this node."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.trainer_topology.world_size),
         "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        **({"MEGARL_TRAINER_STORE": str(store)} if store else {}),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: keeps communication kernels behind the compute they wait for
         **one_thread(),
         **binding(local_rank),
@@ -39,13 +44,19 @@ def binding(slot: int) -> dict[str, str]:
 
 
 def network(interface: str | None, wanted: bool) -> dict[str, str]:
-    """Of a run on several nodes: `interface` is where this one is reached, `wanted` whether launch.interface says so.
+    """`interface` is where this node is reached, `wanted` whether NCCL must be told too: launch.interface says so, or nobody else should.
 
     gloo by itself takes what the host's own name resolves to, often 127.0.1.1; NCCL looks at the interfaces, and need not be told.
     """
     if interface is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": interface} if wanted else {})}
+
+
+def scratch(folder: Path) -> dict[str, str]:
+    """`folder`, for what libraries put under TMPDIR. Compiled code is kept elsewhere, for the next launch to find."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    return {"TMPDIR": str(folder), name: os.environ.get(name, os.path.expanduser("~/.cache/torchinductor"))}
 
 
 def weight_group(transport: str) -> dict[str, str]:

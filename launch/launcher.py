@@ -6,7 +6,6 @@ On one host it is the whole of the launch; under srun or torchrun the same progr
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
+from megarl.files import make_private_folder
 from megarl.generator.server import EngineKeys
 from megarl.launch.binding import gpus
 from megarl.launch.engines import EngineKeeper
@@ -22,14 +22,16 @@ from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_with
 from megarl.launch.placement import NodePlan, place, slots_per_node
 from megarl.launch.preflight import disagreements, host_name, infiniband_ports, problems_here, versions
-from megarl.launch.processes import ProcessGroup, raise_limits
+from megarl.launch.ports import taken
+from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
 from megarl.launch.rendezvous import Rendezvous, free_ports
+from megarl.launch.resuming import Resume
+from megarl.launch.scratch import scratch_folder
 from megarl.launch.start import NodePart
 from megarl.launch.stopping import Stopped, StopOrder
 from megarl.launch.watch import RunWatch, termination_as_exit
 from megarl.messaging.link import RunKey
 from megarl.plan.resolve import RunPlan
-from megarl.reshard.layout import parameter_count
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,6 @@ class Job:
     stops: bool = False  # SIGTERM lets it finish the running step and save
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Where a run goes on from."""
-
-    step: int = 0
-    checkpoint: str = ""  # folder; empty for a fresh run
-
-
 def launch(
     plan: RunPlan, job: Job, node: Node, prepare: Callable[[Path], None], poll: Callable[[], None] = lambda: None, resume: Resume = Resume()
 ) -> Path:
@@ -59,17 +53,19 @@ def launch(
     `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second.
 
     Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan,
-    Stopped when SIGTERM stopped it (at the first for a job that `stops`, at once at the second).
+    Stopped when SIGTERM or Ctrl-C stopped it (at the first for a job that `stops`; at the second it ends at once).
     """
     raise_limits()
     folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
     try:
+        make_private_folder(Path(plan.config.run_dir))
         meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
     except OSError as error:
         raise ConfigError(f"run_dir={plan.config.run_dir}: cannot be written to: {error.strerror}: {error.filename}") from error
     try:
         with (
             _prepared(plan, job, node, folder, prepare),
+            scratch_folder() as scratch,
             ProcessGroup(job.logs) as processes,
             _termination(processes, meeting, plan, job) as order,
         ):
@@ -78,29 +74,34 @@ def launch(
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
             keeper = engine_keeper(processes, plan, job)
-            several = node.count > 1 or plan.config.launch.interface is not None
-            interface = interface_with(report.address) if several else None
-            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface)
+            interface = interface_with(report.address)
+            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface, scratch, alone=node.count == 1)
             workers, trainers = _start(processes, keeper, here, job)
             if job.stops:
                 order.arm(trainers)
-            RunWatch(processes, keeper, meeting, order, poll).follow(workers, working)
+            try:
+                RunWatch(processes, keeper, meeting, order, poll).follow(workers, working)
+            except ProcessFailed as failure:
+                for line in taken(report.ports, report.address, processes.process_ids()):
+                    failure.add(line)
+                raise
             if order.given:
-                raise Stopped
+                raise Stopped(number=order.signal)
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
         if node.count > 1:
             meeting.fail(f"node {node.rank} ({host_name()}): {error}")
         raise
-    except SystemExit:
+    except (SystemExit, KeyboardInterrupt) as error:
         if node.count > 1:
-            meeting.fail(f"node {node.rank} ({host_name()}) was ended by SIGTERM")
+            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
+            meeting.fail(f"node {node.rank} ({host_name()}) was ended by {name}")
         raise
     return folder
 
 
 @contextlib.contextmanager
 def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan, job: Job) -> Iterator[StopOrder]:
-    """SIGTERM as an order to stop, where `job` can; what goes wrong on the way is told with it."""
+    """SIGTERM and Ctrl-C as an order to stop, where `job` can; what goes wrong on the way is told with it."""
     order = StopOrder(meeting, processes, plan.config.checkpoint.on_termination_s)
     with termination_as_exit(first=order.order):
         try:
@@ -108,7 +109,7 @@ def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan, job: 
         except (RuntimeError, TimeoutError) as error:
             if not order.given:
                 raise
-            raise Stopped(str(error)) from error
+            raise Stopped(str(error), order.signal) from error
 
 
 @contextlib.contextmanager
@@ -158,7 +159,7 @@ def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
     wanted = [part.name for part in mine.engines] + [f"engine.{engine}.group" for engine in mine.serves]
     wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
-    problems = problems_here(plan, mine, parameter_count(plan.spec)) if node.count > 1 else []
+    problems = problems_here(plan) if node.count > 1 else []
     return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems, infiniband_ports())
 
 
@@ -196,7 +197,7 @@ def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: J
     """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
     trainers = here.trainers(job.trainer_role) if job.trainer_role else []
     drivers = [here.driver(job.driver_role)] if _drives(here.placed, job) else []
-    workers = [dataclasses.replace(spec, defers_termination=job.stops) for spec in [*trainers, *drivers]]
+    workers = [*trainers, *drivers]
     engines = here.engines()
     for spec in [*engines, *workers]:
         processes.start(spec)

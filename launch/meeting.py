@@ -77,11 +77,18 @@ class Meeting:
         while missing := [rank for rank in range(self.node.count) if rank not in found]:
             present = [rank for rank in missing if self._path_of_report(rank).name in self._there()]
             for rank in present:
-                found[rank] = msgspec.json.decode(self._path_of_report(rank).read_bytes(), type=NodeReport)
+                found[rank] = self._read_report(rank)
             if not present:
                 absent = f"node {', '.join(map(str, missing))} of {self.node.count}"
                 self._wait(deadline, f"{absent} to announce itself in {self.folder}: do all nodes share that file system?")
         return [found[rank] for rank in range(self.node.count)]
+
+    def _read_report(self, rank: int) -> NodeReport:
+        path = self._path_of_report(rank)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=NodeReport)
+        except msgspec.DecodeError as error:
+            raise RuntimeError(f"{path}: is damaged ({error}); it belongs to this launch alone: start again") from error
 
     def publish(self, rendezvous: Rendezvous) -> None:
         rendezvous.save(self.folder)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.launch.binding import nvidia_smi
 from megarl.launch.meeting import NodeReport
-from megarl.launch.placement import NodePlan
 from megarl.plan.resolve import RunPlan
 
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 INFINIBAND = Path("/sys/class/infiniband")
-BYTES_PER_PARAMETER = 4 + 4 + 4 + 2  # of a checkpoint: fp32 master, both of Adam's moments, the weight itself
 
 
 def versions() -> dict[str, str]:
@@ -31,9 +28,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def problems_here(plan: RunPlan, mine: NodePlan, parameters: int) -> list[str]:
-    """What keeps this node from running `mine`. `parameters` of the model, for the size of checkpoints."""
-    return [*_missing_files(plan), *_no_room(plan, mine, parameters), *dead_nvlinks(nvidia_smi("nvlink", "--status"))]
+def problems_here(plan: RunPlan) -> list[str]:
+    """What keeps this node from running its part."""
+    return [*_missing_files(plan), *dead_nvlinks(nvidia_smi("nvlink", "--status"))]
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
@@ -41,15 +38,6 @@ def _missing_files(plan: RunPlan) -> Iterator[str]:
     path = plan.weights_path
     if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
         yield f"{path} is not there: is it on a file system that all nodes share?"
-
-
-def _no_room(plan: RunPlan, mine: NodePlan, parameters: int) -> Iterator[str]:
-    if not mine.trainer_ranks:
-        return
-    checkpoints = plan.config.checkpoint.keep + 1  # a new one is whole before the oldest goes
-    needed, free = checkpoints * parameters * BYTES_PER_PARAMETER, shutil.disk_usage(plan.config.run_dir).free
-    if free < needed:
-        yield f"run_dir={plan.config.run_dir} has {free / 2**30:.1f} GiB free; {checkpoints} checkpoints take {needed / 2**30:.1f} GiB"
 
 
 def infiniband_ports(devices: Path = INFINIBAND) -> dict[str, bool]:

@@ -56,7 +56,12 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, launch_dir: Path) -> Rendezvous:
-        return msgspec.json.decode(rendezvous_path(launch_dir).read_bytes(), type=cls)
+        """Raises RuntimeError where it is damaged."""
+        path = rendezvous_path(launch_dir)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except msgspec.DecodeError as error:
+            raise RuntimeError(f"{path}: is damaged ({error}); it belongs to this launch alone: start again") from error
 
 
 def rendezvous_path(launch_dir: Path) -> Path:

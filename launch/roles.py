@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from pathlib import Path
 
 from megarl.config.load import load_config
 from megarl.controller import Controller
+from megarl.files import write_whole
 from megarl.launch.binding import gpus
 from megarl.launch.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.weights import find_weights
 from megarl.protocols import Channel, Executor
 
 
@@ -24,7 +27,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
 
     stop = StopRequest()
     stop.listen()
-    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
+    plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     prepare_megatron(plan)
     from megarl.channels.buffer import RolloutBuffer
     from megarl.channels.ledger import Ledger
@@ -32,13 +35,15 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
     from megarl.messaging.link import Peer
+    from megarl.trainer.deadlines import naming_peers
 
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
     buffer = RolloutBuffer(config.rollout.prompts_per_step, config.async_.max_staleness, ledger) if rank == 0 else None
     weights = WeightsSender(plan, link, stop)
     rollouts = RolloutsReceiver(link, config.async_.capacity, config.timeouts.rollouts_s, buffer, stop, partial(weights.send, again=True))
-    run_controller(plan, TrainerExecutor(plan, rank, rendezvous, rollouts.ledger), [weights, rollouts], weights)
+    with naming_peers("trainer", rank):
+        run_controller(plan, TrainerExecutor(plan, rank, rendezvous, rollouts.ledger), [weights, rollouts], weights)
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
@@ -51,7 +56,7 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     from megarl.reshard.layout import trainer_layout
     from megarl.trainer.norm_names import norm_names
 
-    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
+    plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, norm_names())
     weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
@@ -69,8 +74,10 @@ def sft(rank: int, launch_dir: Path) -> None:
     plan = load_plan(launch_dir)
     prepare_megatron(plan)
     from megarl.executors.sft import run_sft_rank
+    from megarl.trainer.deadlines import naming_peers
 
-    run_sft_rank(plan, rank)
+    with naming_peers("sft", rank):
+        run_sft_rank(plan, rank)
 
 
 def evaluate(rank: int, launch_dir: Path) -> None:
@@ -78,7 +85,7 @@ def evaluate(rank: int, launch_dir: Path) -> None:
     from megarl.executors.evaluate import evaluate_engines
 
     result = asyncio.run(evaluate_engines(load_plan(launch_dir), Rendezvous.load(launch_dir)))
-    (launch_dir / "result.json").write_text(json.dumps(result))
+    write_whole(launch_dir / "result.json", json.dumps(result))
 
 
 def export(rank: int, launch_dir: Path) -> None:
@@ -86,9 +93,11 @@ def export(rank: int, launch_dir: Path) -> None:
     plan = load_plan(launch_dir)
     prepare_megatron(plan)
     from megarl.executors.export import export_rank
+    from megarl.trainer.deadlines import naming_peers
 
     request = json.loads((launch_dir / "export.json").read_text())
-    export_rank(plan, request["checkpoint"], request["output"])
+    with naming_peers("export", rank):
+        export_rank(plan, request["checkpoint"], request["output"])
 
 
 def prepare_megatron(plan: RunPlan) -> None:
@@ -114,8 +123,10 @@ def check_gpus(plan: RunPlan) -> None:
         raise RuntimeError(f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}") from error
 
 
-def load_plan(launch_dir: Path) -> RunPlan:
-    return resolve(load_config(launch_dir / "config.yaml", []))
+def load_plan(launch_dir: Path, command: str | None = None) -> RunPlan:
+    """As the launcher of `command` has resolved it, with the weights that it begins with."""
+    plan = resolve(load_config(launch_dir / "config.yaml", []))
+    return dataclasses.replace(plan, weights=find_weights(plan.config, command))
 
 
 ROLES: dict[str, Callable[[int, Path], None]] = {

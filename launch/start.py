@@ -7,8 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.generator.beats import BEATS
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.launch.environment import engine_devices, network, one_thread, trainer_environment, weight_group
+from megarl.launch.environment import engine_devices, network, one_thread, scratch, trainer_environment, weight_group
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
@@ -26,7 +27,9 @@ class NodePart:
     report: NodeReport
     rendezvous: Rendezvous
     folder: Path  # of the launch
-    interface: str | None  # by which other nodes reach this one, where there are others
+    interface: str | None  # by which processes reach each other
+    scratch: Path  # of this node: its processes' TMPDIR
+    alone: bool  # there are no other nodes
 
     def engines(self, device: str | None = None) -> list[ProcessSpec]:
         """One process per engine, or part of one, in the order of `placed.engines`. `device`: cuda | cpu; None: what the node has."""
@@ -34,14 +37,16 @@ class NodePart:
         server_args, specs = self.plan.config.generator.server_args, []
         for part in self.placed.engines:
             argv, environment = server_command(self._settings(part, device), keys, server_args)
-            specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **self._network()}))
+            environment[BEATS] = str(self.folder / f"{part.name}.beats")
+            specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **self._network(), **scratch(self.scratch)}))
         return specs
 
     def trainers(self, role: str) -> list[ProcessSpec]:
         """One process per trainer rank, in the given role."""
-        specs = []
+        specs, where = [], self.rendezvous
+        store = self.scratch / "trainers" if self.alone else None
         for local_rank, rank in enumerate(self.placed.trainer_ranks):
-            environment = trainer_environment(self.plan, rank, local_rank, self.rendezvous.trainer_host, self.rendezvous.trainer_port)
+            environment = trainer_environment(self.plan, rank, local_rank, where.trainer_host, where.trainer_port, store)
             specs.append(self._worker(role, rank, {**environment, **self._network()}))
         return specs
 
@@ -51,16 +56,17 @@ class NodePart:
 
     def _network(self) -> dict[str, str]:
         config = self.plan.config
-        return {**network(self.interface, wanted=config.launch.interface is not None), **weight_group(config.weights.transport)}
+        return {**network(self.interface, config.launch.interface is not None or self.alone), **weight_group(config.weights.transport)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
-        return ProcessSpec(f"{role}.{rank}", argv, {**environment, PARENT: str(os.getpid())}, dumps_stacks=True)
+        return ProcessSpec(f"{role}.{rank}", argv, {**environment, **scratch(self.scratch), PARENT: str(os.getpid())}, dumps_stacks=True)
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config, engine = self.plan.config, part.engine
         return EngineSettings(
             model_path=self.plan.weights_path,
+            holds_weights=not self.plan.weights.are_gone,
             dtype=self.plan.engine_dtype,
             port=self.report.ports[part.name],
             context_length=self.plan.spec.max_position_embeddings,
@@ -74,6 +80,7 @@ class NodePart:
             mem_fraction=config.generator.mem_fraction,
             device=device,
             return_routing=config.trainer.routing_replay,
+            tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else None,
             seed=config.seed + engine,
             parts=part.parts,
             part=part.part,

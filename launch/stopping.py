@@ -1,4 +1,4 @@
-"""A run that is asked to stop (SIGTERM, as Slurm's preemption sends it): its trainer ranks finish the running step, save, and end.
+"""A run that is asked to stop (Ctrl-C, or SIGTERM, as Slurm's preemption sends it): its trainer ranks finish the running step, save, and end.
 
 The request reaches all nodes through the folder where their launchers meet. Engines and their driver are not needed for it, and
 are ended when the trainer ranks are done.
@@ -12,15 +12,15 @@ import time
 from megarl.launch.meeting import Meeting
 from megarl.launch.processes import ProcessGroup
 
-EXIT_STATUS = 128 + signal.SIGTERM
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Stopped(Exception):
-    """The run was stopped, by request, before its end. `problem` is what kept it from stopping cleanly, or empty."""
+    """The run was stopped, by request (the signal `number`), before its end. `problem` is what kept it from stopping cleanly, or empty."""
 
-    def __init__(self, problem: str = ""):
+    def __init__(self, problem: str = "", number: int = signal.SIGTERM):
         super().__init__(problem)
-        self.problem = problem
+        self.problem, self.by, self.exit_status = problem, NAMES[number], 128 + number
 
 
 class StopOrder:
@@ -31,19 +31,21 @@ class StopOrder:
         self._trainers: set[str] | None = None
         self._since: float | None = None
         self._signalled = False  # this launcher itself, not only one of another node
+        self._told = False
+        self.signal: int = signal.SIGTERM  # that gave the order; of another node's, this
 
     def arm(self, trainers: set[str]) -> None:
         """From now on there is something to save: the trainer ranks of this node."""
         self._trainers = trainers
 
-    def order(self) -> bool:
-        """In a signal handler. False when it is too early, or the second time: then everything is to end at once.
+    def order(self, number: int = signal.SIGTERM) -> bool:
+        """In the handler of the signal `number`. False when it is too early, or the second time: then everything is to end at once.
 
         Slurm signals all nodes: an order that another node has passed on already is the same one, not a second.
         """
         if self._trainers is None or self._signalled:
             return False
-        self._signalled = True
+        self._signalled, self.signal = True, number
         if self._since is None:
             self._begin()
             self._meeting.ask_to_stop()
@@ -53,10 +55,14 @@ class StopOrder:
         """Follows an order given on another node. Raises Stopped past the deadline."""
         if self._since is None and self._trainers is not None and self._meeting.asked_to_stop():
             self._begin()
+        if self._since is not None and not self._told:
+            self._told = True  # here, as a signal's handler may have come into the middle of another print
+            within = f"the running step is finished and saved, within {self._deadline_s:g} s (checkpoint.on_termination_s)"
+            print(f"{NAMES[self.signal]}: {within}. Once more ends everything at once.", flush=True)
         if self._since is not None and time.monotonic() - self._since > self._deadline_s:
             alive = ", ".join(sorted(self._trainers & set(self._processes.running()))) or "trainer ranks of other nodes"
             self._processes.dump_stacks()
-            raise Stopped(f"{alive} did not finish and save within checkpoint.on_termination_s={self._deadline_s:g}")
+            raise Stopped(f"{alive} did not finish and save within checkpoint.on_termination_s={self._deadline_s:g}", self.signal)
 
     def among(self) -> set[str] | None:
         """The processes that still matter; None while all do."""

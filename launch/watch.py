@@ -12,6 +12,7 @@ from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting
 from megarl.launch.processes import ProcessFailed, ProcessGroup
 from megarl.launch.stopping import StopOrder
+from megarl.launch.whereabouts import whereabouts
 
 POLL_S = 0.1
 
@@ -74,23 +75,34 @@ def _of(workers: set[str], among: set[str] | None) -> set[str]:
 def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[str] | None]) -> None:
     try:
         processes.check(workers, among())
-    except ProcessFailed:
-        processes.dump_stacks()
-        processes.check(workers, among())  # that took a moment, in which it may have turned out that this one does not matter
-        raise
+    except ProcessFailed as failure:
+        stacks = processes.dump_stacks()
+        named = failure
+        try:
+            processes.check(workers, among())  # that took a moment, in which it may have turned out that this one does not matter
+        except ProcessFailed as another:
+            named = another
+        if named.waited:
+            named.add(whereabouts(processes.process_ids(), stacks, processes.log_dir.parent))
+        raise named from None
 
 
 @contextlib.contextmanager
-def termination_as_exit(first: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """SIGTERM ends the launcher by an exception, so that its children are ended too; unless `first`, asked before, says that it has
-    made something else of it."""
+def termination_as_exit(first: Callable[[int], bool] = lambda _: False) -> Iterator[None]:
+    """SIGTERM and SIGINT (Ctrl-C) end the launcher by an exception, so that its children are ended too; unless `first`, asked before, says
+    that it has made something else of the signal. A SIGINT that is ignored, as in a shell's background, stays ignored."""
 
     def terminate(number: int, _: object) -> None:
-        if not first():
-            raise SystemExit(128 + number)
+        if not first(number):
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGINT] is signal.SIG_IGN:
+        del before[signal.SIGINT]
+    for number in before:
+        signal.signal(number, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -10,7 +10,13 @@ import ctypes
 import faulthandler
 import os
 import signal
+import sys
+import threading
+import traceback
 from pathlib import Path
+
+from megarl.config.errors import ConfigError, RunError
+from megarl.launch.processes import LAST_WORDS
 
 PR_SET_PDEATHSIG = 1
 CORES = "MEGARL_CORES"  # environment: the cores this process keeps to
@@ -26,6 +32,18 @@ def die_with_parent() -> None:
     os.environ[PARENT] = str(os.getpid())  # of what this process spawns
 
 
+def end_with_any_thread() -> None:
+    """A thread that dies of an error ends the process: else whoever waits for what it was to do would wait to his deadline."""
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        threading.__excepthook__(args)
+        if not issubclass(args.exc_type, SystemExit):
+            sys.stderr.flush()
+            os._exit(1)
+
+    threading.excepthook = end
+
+
 def keep_to_cores() -> None:
     """To those of CORES that this process may use; a job's own limits come first."""
     wanted = {int(core) for core in os.environ.get(CORES, "").split(",") if core}
@@ -36,6 +54,7 @@ def keep_to_cores() -> None:
 def main() -> None:
     die_with_parent()
     keep_to_cores()
+    end_with_any_thread()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["trainer", "generator", "sft", "evaluate", "export"])
@@ -45,10 +64,14 @@ def main() -> None:
 
     from megarl.launch import roles  # after the arguments: it imports torch
 
-    roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
+    try:
+        roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
+    except (ConfigError, RunError, TimeoutError) as error:
+        traceback.print_exc()  # for the log; what follows is for people
+        raise SystemExit(f"{LAST_WORDS}{error}") from None
 
 
-if __name__ == "__mp_main__":  # a child that a library spawned from a worker (Megatron's checkpoint writer does)
+if __name__ == "__mp_main__":  # a child that a library spawned from a worker
     die_with_parent()
 
 if __name__ == "__main__":

@@ -1,0 +1,37 @@
+"""What a command says before it starts: what it does, with which weights, and what is other than before."""
+
+from __future__ import annotations
+
+from megarl.launch.resuming import Resume
+from megarl.plan.resolve import RunPlan
+from megarl.plan.resume import changes
+from megarl.plan.weights import needs_reference
+
+
+def headline(plan: RunPlan, step: int, nodes: int) -> str:
+    config = plan.config
+    start = f"from the checkpoint of step {step}" if step else "from the start"
+    engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
+    batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
+    return (
+        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}, "
+        f"{batch}, trainer {sizes(plan)} -> {engines}{where}, in {config.run_dir}"
+    )
+
+
+def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
+    """Which weights a run starts from; of one that goes on, also the settings that are not those of its last start."""
+    if not resume.checkpoint:
+        return [f"Weights: {plan.weights}"]
+    lines = [f"Weights: the checkpoint {resume.checkpoint}"]
+    if needs_reference(plan.config):
+        lines.append(f"Reference model: what the run began with, {plan.weights}")
+    return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
+
+
+def sizes(plan: RunPlan) -> str:
+    """The trainer's parallel sizes above 1, such as TP2xDP4."""
+    axes = {axis: getattr(plan.trainer_topology, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
+    return "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1) or "on one rank"

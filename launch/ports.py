@@ -1,0 +1,37 @@
+"""Whether a port that a launch chose while it was free has been taken by others before its own process came to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import psutil
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def taken(ports: Mapping[str, int], address: str, own: Mapping[str, int]) -> Iterator[str]:
+    """A line for each of `ports`, by what it is for, on which others listen at `address` than the processes `own` and their descendants."""
+    ours = {process.pid for pid in own.values() for process in _family(pid)}
+    for connection in psutil.net_connections("tcp"):
+        wanted = [what for what, port in ports.items() if connection.laddr and port == connection.laddr.port]
+        here = connection.status == psutil.CONN_LISTEN and connection.laddr.ip in (address, *_EVERYWHERE)
+        if here and wanted and connection.pid not in ours:
+            yield f"port {connection.laddr.port}, chosen for {wanted[0]} when it was free, has been taken by {_who(connection.pid)}"
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _who(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    try:
+        process = psutil.Process(pid)
+        return f"process {pid} ({' '.join(process.cmdline())[:100] or process.name()})"
+    except psutil.Error:
+        return f"process {pid}"

@@ -1,0 +1,48 @@
+"""Whether the disk has room for what a command is going to write: asked before it computes for hours. All nodes see the same disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.plan.checkpoints import complete_checkpoints
+from megarl.plan.resolve import RunPlan
+from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.layout import parameter_count
+
+OPTIMIZER_BYTES = 4 + 4 + 4  # for a parameter, in a checkpoint: the float32 it is trained in, and both of Adam's moments
+
+
+def check_room(plan: RunPlan, command: str) -> None:
+    """Raises ConfigError where there is too little for what `command` (train, sft, …) writes."""
+    if command == "train":
+        check_room_for_checkpoints(plan)
+    elif command == "sft":
+        check_room_for_weights(plan, "sft.output=", plan.config.sft.output)
+
+
+def check_room_for_checkpoints(plan: RunPlan) -> None:
+    """Raises ConfigError where run_dir cannot take those that are still to come: a new one is whole before the oldest goes."""
+    config = plan.config
+    there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
+    number = max(1, most - there)
+    each_bytes = parameter_count(plan.spec) * OPTIMIZER_BYTES
+    more = "more " if there else ""
+    _check("run_dir=", config.run_dir, number * each_bytes, f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={most - 1})")
+
+
+def check_room_for_weights(plan: RunPlan, option: str, folder: str | Path) -> None:
+    """Raises ConfigError where `folder`, which the user named by `option`, cannot take the model as an HF checkpoint."""
+    _check(option, folder, parameter_count(plan.spec) * ITEM_BYTES[plan.config.model.dtype], "the weights")
+
+
+def _check(option: str, folder: str | Path, needed_bytes: int, what: str) -> None:
+    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(there).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(f"{option}{folder}: {what} will take {_size(needed_bytes)}, and {_size(free_bytes)} are free there")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
