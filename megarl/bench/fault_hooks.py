@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
 
+import msgspec
 import torch
 
-from megarl.bench.fault_orders import DIE, FLIP, KILL_ENGINE, ORDERS, taken, tool
+from megarl.bench.fault_orders import DIE, FLIP, GARBLE, KILL_ENGINE, ORDERS, taken, tool
 from megarl.environments.base import RolloutContext, ToolError
 from megarl.environments.single_turn import single_turn
 from megarl.generator.completions import Sampling
+from megarl.messaging.link import Peer
 from megarl.reshard.map import Copy
 from megarl.transports.shared_memory import SharedMemoryTransport
 from megarl.types import Prompt, Sample
 
 FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # in what the flipping rank writes of it
 REWARD_S = 1.0  # so that steps leave engines that start again some of the machine's time
+
+
+class OfAnotherVersion(msgspec.Struct, frozen=True, tag=True):
+    """No message of the run."""
+
+
+def _the_peer() -> Peer:
+    """This trainer rank's connection to the hub, which no transport is given."""
+    return next(found for found in gc.get_objects() if isinstance(found, Peer))
 
 
 class FaultyTransport(SharedMemoryTransport):
@@ -36,6 +48,8 @@ class FaultyTransport(SharedMemoryTransport):
                 time.sleep(0.2)  # a kill takes its time
             if taken(folder, DIE) is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if taken(folder, GARBLE) is not None:
+                _the_peer().send(OfAnotherVersion())
         super().write(copy, values)
 
 

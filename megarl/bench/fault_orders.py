@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Optional
 
 ORDERS = "MEGARL_FAULT_ORDERS"  # the folder
-FLIP, KILL_ENGINE, DIE, TOOL = "flip_a_bit", "kill_an_engine", "die", "tool"
+FLIP, KILL_ENGINE, DIE, GARBLE, TOOL = "flip_a_bit", "kill_an_engine", "die", "garble", "tool"
 
 
 def order(folder: Path, name: str, text: str = "") -> None:

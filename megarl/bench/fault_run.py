@@ -13,19 +13,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import psutil
 
-from megarl.bench.fault_orders import ORDERS
+from megarl.bench.fault_orders import ORDERS, order
 from megarl.channels.ledger import Ledger
-from megarl.executors.checkpoints import complete_checkpoints
+from megarl.plan.checkpoints import complete_checkpoints
 
 ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
+RUN_DIR = "run"  # in the campaign's folder
 ENDLESS = 10**6  # steps
 HEALTH_S, BATCH_S, TOOL_S = 10, 180, 2
 STARTED_S, ENDED_S = 240, 30  # deadlines: until steps are made; until every process of an ended run is gone
 NOISE = r"\.{40,}\n"  # by the tool that prints for ever
 CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+
+
+Inject = Callable[["FaultRun", Random], dict[str, str]]
+"""Does a fault to a run; returns the words to fill into what is to be said."""
 
 
 class Hang(Exception):
@@ -49,7 +55,7 @@ class FaultRun:
     _heard: str = ""  # since the last mark
 
     def __post_init__(self) -> None:
-        self.run_dir, self.orders = self.folder / "run", self.folder / "orders"
+        self.run_dir, self.orders = self.folder / RUN_DIR, self.folder / "orders"
         self.orders.mkdir(parents=True, exist_ok=True)
 
     def start(self, max_steps: int = ENDLESS) -> None:
@@ -126,8 +132,12 @@ class FaultRun:
         return self.processes("megarl.launch.worker", "generator 0")[0]
 
     def engine(self, index: int) -> psutil.Process:
-        """Its server; the scheduler is a child of it. Known by its random seed."""
-        return self.processes("megarl.generator.server", f'"random_seed": {index}')[0]
+        """Its server; the scheduler is a child of it."""
+        return self.engines(index)[0]
+
+    def engines(self, index: int) -> list[psutil.Process]:
+        """Its server, while there is one. Known by its random seed."""
+        return self.processes("megarl.generator.server", f'"random_seed": {index}')
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25) -> None:
         """Raises Hang past the deadline, Ended when the run ends before."""
@@ -205,6 +215,12 @@ class FaultRun:
         trained = set(itertools.chain(*self.trained()[:step]))
         held = {group.ordinal for group in ledger.groups}
         return len(consumed ^ trained) + len(consumed & held)
+
+
+def carried_out(run: FaultRun, name: str, text: str = "") -> None:
+    """Gives an order, and returns when it was taken."""
+    order(run.orders, name, text)
+    run.wait_until(lambda: not (run.orders / name).exists(), f"process that carries out {name}", STARTED_S, every_s=0.05)
 
 
 def tail(path: Path, lines: int = 20) -> str:

@@ -21,7 +21,8 @@ from pathlib import Path
 from random import Random
 
 from megarl.bench.fault_kinds import KINDS
-from megarl.bench.fault_run import CONFIG, PROMPTS, STARTED_S, Ended, FaultRun, Hang
+from megarl.bench.fault_mounts import small_file_systems
+from megarl.bench.fault_run import CONFIG, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang
 from megarl.config.errors import ConfigError
 
 LONGEST_WAIT_S = 2.0  # before a fault, from when the run is whole
@@ -53,7 +54,8 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--kinds {unknown[0]}: there is {', '.join(KINDS)}")
     folder, started = Path(keep or tempfile.mkdtemp(prefix="megarl-faults-")), time.monotonic()
-    done = list(campaign(folder, plan(faults, seed, list(kinds) or list(KINDS)), seed, started + 60 * minutes))
+    possible = here(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
+    done = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
     facts = {
         "hardware": f"{os.cpu_count()} CPU cores",
         "seed": seed,
@@ -63,10 +65,22 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
     }
     print(json.dumps(facts) if as_json else render(facts))
     if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in done):
+        if os.path.ismount(folder / RUN_DIR):  # by this process alone: nobody will see it
+            shutil.copytree(folder / RUN_DIR, folder / "left", ignore_dangling_symlinks=True)
         print(f"megarl: not every fault was survived or ended cleanly; the run and its logs are in {folder}", file=sys.stderr)
         raise SystemExit(1)
     if keep is None:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=os.path.ismount(folder / RUN_DIR))
+
+
+def here(kinds: list[str], mounted: bool) -> list[str]:
+    """Those of `kinds` that can be done on this machine. Raises ConfigError where none can."""
+    left_out = [kind for kind in kinds if KINDS[kind].root and not mounted]
+    if left_out:
+        print(f"left out, since only root can do them: {', '.join(left_out)}", file=sys.stderr)
+    if len(left_out) == len(kinds):
+        raise ConfigError(f"--kinds {','.join(kinds)}: needs root")
+    return [kind for kind in kinds if kind not in left_out]
 
 
 def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:

@@ -32,6 +32,7 @@ from megarl.models.registry import load_spec
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
+from megarl.plan.weights import Weights
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.types import Batch, Group, Ordinal, Prompt, Sample, Version
@@ -88,7 +89,7 @@ class Cell:
             run_dir=self.run_dir,
         )
         generator = GeneratorTopology(self.engines, 1, 1, 1)
-        return RunPlan(config, load_spec(SPEC), TrainerTopology(), generator, self.steps, self.prompts_per_step * self.n, "")
+        return RunPlan(config, load_spec(SPEC), TrainerTopology(), generator, self.steps, self.prompts_per_step * self.n, Weights(""))
 
 
 class EmulatedPrompts:
@@ -106,7 +107,7 @@ class EmulatedGenerator(GeneratorExecutor):
         cell, config = self.cell, self.plan.config
         self.status = StatusBoard(Path(config.run_dir), "generator.0")
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
-        self.prompts, self.eval_prompts = EmulatedPrompts(), []
+        self.prompts, self.held_out = EmulatedPrompts(), []
         self.sampling = Sampling(config.rollout.max_tokens)
         prefill_s = cell.token_s / PREFILL_SPEEDUP
         names = [f"emulated.{index}" for index in range(cell.engines)]

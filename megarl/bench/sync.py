@@ -7,7 +7,8 @@ stands still with its update session open, from the start until every byte is in
     gather + broadcast   gather onto rank 0, then SGLang's update_weights_from_distributed: as slime, verl and OpenRLHF do
     … flattened          the same, all tensors as one message (load_format flattened_bucket)
     gather + bucket      gather onto rank 0, then SGLang's update_weights_from_tensor: a flattened bucket in shared memory
-    … audited            a direct way, with the hashes of both sides taken and compared
+    … audited            a direct way, with the hashes of both sides taken and compared (weights.audit=on)
+    … recalled           that, and before it the hashes of what is about to be overwritten (strict)
     ceiling …            as many bytes, from the same processes, over the bare medium: long memcpys, sends, or writes
 
 Each way is run once to warm up, then checked: the engine's memory, scrambled before, must hash to what was sent. Then all of them
@@ -18,6 +19,7 @@ taken within each round, of runs that lie close together in time, and their medi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -25,13 +27,14 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
 
 from megarl.bench.sync_picture import draw, title
-from megarl.bench.sync_ways import AUDITED, Bench, Way
+from megarl.bench.sync_ways import AUDITED, RECALLED, Bench, Way
 from megarl.config.errors import ConfigError
+from megarl.files import log_tail
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import hf_layout
 from megarl.transports import mooncake
@@ -61,6 +64,7 @@ class Timing:
     times_faster: Optional[float]  # than the fastest of the gather ways
     times_fewer_bytes: Optional[float]  # than that one
     audit_s: Optional[float]  # what hashing on both sides adds
+    recall_s: Optional[float]  # and what hashing the engine's memory before the update, too
 
 
 def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: Optional[str]) -> None:
@@ -70,11 +74,12 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
         problems.append(f"--repeats {repeats}: must be at least 1")
     if problems:
         raise ConfigError(problems)
-    if MOONCAKE in transports:
-        # Where it is missing: a message now, not after a minute.
-        mooncake.open_engine("127.0.0.1", mooncake_protocol([this_host()]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, ExitStack() as stack:
+        stack.enter_context(errors_into(Path(folder) / "errors.log"))
+        if MOONCAKE in transports:
+            # Where it is missing: a message now, not after a minute.
+            mooncake.open_engine("127.0.0.1", mooncake_protocol([this_host()]))
         model = make_model(Path(folder) / "model", dtype, *MODELS[model_size])
         bench = Bench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
         ways, times = asyncio.run(bench.measure(transports, repeats))
@@ -90,6 +95,24 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
     if picture is not None:
         draw(facts, picture)
     print(json.dumps(facts) if as_json else render(facts))
+
+
+@contextlib.contextmanager
+def errors_into(log: Path) -> Iterator[None]:
+    """What this process and those that it starts write to standard error, by Python or not: Mooncake, and others, report there what is no
+    error. The end of it is shown when the body fails."""
+    terminal = os.dup(2)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    except Exception:
+        if last_words := log_tail(log):
+            os.write(terminal, f"{last_words}\n".encode())
+        raise
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
 
 
 def make_model(folder: Path, dtype: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> Path:
@@ -128,7 +151,7 @@ def timings(ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], size:
     """`times`: seconds of each way in every round; `size`: bytes of the model."""
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
     gather = min((name for name in ways if name.startswith("gather")), key=lambda name: median[name], default=None)
-    return [timing_of(name, ways, times, gather, size) for name in ways if not name.endswith(AUDITED)]
+    return [timing_of(name, ways, times, gather, size) for name in ways if not name.endswith((AUDITED, RECALLED))]
 
 
 def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], gather: Optional[str], size: int) -> Timing:
@@ -137,7 +160,7 @@ def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[f
 
     way, median = ways[name], statistics.median(times[name])
     compared = gather if name.startswith("direct") else None
-    audited = times.get(name + AUDITED)
+    audited, recalled = times.get(name + AUDITED), times.get(name + RECALLED)
     return Timing(
         name,
         median,
@@ -150,6 +173,7 @@ def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[f
         ratio(compared) if compared else None,
         ways[compared].bytes_moved / way.bytes_moved if compared else None,
         statistics.median(a - b for a, b in zip(audited, times[name])) if audited else None,
+        statistics.median(a - b for a, b in zip(recalled, audited)) if recalled and audited else None,
     )
 
 
@@ -162,7 +186,7 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 def render(facts: dict[str, Any]) -> str:
     def row(way: dict[str, Any]) -> list[str]:
-        share, times, fewer, audit = way["of_ceiling"], way["times_faster"], way["times_fewer_bytes"], way["audit_s"]
+        share, times, fewer = way["of_ceiling"], way["times_faster"], way["times_fewer_bytes"]
         low, high = way["quartiles_s"]
         return [
             way["name"],
@@ -174,10 +198,10 @@ def render(facts: dict[str, Any]) -> str:
             "" if share is None else f"{share:.0%}",
             "" if times is None else f"{times:.1f}x",
             "" if fewer is None else f"{fewer:.1f}x",
-            "" if audit is None else f"{audit * 1e3:.1f}",
+            *("" if way[key] is None else f"{way[key] * 1e3:.1f}" for key in ("audit_s", "recall_s")),
         ]
 
-    header = ["", "median ms", "quartiles", "GB/s", "MB moved", "messages", "of ceiling", "vs gather", "fewer bytes", "audit ms"]
+    header = ["", "median ms", "quartiles", "GB/s", "MB moved", "messages", "of ceiling", "vs gather", "fewer bytes", "audit ms", "strict ms"]
     rows = [header, *map(row, facts["ways"])]
     widths = [max(len(line[i]) for line in rows) for i in range(len(header))]
     lines = ["  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]) for line in rows]

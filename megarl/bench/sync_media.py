@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import cached_property
 from typing import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+from megarl.messaging.stores import connect_store
 from megarl.transports import gloo, mooncake
 from megarl.transports.choice import mooncake_protocol, this_host
 
@@ -72,6 +72,4 @@ def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
 
 
 def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
-    host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    return gloo.open_backend(store, rank, size, address, timeout_s)
+    return gloo.open_backend(connect_store(address, timeout_s), rank, size, address, timeout_s)

@@ -25,12 +25,14 @@ from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.sglang_updates import FLATTENED, GROUP
 from megarl.generator.update import WeightUpdate
 from megarl.messaging.link import Hub, RunKey
+from megarl.messaging.stores import open_store
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
 from megarl.transports.shared_memory import view_at
 
 TIMEOUT_S = 300.0
 AUDITED = " audited"  # ends the name of a direct way that hashes on both sides
+RECALLED = " recalled"  # … and, before, what is about to be overwritten
 BARE = {SHARED_MEMORY: "ceiling memcpy", GLOO: "ceiling gloo send", MOONCAKE: "ceiling mooncake write"}
 
 
@@ -66,8 +68,10 @@ class Bench:
             ways[BARE[kind]] = await getattr(self, f"bare_{kind}")()
             ways[name] = await self.direct(kind)
             ways[name + AUDITED] = replace(ways[name], run=partial(self.audited, kind))
+            ways[name + RECALLED] = replace(ways[name], run=partial(self.recalled, kind))
         ways |= await self.gather_ways()
-        await self.check({name: way for name, way in ways.items() if name not in BARE.values()})
+        # What writes the same with one more look before it would find, rightly, that the check itself has spoilt the memory.
+        await self.check({name: way for name, way in ways.items() if name not in BARE.values() and not name.endswith(RECALLED)})
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
             began = time.perf_counter()
@@ -92,9 +96,10 @@ class Bench:
         self.client = EngineClient(f"http://127.0.0.1:{port}", keys.api, keys.admin)
         await self.client.wait_ready(TIMEOUT_S, log, lambda: None if process.poll() is None else f"exited with {process.returncode}")
         self.workers = workers.Workers([self.client], tp, hub, TIMEOUT_S)
-        self.session = WeightUpdate(self.workers)
+        self.session = WeightUpdate(self.workers, version=0)
         await self.session.open()
         await workers.connect(self.workers, str(self.folder / "key"))
+        await workers.watch(self.workers)
         workers.check_layout(await workers.describe(self.workers), self.map.destination)
 
     # Ours
@@ -122,11 +127,15 @@ class Bench:
         sent = await self.write(kind, True)
         await self.session.audit([each.shares for each in sent], self.map)
 
+    async def recalled(self, kind: str) -> None:
+        await self.session.recall()
+        await self.audited(kind)
+
     # SGLang's
 
     async def gather_ways(self) -> dict[str, Way]:
-        store = memory.open_store("127.0.0.1")
-        await self.on_trainers("gather.join_trainers", f"127.0.0.1:{store.port}")
+        store, address = open_store("127.0.0.1")
+        await self.on_trainers("gather.join_trainers", address)
         logical = (await self.on_trainers("gather.logical"))[0]
         size = 1 + self.job[3]
         group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": size}
@@ -166,8 +175,8 @@ class Bench:
         return Way(partial(self.on_trainers, "media.copy_blocks", each=self.sent), self.bytes, self.parts(BLOCK_BYTES))
 
     async def bare_gloo(self) -> Way:
-        self.bare_store = memory.open_store("127.0.0.1")
-        await self.on_ranks(self.everyone, "media.join", f"127.0.0.1:{self.bare_store.port}")
+        self.bare_store, address = open_store("127.0.0.1")
+        await self.on_ranks(self.everyone, "media.join", address)
 
         async def run() -> None:
             far = self.on_ranks([self.everyone[-1]], "media.receive_blocks", self.sent)
@@ -193,8 +202,8 @@ class Bench:
             for tensor in live:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()
-            hashes = [msgspec.msgpack.decode(payload, type=commands.Hashes) for payload in await self.workers.run_all(commands.Audit())]
-            compare(hashes, sent, self.map)
+            found = [msgspec.msgpack.decode(payload, type=commands.Found) for payload in await self.workers.run_all(commands.Audit())]
+            compare([each.hashes for each in found], sent, self.map)
 
     async def on_trainers(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
         return await self.on_ranks(self.trainers, method, *arguments, each=each)
