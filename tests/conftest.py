@@ -20,6 +20,8 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; what is tested here is a terminal's Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Orphans of our children become our children, so that none escapes the check at the end.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -88,17 +88,14 @@ class Trainer:
         self.transport.close()
 
 
-class Model:
-    """As much of an engine's model as the loader asks for; it holds noise."""
+class Model(torch.nn.Module):
+    """Only the parameters of an engine's model; they hold noise."""
 
     def __init__(self, rank: int):
+        super().__init__()
         layout = generator_layout(SPEC, GeneratorTopology(engines=ENGINES), "bfloat16", device="cpu")
-        self._parameters = {
-            tensor.name: torch.nn.Parameter(torch.randn(tensor.shape).to(getattr(torch, tensor.dtype))) for tensor in layout.tensors(rank)
-        }
-
-    def named_parameters(self) -> Any:
-        return self._parameters.items()
+        for tensor in layout.tensors(rank):  # under dotted names, as modules inside of modules have them
+            self._parameters[tensor.name] = torch.nn.Parameter(torch.randn(tensor.shape).to(getattr(torch, tensor.dtype)))
 
 
 class EngineWorker:
@@ -127,6 +124,8 @@ class EngineWorker:
 
 class PipedEngine:
     """What Workers needs of an EngineClient, for an EngineWorker."""
+
+    url = "engine://piped"
 
     def __init__(self, process: RemoteObject):
         self.process, self.commands = process, 0

@@ -22,7 +22,7 @@ from nursery import PARENT, Nursery
 from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion
-from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.generator.server import LOADER, EngineKeys, EngineSettings, server_command
 from megarl.launch.rendezvous import free_ports
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
@@ -205,7 +205,7 @@ def start_engine(
     settings = EngineSettings(
         str(model), dtype, port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep, dp_attention=dp_attention
     )
-    (*_, arguments), env = server_command(settings, keys, extra)
+    (*_, arguments), env = server_command(settings, keys, {"custom_weight_loader": [LOADER, "pokes.arm"], **extra})
     with open(log, "wb") as output:
         process = ENGINES.start("megarl.generator.server:main", [arguments], {**env, "MEGARL_ENGINE_LAUNCHER": PARENT}, output)
     routing = RoutingFormat.of(load_spec(model)) if extra.get("enable_return_routed_experts") else None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 
 from megarl.cli import main
+from megarl.transports import mooncake
 
 
 def test_all_ways_are_reported_with_their_ceilings(capfd):
-    transports = ["--transport", "shared_memory", "--transport", "gloo"]
+    transports = ["--transport", "shared_memory", "--transport", "gloo", *(["--transport", "mooncake"] if mooncake.imports() else [])]
     assert main(["bench", "sync", "--json", "--model-size", "tiny", "--repeats", "1", *transports]) == 0
-    facts = json.loads(capfd.readouterr().out.splitlines()[-1])
+    out, err = capfd.readouterr()
+    assert err == "", "what libraries tell on the way stays out of the terminal"
+    facts = json.loads(out.splitlines()[-1])
     ways = {way["name"]: way for way in facts["ways"]}
     assert {"direct shared_memory", "direct gloo", "gather + broadcast", "gather + bucket", "ceiling memcpy"} <= ways.keys()
     for name in ("direct shared_memory", "direct gloo"):

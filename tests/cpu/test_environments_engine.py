@@ -19,6 +19,7 @@ from megarl.environments.tool_calls import ToolCalls
 from megarl.executors.rollout import CheckedRollout
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.types import Prompt, Sample
 
 GROUPS, N, RUNNING = 64, 4, 64  # samples at once; how many of them the engine decodes together, which start_engine sets
@@ -40,8 +41,8 @@ class Watched(ToolCalls):
 
     watch: Watch
 
-    async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> Sample:
-        sample = await super()._sample(context, prompt, sampling)
+    async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Sample:
+        sample = await super()._sample(context, prompt, sampling, index)
         self.watch.finished.append(prompt.ordinal)
         if len(self.watch.finished) == GROUPS * N - 1:
             self.watch.all_others_are_done.set()
@@ -83,8 +84,8 @@ async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]
         finally:
             watch.in_flight -= 1
 
-    async def score(text: str, answer: str) -> float:
-        return float(answer in text)
+    async def score(request: ScoreRequest) -> Score:
+        return Score(float(request.answer in request.response))
 
     async def no_worker(*call: Any) -> Any:
         raise AssertionError("an async tool runs in the event loop")

@@ -209,7 +209,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         assert unchanged.versions[0] == -1
 
         # Written, but the prefix cache kept: what an engine answers then is wrong, so the cache does matter here.
-        update = WeightUpdate(workers)
+        update = WeightUpdate(workers, 7)
         await update.open()
         shares = shares_of(write_as_trainer("shared_memory", checkpoints[1], "float32", TRAINER, 1, endpoints))
         await update.audit(shares, map)
@@ -220,10 +220,10 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
 
         # The whole update, with requests in flight: none is lost, and their tokens say under which weights they were sampled.
         running = await under_way(client)
-        update = WeightUpdate(workers)
+        update = WeightUpdate(workers, 7)
         await update.open()
         await update.audit(shares, map)
-        await update.close(7)
+        await update.close()
         [fresh] = await client.generate(prompt, GREEDY)
         assert difference_to_hf(fresh) < 3e-6
         assert fresh.versions == [7] * 12
@@ -234,7 +234,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
             assert completion.versions == sorted(completion.versions) and set(completion.versions) == {-1, 7}
 
         # One flipped element, in a write that a transport of somebody's own makes.
-        await (update := WeightUpdate(workers)).open()
+        await (update := WeightUpdate(workers, 8)).open()
         writers = write_as_trainer("sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints)
         corrupt = shares_of(writers)
         with pytest.raises(AuditError) as failure:
@@ -248,7 +248,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
             await workers.run_all(Arrange(shapes={}))
         with pytest.raises(EngineError, match="session is already open"):
             await client.begin_update(60)
-        await update.close(8)
+        await update.close()
         assert [completion.versions[0] for completion in await client.generate(prompt, GREEDY, 2)] == [8, 8]
 
     with_client(engine, body)
@@ -304,4 +304,5 @@ def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
     with_client(engine, kill_while_generating)
     engine.process.wait(15)
     assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
-    assert "scheduler_0" in engine.log.read_text()
+    told = engine.log.read_text()
+    assert f"process {scheduler.pid} of this engine was killed by SIGKILL" in told or "scheduler_0" in told, "ours, or SGLang's watchdog"

@@ -67,7 +67,7 @@ class Rig:
     async def update(self, fleet: Fleet, mode: str, key: int | None = None) -> None:
         """To the next version, as the weights channel does it; `key` is what the fleet takes for the version, for what goes wrong then."""
         await asyncio.wait_for(fleet.hold(DEADLINE_S), DEADLINE_S)
-        session = WeightUpdate(self.workers, in_place=mode in IN_PLACE)
+        session = WeightUpdate(self.workers, self.version + 1, in_place=mode in IN_PLACE)
         await session.open()
         last = {place for place in self.memory if "layers.1." in place[1] or place[1].startswith(("model.norm", "lm_head"))}
         if mode == IN_GROUPS:
@@ -77,7 +77,7 @@ class Rig:
             self.write(self.version + 1, last)
         else:
             self.write(self.version + 1, self.memory)
-        await session.close(self.version + 1)
+        await session.close()
         self.version += 1
         fleet.release(self.version if key is None else key)
 

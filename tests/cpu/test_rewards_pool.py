@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 
-from megarl.config.errors import ConfigError
-from megarl.rewards.pool import RewardPool
+from megarl.config.errors import RunError
+from megarl.config.schema import RewardConfig
+from megarl.rewards import pool as rewards
+from megarl.rewards.in_loop import RewardInLoop
+from megarl.rewards.score import Score, ScoreRequest, parameters_of
+from megarl.types import Failure
 
 DEADLINE_S = 60.0
 
@@ -35,8 +39,17 @@ RIGHT = [
     (r"\boxed{50\%}", "0.5"),
     (r"\boxed{x\in(0,1)}", "(0,1)"), (r"\boxed{2\pi}", "6.283185307179586"), (r"\boxed{\text{(A)}}", "A"),
 ]
-# Passes every limit on text and values, and still takes SymPy far longer than it may: only the clock ends it.
-SLOW, SLOW_ANSWER = r"\boxed{(x+y+z+1)^{60}-(x+y+z)^{60}}", "x+y+1"
+SLOW = "slow"  # to reward_functions:patient
+
+
+class RewardPool(rewards.RewardPool):
+    """Of text and answer alone."""
+
+    def __init__(self, name: str, log_folder: Path | None = None, **settings: Any):
+        super().__init__(RewardConfig(name=name, **settings), ["text", "answer"], log_folder)
+
+    async def rate(self, text: str, answer: str) -> float:
+        return (await self.score(ScoreRequest(text, answer))).reward
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -69,7 +82,7 @@ def test_attacks_score_zero_and_the_pool_works_on(tmp_path: Path):
     async def test() -> None:
         async with RewardPool("math", workers=1, timeout_s=4.0, memory_mib=512) as pool:
             attacks = [text.replace("{pwned}", str(pwned)) for text in ATTACKS]
-            scores = await asyncio.gather(*(pool.score(t, "1") for t in attacks), *(pool.score(t, a) for t, a in RIGHT))
+            scores = await asyncio.gather(*(pool.rate(t, "1") for t in attacks), *(pool.rate(t, a) for t, a in RIGHT))
             assert scores[: len(attacks)] == [0.0] * len(attacks)
             assert [pair for pair, score in zip(RIGHT, scores[len(attacks) :], strict=True) if score != 1.0] == []
             (pid,) = pids(os.getpid())
@@ -82,12 +95,12 @@ def test_attacks_score_zero_and_the_pool_works_on(tmp_path: Path):
 
 def test_a_slow_answer_costs_its_worker_and_nothing_else():
     async def test() -> None:
-        async with RewardPool("math", workers=1, timeout_s=0.5) as pool:
-            others = [pool.score(str(i), "3") for i in range(40)]
-            slow, *scores = await asyncio.gather(pool.score(SLOW, SLOW_ANSWER), *others)
+        async with RewardPool("reward_functions:patient", workers=1, timeout_s=0.5) as pool:
+            others = [pool.rate(str(i), "3") for i in range(40)]
+            slow, *scores = await asyncio.gather(pool.rate(SLOW, "1"), *others)
             assert slow == 0.0 and scores == [float(i == 3) for i in range(40)]
             assert pool.timed_out == 1 and pool.replaced == 1
-            assert await pool.score("5", "5") == 1.0
+            assert await pool.rate("5", "5") == 1.0
 
     run(test)
 
@@ -95,8 +108,8 @@ def test_a_slow_answer_costs_its_worker_and_nothing_else():
 def test_a_loop_held_up_beyond_the_time_limit_does_not_blame_the_worker():
     async def test() -> None:
         async with RewardPool("last_number", timeout_s=0.2) as pool:
-            assert await pool.score("1", "1") == 1.0
-            requests = [asyncio.create_task(pool.score("2", "2")) for _ in range(20)]
+            assert await pool.rate("1", "1") == 1.0
+            requests = [asyncio.create_task(pool.rate("2", "2")) for _ in range(20)]
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             time.sleep(0.5)  # the event loop stands still; the worker has long answered
@@ -109,9 +122,9 @@ def test_a_loop_held_up_beyond_the_time_limit_does_not_blame_the_worker():
 def test_killed_workers_lose_no_request():
     async def test() -> None:
         async with RewardPool("last_number", workers=2) as pool:
-            assert await pool.score("1,2", "2") == 1.0
+            assert await pool.rate("1,2", "2") == 1.0
             for _ in range(2):  # a slot gives up after three starts that failed
-                requests = [asyncio.create_task(pool.score(f"0,{i}", "7")) for i in range(300)]
+                requests = [asyncio.create_task(pool.rate(f"0,{i}", "7")) for i in range(300)]
                 await asyncio.sleep(0)
                 for pid in pids(os.getpid()):  # some still starting, some in the middle of a batch
                     os.kill(pid, signal.SIGKILL)
@@ -124,28 +137,28 @@ def test_killed_workers_lose_no_request():
 def test_a_caller_that_gives_up_does_not_stall_the_rest():
     async def test() -> None:
         async with RewardPool("last_number") as pool:
-            gone = asyncio.create_task(pool.score("1", "1"))
+            gone = asyncio.create_task(pool.rate("1", "1"))
             await asyncio.sleep(0)
             gone.cancel()
-            assert await asyncio.gather(pool.score("2", "2"), pool.score("3", "2")) == [1.0, 0.0]
+            assert await asyncio.gather(pool.rate("2", "2"), pool.rate("3", "2")) == [1.0, 0.0]
 
     run(test)
 
 
 def test_closing_ends_the_processes_and_fails_what_is_pending():
     async def test() -> None:
-        pool = RewardPool("math")
+        pool = RewardPool("reward_functions:patient")
         async with pool:
-            assert await pool.score("1", "1") == 1.0
+            assert await pool.rate("1", "1") == 1.0
             (pid,) = pids(os.getpid())
-            pending = [asyncio.create_task(pool.score(SLOW, SLOW_ANSWER)) for _ in range(50)]
+            pending = [asyncio.create_task(pool.rate(SLOW, "1")) for _ in range(50)]
             await asyncio.sleep(0.1)
         assert not Path(f"/proc/{pid}").exists() and pids(os.getpid()) == []
         for task in pending:
             with pytest.raises(RuntimeError, match="closed"):
                 await task
         with pytest.raises(RuntimeError, match="closed"):
-            await pool.score("1", "1")
+            await pool.rate("1", "1")
 
     run(test)
 
@@ -154,7 +167,7 @@ def test_workers_that_cannot_start_fail_the_calls_instead_of_stalling_them():
     async def test() -> None:
         async with RewardPool("math", memory_mib=1) as pool:
             with pytest.raises(RuntimeError, match="did not start"):
-                await pool.score("1", "1")
+                await pool.rate("1", "1")
 
     run(test)
 
@@ -163,17 +176,19 @@ def test_workers_die_with_their_parent():
     """Also one that is busy, and would notice its closed input only hours later."""
     program = textwrap.dedent(f"""
         import asyncio, os, sys
+        from megarl.config.schema import RewardConfig
         from megarl.rewards.pool import RewardPool
+        from megarl.rewards.score import ScoreRequest
         async def main():
-            pool = await RewardPool("math", timeout_s=3600.0).__aenter__()
-            await pool.score("1", "1")
-            busy = asyncio.create_task(pool.score({SLOW!r}, {SLOW_ANSWER!r}))
+            pool = await RewardPool(RewardConfig(name="reward_functions:patient", timeout_s=3600.0), ["text", "answer"]).__aenter__()
+            await pool.score(ScoreRequest("1", "1"))
+            busy = asyncio.create_task(pool.score(ScoreRequest({SLOW!r}, "1")))
             await asyncio.sleep(0.1)
             print("serving", flush=True)
             await busy
         asyncio.run(main())
     """)
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
     try:
         assert parent.stdout.readline() == "serving\n"
         (worker,) = pids(parent.pid)
@@ -215,35 +230,148 @@ def test_the_worker_forbids_what_no_answer_needs():
     assert out.stdout.split().count("True") == 7 and "False" not in out.stdout, out.stdout + out.stderr
 
 
-def test_unknown_verifier_and_impossible_limits_are_refused():
-    with pytest.raises(ConfigError, match="reward.name=maths: must be one of last_number, math, package.module:function"):
-        RewardPool("maths")
-    with pytest.raises(ConfigError, match="reward.workers=0"):
-        RewardPool("math", workers=0)
+GRADERS = """
+import dataclasses, os, sys
+import numpy
+
+@dataclasses.dataclass
+class Parts:
+    score: float
+    length: int
+
+def bug():
+    found = {}
+    return found["key"]
+
+def letters(text, answer):
+    print("seen", text)
+    if text == "slow":
+        while True: pass
+    return {
+        "bad": lambda: int("x"), "memory": lambda: bytearray(1 << 40), "exit": lambda: os._exit(3), "quit": lambda: sys.exit("bye"),
+        "bug": bug, "none": lambda: None, "nan": lambda: float("nan"), "text": lambda: "1.0", "large": lambda: 1e308,
+        "huge": lambda: 10**400, "longer": lambda: 10**5000, "complex": lambda: 1j, "unnamed": lambda: {"reward": 1.0},
+        "named text": lambda: {"score": 1, "why": "so"}, "true": lambda: True, "numpy": lambda: numpy.float32(0.5),
+        "numpy true": lambda: numpy.bool_(True), "array": lambda: numpy.array(2), "dict": lambda: {"score": numpy.int64(3), "format": True},
+        "dataclass": lambda: Parts(0.25, len(text)),
+    }.get(text, lambda: text.count(answer) / 2)()
+
+def everything(row, sample_index, text, **rest):
+    return {"score": row["difficulty"], "sample": sample_index, "ids": len(rest["token_ids"]), "prompt": rest["prompt_token_ids"][0],
+            "truncated": rest["truncated"], "version": rest["version"], "when": len(row["when"])}
+"""
 
 
-def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Imported from the working directory. What is wrong with a text scores 0; what is wrong with the function is told."""
-    (tmp_path / "graders.py").write_text(textwrap.dedent("""
-        def letters(text, answer):
-            print("no reply")
-            if text == "slow":
-                while True: pass
-            return {"bad": lambda: int("x"), "bug": lambda: {}["key"], "none": lambda: None, "nan": lambda: float("nan")}.get(
-                text, lambda: text.count(answer) / 2)()
-    """))
+@pytest.fixture
+def graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "graders.py").write_text(GRADERS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "graders", raising=False)  # other tests have modules of that name
+    return tmp_path
+
+
+def test_a_function_of_the_users_own(graders: Path):
+    """Imported from the working directory. What it gives counts, and what it prints is kept."""
 
     async def test() -> None:
-        async with RewardPool("graders:letters", timeout_s=0.5) as pool:
-            assert await asyncio.gather(*(pool.score(text, "a") for text in ("banana", "", "bad", "slow", "aaa"))) == [1.5, 0, 0, 0, 1.5]
-            for text, mistake in (
-                ("bug", "it failed: KeyError: 'key'"),
-                ("none", "it must give a number, not None"),
-                ("nan", "it must give a finite number, not nan"),
-            ):
-                with pytest.raises(RuntimeError, match=f"reward.name=graders:letters: {mistake}"):
-                    await pool.score(text, "a")
-            assert await pool.score("a" * 400_000, "a") == 200_000
+        async with RewardPool("graders:letters", log_folder=graders) as pool:
+            for text, score in {
+                "banana": Score(1.5), "": Score(0.0), "true": Score(1.0), "numpy": Score(0.5), "numpy true": Score(1.0), "array": Score(2.0),
+                "dict": Score(3.0, {"format": 1.0}), "dataclass": Score(0.25, {"length": 9.0}),
+            }.items():  # fmt: skip
+                assert await pool.score(ScoreRequest(text, "a")) == score, text
+            assert await pool.rate("a" * 400_000, "a") == 200_000
+            assert "seen banana\n" in (graders / "reward.0.log").read_text()
+
+    run(test)
+
+
+def test_failures_say_what_they_are(graders: Path):
+    """Each scores what the settings say, in the second case with a worker of its own lost each time."""
+
+    async def test() -> None:
+        async with RewardPool("graders:letters", timeout_s=1.0, failed_score=-1.0, log_folder=graders) as pool:
+            for text, kind, reason in [
+                ("bad", "error", "invalid literal for int() with base 10: 'x'"),
+                ("slow", "timeout", "it took longer than 1 s"),
+                ("memory", "memory", "it ran out of memory"),
+                ("exit", "exit", "it brought its process down (exit status 3)"),
+                ("quit", "exit", "it brought its process down (exit status 1)"),
+            ]:
+                assert await pool.score(ScoreRequest(text, "a")) == Score(-1.0, failure=Failure(kind, reason))
+            assert await pool.rate("aa", "a") == 1.0
+
+    run(test)
+
+
+MISTAKES = {
+    "bug": """graders.py, line 12, in bug: return found["key"]\nKeyError: 'key'\n""",
+    "none": "it must give a number, or a dict with a score and its parts, not None\n",
+    "nan": "finite and at most 1e+06 in size, not nan\n",
+    "text": "it must give a number, or a dict with a score and its parts, not '1.0'\n",
+    "large": "finite and at most 1e+06 in size, not 1e+308\n",
+    "huge": "finite and at most 1e+06 in size, not 10000000",
+    "longer": "finite and at most 1e+06 in size, not an integer of 16610 bits\n",
+    "complex": "it must give a number, or a dict with a score and its parts, not 1j\n",
+    "unnamed": "it must give a dict with the key 'score', not {'reward': 1.0}\n",
+    "named text": "it must give a number as 'why', not 'so'\n",
+}
+
+
+@pytest.mark.parametrize("kind", ["processes", "event loop"])
+def test_mistakes_are_told_by_the_users_own_line(graders: Path, kind: str):
+    import graders as module
+
+    async def in_loop(text: str, answer: str) -> Any:
+        return module.letters(text, answer)
+
+    async def test() -> None:
+        async with RewardPool("graders:letters") as pool:
+            judge = pool if kind == "processes" else RewardInLoop(RewardConfig(name="graders:letters"), in_loop, ["text", "answer"])
+            for text, mistake in MISTAKES.items():
+                with pytest.raises(RunError) as error:
+                    await judge.score(ScoreRequest(text, "a"))
+                assert str(error.value).startswith("reward.name=graders:letters: ") and mistake in str(error.value)
+                assert f"It was given the response '{text}'" in str(error.value)
+            assert (await judge.score(ScoreRequest("aa", "a"))).reward == 1.0
+            assert (await judge.score(ScoreRequest("bad", "a"))).failure.kind == "error"
+
+    run(test)
+
+
+def test_a_function_is_given_what_it_asks_for(graders: Path):
+    from datetime import date
+
+    from graders import everything
+
+    request = ScoreRequest(
+        "seven", "7", "3+4=", {"difficulty": 2, "when": date(2026, 1, 31)}, [5, 6], [8, 9, 10], version=4, sample_index=1, truncated=True
+    )
+    parameters = parameters_of(everything, "reward.name=graders:everything")
+    parts = {"sample": 1.0, "ids": 3.0, "prompt": 5.0, "truncated": 1.0, "version": 4.0, "when": 10.0}
+
+    async def test() -> None:
+        async with rewards.RewardPool(RewardConfig(name="graders:everything"), parameters) as pool:
+            assert await pool.score(request) == Score(2.0, parts)
+
+    run(test)
+
+
+def test_an_async_function_judges_all_at_once():
+    arrived: list[str] = []
+
+    async def judge(response: str) -> float:
+        arrived.append(response)
+        while len(arrived) < 100:
+            await asyncio.sleep(0)
+        if response == "late":
+            await asyncio.sleep(60)
+        return len(response) / 4
+
+    async def test() -> None:
+        verifier = RewardInLoop(RewardConfig(name="x:judge", timeout_s=2.0), judge, ["response"])
+        scores = await asyncio.gather(*(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99]))
+        assert scores == [Score(0.0, failure=Failure("timeout", "it took longer than 2 s")), *[Score(1.0)] * 99]
 
     run(test)

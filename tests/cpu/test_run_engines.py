@@ -14,7 +14,7 @@ import pytest
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
-from megarl.executors.checkpoints import complete_checkpoints
+from megarl.plan.checkpoints import complete_checkpoints
 from megarl.transports import mooncake
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -89,6 +89,8 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs,
     table = rows(run_dir)
     assert all(row["sync/audit_ok"] for row in table if "sync/audit_ok" in row)
     assert [row["step"] for row in table] == list(range(len(table)))
+    parts = ("time/train_s", "time/trainer_wait_s", "time/sync_s")
+    assert all(sum(row[part] for part in parts) <= row["time/step_s"] for row in table), "also where weights were sent again"
     assert exactly_once(run_dir, len(table))
 
 

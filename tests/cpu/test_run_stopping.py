@@ -1,4 +1,4 @@
-"""A whole run that is asked to stop, as Slurm's preemption does."""
+"""A whole run that is asked to stop, as Slurm's preemption does, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
-from megarl.executors.checkpoints import complete_checkpoints
+from megarl.plan.checkpoints import complete_checkpoints
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -31,12 +31,15 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
     return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "checkpoint.every=0", *more]
 
 
-def test_sigterm_saves_the_running_step_and_the_same_command_goes_on(model, tmp_path, monkeypatch):
+def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(model, tmp_path, monkeypatch):
     """Trainer TP2, checkpoints only at the end. All processes get the signal, as in a Slurm step, while the engine has a half of an
-    update: the run that goes on gives it all of the weights first. (In a wait for samples:
+    update: the run that goes on gives it all of the weights first, and needs none of those that it began with, a warm start of a model that
+    has weights itself. (In a wait for samples:
     tests/unit/test_rollouts_channel.py; a second signal: test_run_engines.py.)"""
     run_dir, log, in_groups = tmp_path / "run", tmp_path / "log", [*settings(), "async.partial_rollout=in_flight"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
+    warm_start = run_dir / "sft/hf"
+    assert run(["sft", *arguments(model, run_dir, "sft.steps=1", "model.random_init=false")[1:]]).returncode == 0
     process = start(arguments(model, run_dir, *in_groups, "max_steps=100000"), log)
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=240)
@@ -52,7 +55,24 @@ def test_sigterm_saves_the_running_step_and_the_same_command_goes_on(model, tmp_
     assert process.returncode == 143, output
     assert f"stopped at step {steps} by SIGTERM; the same command goes on from there\n" in output
     assert [step for step, _ in complete_checkpoints(run_dir)] == [steps]
-    again = run(arguments(model, run_dir, *in_groups, f"max_steps={steps + 2}"), timeout_s=240)
-    assert again.returncode == 0, again.stderr
-    assert all(row["sync/audit_ok"] for row in rows(run_dir)[steps:])
-    assert trained(run_dir) == list(range((steps + 2) * PROMPTS))
+    assert f"Weights: the warm start in sft.output={warm_start}; megarl sft made it of model.path={model}\n" in output
+    for folder in (model, warm_start):
+        (folder / "model.safetensors").unlink()
+    again = start(arguments(model, run_dir, *in_groups, "max_steps=100000", "rollout.temperature=0.9"), log)
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= steps + 2, again, "second step after it", timeout_s=240)
+        again.send_signal(signal.SIGINT)  # by Ctrl-C to the launcher alone: its children have sessions of their own
+        again.wait(timeout=150)
+    finally:
+        kill(again)
+    output, before, steps = log.read_text(), steps, len(rows(run_dir))
+    assert again.returncode == 130, output
+    assert f"Weights: the checkpoint {run_dir}/checkpoints/step_{before:06d}\nChanged: rollout.temperature=0.9, was 1.0\n" in output
+    assert "\nCtrl-C: the running step is finished and saved, within 120 s" in output
+    assert f"\nstopped at step {steps} by Ctrl-C; the same command goes on from there\n" in output
+    assert complete_checkpoints(run_dir)[-1][0] == steps
+    assert all((run_dir / name).stat().st_size > 0 for name in ("report.png", "trace.json"))
+    probes = [row["logprob/abs_diff_mean"] for row in rows(run_dir)[before:] if "logprob/abs_diff_mean" in row]
+    assert probes and max(probes) < 1e-4, "the engine, which began with made-up weights, computes as the trainer does"
+    assert all(row["sync/audit_ok"] for row in rows(run_dir)[before:])
+    assert trained(run_dir) == list(range(steps * PROMPTS))

@@ -80,7 +80,7 @@ class Run:
         self.do(divide(self.workers, plain_map().destination, group_of))
         for process in self.engines:
             process.call("scramble")
-        session = WeightUpdate(self.workers)
+        session = WeightUpdate(self.workers, version=0)
         by_rank: list[Counter[int]] = [Counter() for _ in self.trainers]
         for session.group in range(group_of[-1] + 1):
             shares = []

@@ -27,6 +27,7 @@ import pytest
 import torch
 from faulty_transports import HOOKED
 from held_weights import as_process, as_thread
+from pokes import FLIP, REPLACE, poke
 from sglang_engine import hf_model, make_checkpoint, partly_updated, sampled_by, start_engine
 from weights_rig import Generator, names, open_generator, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
@@ -53,6 +54,7 @@ try:
 except ConfigError as missing:
     NO_MOONCAKE = str(missing)
 
+ROTARY = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
 TP = 2
 TRAINER = {"tp": 2}
 DTYPE = "float32"
@@ -106,8 +108,8 @@ class Site:
         self.generator.run(self.generator.client.wait_ready(180, log, engine.died))
         self.generator.live = []
 
-    def ready(self) -> Generator:
-        """The engine as it was at its start: it goes on from whatever a fault has left."""
+    def reopen(self) -> None:
+        """Another client of the engine, which runs and has no session open."""
         generator = self.generator
         generator.run(generator.client.close())
         generator.use(generator.run(_client(generator)))
@@ -115,6 +117,11 @@ class Site:
             self.start()
         with contextlib.suppress(EngineError):  # no session is open
             generator.run(generator.client.end_update(DEADLINE_S))
+
+    def ready(self) -> Generator:
+        """The engine as it was at its start: it goes on from whatever a fault has left."""
+        generator = self.generator
+        self.reopen()
         generator.run(_idle(generator.client))
         generator.load(self.checkpoint)
         generator.set_version(-1)
@@ -237,6 +244,33 @@ def test_a_flipped_bit(site, hub, kind, monkeypatch):
     with pytest.raises(EngineError, match="must not be used any more: its weights may be old or half-written"):
         generator.run(_outcome(requests[0]))
     assert str(failure.value).splitlines()[1:] == [f"{faulty_transports.FLIPPED} on generator rank 1 is not what trainer rank 1 sent"]
+
+
+CHANGES = {  # TP rank 1's tensor, how, at which byte, weights.audit
+    "a parameter between updates": (faulty_transports.FLIPPED, FLIP, 5, "strict"),
+    "rows that pad the vocabulary": ("lm_head.weight", FLIP, 256 * 64 * 4 - 5, "strict"),
+    "a rotary cache": (ROTARY, FLIP, 70, "on"),
+    "a rotary cache, replaced by another": (ROTARY, REPLACE, 70, "on"),
+}
+
+
+@pytest.mark.parametrize("name, how, at, audit", CHANGES.values(), ids=CHANGES)
+def test_memory_of_a_live_engine_that_something_else_has_written_to(site, hub, name, how, at, audit):
+    """Between two updates, while the engine serves."""
+    generator, first, now = site.generator, site.job(hub, audit="on"), Event()
+    now.set()
+    with threads(*(as_thread(rank, first) for rank in range(2)), hub=hub):
+        take(site, first, hub)
+    poke(generator, site.folder, name, 1, how, at)
+    with contextlib.closing(Hub("generator.0", site.key)) as again:
+        job = site.job(again, versions=(1,), audit=audit)
+        ranks = threads(*(as_thread(rank, job, now) for rank in range(2)), hub=again)
+        with ranks, unusable_after(site), pytest.raises(AuditError) as failure:
+            take(site, job, again)
+    told = f"{name} on generator rank 1 of engine {generator.client.url} has changed since the audit of version 0"
+    assert str(failure.value).splitlines()[1:] == [told]
+    site.reopen()
+    poke(generator, site.folder, name, 1, how, at)  # nothing else would mend it
 
 
 @pytest.mark.parametrize("kind", REST_IN_MATRIX)

@@ -35,6 +35,7 @@ def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, A
     return {
         "logprobs": logprobs,
         "loss": loss.item(),
+        "entropy": hf_entropy(model, batch, TEMPERATURE),
         "grads": checkpoint_tensors(folder, {name: parameter.grad for name, parameter in model.named_parameters()}),
         "logits": model(torch.tensor([batch[0].token_ids])).logits.detach(),
         "weights": sum(sum(s.advantages) for s in batch),
@@ -113,6 +114,16 @@ def hf_loss(
         loss = loss - (weights[1:] * chosen).sum() / DENOMINATOR
         logprobs.append([0.0, *chosen.tolist()])
     return loss, logprobs
+
+
+@torch.no_grad()
+def hf_entropy(model: PreTrainedModel, batch: list[TrainSequence], temperature: float) -> float:
+    """Mean over the unmasked tokens."""
+    found = []
+    for sequence in batch:
+        scores = (model(torch.tensor([sequence.token_ids])).logits[0, :-1] / temperature).log_softmax(dim=-1)
+        found.append(-(scores.exp() * scores).sum(dim=-1)[torch.tensor(sequence.loss_mask[1:])])
+    return torch.cat(found).mean().item()
 
 
 def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

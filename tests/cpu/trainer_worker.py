@@ -9,7 +9,6 @@ function returns is saved as OUT_DIR/<scenario name>.<rank>.pt.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -20,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +91,8 @@ def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int 
         scenario.get("dtype", "float32"),
         seed=1,
         total_steps=total_steps,
-        optimizer=optimizer,
         timeout_s=60,
+        optimizer=optimizer,
     )
 
 
@@ -134,7 +132,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
 def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
     result = trainer.train_step(chosen, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
-    sums = {"loss": result.loss, "grad_norm": result.grad_norm, "sums": result.sums, "routing": result.routing}
+    sums = {"loss": result.loss, "grad_norm": result.grad_norm, "sums": result.sums, "entropy": result.entropy, "routing": result.routing}
     return {**sums, "grads": gradients(trainer)}
 
 
@@ -193,30 +191,12 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.hold_reference()
     for seed in (1, 2):
         one_step(trainer, sequences(vocab, seed=seed))
-    with gathered_elements() as gathered:
-        checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
+    checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
     after = trainer.token_logprobs(probe)
     found = {"start": start, "reference": trainer.token_logprobs(probe, model="reference"), "after": after}
     found["still"] = trainer.token_logprobs(probe)
-    found["gathered"] = sum(gathered)
     found |= continue_from(trainer, scenario, out)
     return found
-
-
-@contextlib.contextmanager
-def gathered_elements() -> Iterator[list[int]]:
-    """Of the tensors that all_gather fills meanwhile: on GPUs it goes by NCCL, into GPU memory."""
-    original, elements = torch.distributed.all_gather, []
-
-    def all_gather(parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        elements.append(sum(part.numel() for part in parts))
-        return original(parts, *args, **kwargs)
-
-    torch.distributed.all_gather = all_gather
-    try:
-        yield elements
-    finally:
-        torch.distributed.all_gather = original
 
 
 def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -306,7 +286,7 @@ def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, 
 
 def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves step 1, then dies by SIGKILL as soon as the folder of step 2 is being written."""
-    from megarl.executors.checkpoints import checkpoint_path
+    from megarl.plan.checkpoints import checkpoint_path
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, plain_adam(lr=1e-2))
@@ -326,8 +306,8 @@ def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[st
 
 
 def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails. Step 1 is loaded again."""
-    from megarl.executors.checkpoints import checkpoint_path
+    """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails, as does an export. Step 1 is loaded again."""
+    from megarl.plan.checkpoints import checkpoint_path
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, plain_adam(lr=1e-2))
@@ -340,16 +320,121 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))  # writing beyond it fails as on a full disk, with another number
-    message = ""
+    message = exported = ""
     try:
         checkpoint.save(trainer, str(checkpoint_path(root, 2)), {"step": 2})
     except RuntimeError as error:
         message = str(error)
+    try:
+        trainer.export_hf(str(out / "export"), scenario["model"])
+    except RuntimeError as error:
+        exported = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     dist.barrier()
     left = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
     checkpoint.load(trainer, str(checkpoint_path(root, 1)))
-    return {"message": message, "left": left, "before": before, "after": trainer.token_logprobs(probe)}
+    return {"message": message, "exported": exported, "left": left, "before": before, "after": trainer.token_logprobs(probe)}
+
+
+def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What loading a checkpoint says when one of its files is damaged, by file and damage; and that it loads when all is mended."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    folder = Path(scenario["checkpoint"])
+    checkpoint.save(trainer, folder, {"step": 1}, {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {})
+    said = {}
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        for damage, harmed in damages(content).items():
+            if dist.get_rank() == 0:
+                file.unlink() if harmed is None else file.write_bytes(harmed)
+            dist.barrier()
+            try:
+                checkpoint.load(trainer, folder)
+                said[file.name, damage] = ""
+            except RuntimeError as error:
+                said[file.name, damage] = f"{type(error).__name__}: {error}"
+            dist.barrier()
+            if dist.get_rank() == 0:
+                file.write_bytes(content)
+    dist.barrier()
+    return {"said": said, "whole": checkpoint.load(trainer, folder)}
+
+
+def damages(content: bytes) -> dict[str, Any]:
+    """None: the file is gone."""
+    found: dict[str, Any] = {"missing": None, "empty": b"", "cut short": content[:-1], "longer": content + b"\0"}
+    for place in sorted({0, len(content) // 3, len(content) // 2, len(content) - 1}):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        found[f"bit of byte {place}"] = bytes(flipped)
+    return found
+
+
+def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What saving says where the state is not what it must be: one element is changed on rank 1 alone, of what, and of which tensor."""
+    from megarl.trainer import checkpoint
+    from megarl.trainer.checkpoint_state import runs
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    one_step(trainer, sequences(trainer.spec.vocab_size))
+    said = {}
+    for kinds in scenario["kinds"]:
+        run = runs(trainer)["decoder.final_layernorm.weight"]
+        before = {kind: run.values[kind].clone() for kind in kinds}
+        if dist.get_rank() == 1:
+            for kind in kinds:
+                run.values[kind][3] += 0.5
+        try:
+            checkpoint.save(trainer, out / "differing", {})
+        except RuntimeError as error:
+            said["+".join(kinds)] = f"{type(error).__name__}: {error}"
+        for kind, values in before.items():
+            run.values[kind].copy_(values)
+    left = [path.name for path in out.glob("differing*")]
+    checkpoint.save(trainer, out / "alike", {})
+    return {"said": said, "left": left}
+
+
+def scenario_disk_that_lies(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """On rank 1 the disk keeps another byte than was written."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    written = os.posix_fadvise
+
+    def lie(descriptor: int, *args: int) -> None:
+        os.pwrite(descriptor, bytes([os.pread(descriptor, 1, 5000)[0] ^ 1]), 5000)
+        written(descriptor, *args)
+
+    if dist.get_rank() == 1:
+        os.posix_fadvise = lie
+    try:
+        checkpoint.save(trainer, out / "lied", {})
+        message = ""
+    except RuntimeError as error:
+        message = f"{type(error).__name__}: {error}"
+    os.posix_fadvise = written
+    return {"message": message, "left": [path.name for path in out.glob("lied*")]}
+
+
+def scenario_vendor_warns(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What comes of Megatron's own format of checkpoints, which loses elements of a tied embedding, and warns."""
+    from megatron.core import parallel_state
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "dp_cp_group": group}
+    model = {"model": trainer.chunks[0].sharded_state_dict(metadata=metadata)}
+    try:
+        trainer.optimizer.sharded_state_dict(model, metadata=metadata)
+    except RuntimeError as error:
+        return {"said": str(error)}
+    return {"said": ""}
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from remote_object import RemoteObject
 
-from megarl.generator.memory import open_store
+from megarl.messaging.stores import open_store
 from megarl.messaging.host import Host
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
@@ -118,10 +118,10 @@ def test_cuda_ipc_writes_in_place(pair):
 
 @two_gpus
 def test_nccl_receives_in_place():
-    store = open_store("127.0.0.1")
+    store, address = open_store("127.0.0.1")
     engine, trainer = RemoteObject(Engine, 1), RemoteObject(Trainer, 0)
     try:
-        text = engine.call("endpoint", f"127.0.0.1:{store.port}")
+        text = engine.call("endpoint", address)
         trainer.start("connect", NCCL, text)
         for seed in (1, 2, 3):
             engine.start("receive")

@@ -36,27 +36,13 @@ def cluster(tmp_path_factory):
         yield started
 
 
-@pytest.fixture(scope="module")
-def job_script(tmp_path_factory):
-    """slurm/quickstart.sbatch without its warm start."""
-    text = (ROOT / "slurm/quickstart.sbatch").read_text()
-    assert 'MEGARL_COMMANDS="sft train"' in text
-    script = tmp_path_factory.mktemp("job") / "quickstart.sbatch"
-    script.write_text(text.replace('"sft train"', '"train"'))
-    return script
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("run") / "model")
-
-
-def submit(cluster: Cluster, script: Path, log: Path, *overrides: str, nodes: str = "--nodes=4") -> int:
-    return cluster.submit(script, *overrides, options=("--output", str(log), *nodes.split()), cwd=ROOT)
+def submit(cluster: Cluster, log: Path, *overrides: str, options: str = "") -> int:
+    """As docs/cluster.md says it: `sbatch slurm/quickstart.sbatch` in the checkout, overrides after it."""
+    return cluster.submit("slurm/quickstart.sbatch", *overrides, options=("--output", str(log), *options.split()), cwd=ROOT)
 
 
 def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_path):
-    job = submit(cluster, ROOT / "slurm/quickstart.sbatch", tmp_path / "log", "trainer.tpp=2", f"run_dir={tmp_path / 'run'}")
+    job = submit(cluster, tmp_path / "log", "trainer.tpp=2", f"run_dir={tmp_path / 'run'}")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
     assert cluster.exit_code(job) == "2:0"
     assert (tmp_path / "log").read_text() == "megarl: trainer.tpp=2: unknown key; did you mean trainer.tp?\n"
@@ -81,11 +67,12 @@ def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, clu
         assert lines.count(f"finished sft on {node}") == lines.count(f"finished train on {node}") == 1
 
 
-def test_a_run_over_four_nodes_outlives_the_loss_of_one(cluster, job_script, model, tmp_path):
+def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
+    """In a fresh folder, so with its warm start; the second time that is there."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     sizes = ["trainer.tp=2", "generator.engines=1", "generator.tp=2"]  # a rank on every node, so the engine spans two
-    overrides = [f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *sizes]
-    job = submit(cluster, job_script, log, *overrides, "checkpoint.every=1", "timeouts.silence_s=6")
+    overrides = [f"run_dir={run_dir}", "sft.steps=2", *OVERRIDES, *sizes]
+    job = submit(cluster, log, *overrides, "checkpoint.every=1", "timeouts.silence_s=6")
     wait_until(lambda: len(rows(run_dir)) >= 2, "the second step", START_S)
     assert len(list((run_dir / ".launch/train").glob("slurm.*/node.*.json"))) == 4
     cluster.kill_node("n4")
@@ -95,13 +82,16 @@ def test_a_run_over_four_nodes_outlives_the_loss_of_one(cluster, job_script, mod
     after = rows(run_dir)
     assert [row["step"] for row in after] == list(range(6))
     assert all(row["sync/audit_ok"] for row in after)
-    assert "6 steps from the start" in log.read_text() and "6 steps from the checkpoint of step" in log.read_text()
+    said = log.read_text()
+    assert "6 steps from the start" in said and "6 steps from the checkpoint of step" in said
+    assert f"Supervised weights are in {run_dir}/sft/hf" in said and f"{run_dir}/sft/hf is there already: nothing to do" in said
     assert {path.name for path in (run_dir / "logs").glob("engine*")} == {"engine.0.log", "engine.0.1.log"}
 
 
-def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, job_script, model, tmp_path):
-    overrides = [f"model.path={model}", f"run_dir={tmp_path / 'run'}", *OVERRIDES]
-    job = submit(cluster, job_script, tmp_path / "log", *overrides, nodes=TWO_COMPONENTS)
+def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path):
+    warm_start = make_model(tmp_path / "hf")  # as if it had been made by another run
+    overrides = [f"run_dir={tmp_path / 'run'}", f"sft.output={warm_start}", *OVERRIDES]
+    job = submit(cluster, tmp_path / "log", *overrides, options=TWO_COMPONENTS)
     wait_until(lambda: sum("megarl.generator.server" in task.cmdline() for task in cluster.tasks()) >= 2, "two engines", 90)
     cluster.run(["scancel", str(job)])
     assert cluster.wait(job, ENDED, 60) == "CANCELLED"

@@ -142,6 +142,7 @@ def test_metrics():
         "reward/mean": 0.75, "reward/std": pytest.approx(0.1875**0.5), "staleness/mean": pytest.approx(10 / 7), "staleness/max": 3.0,
         "response_tokens/mean": 1.75, "truncated_fraction": 0.25, "zero_advantage_fraction": 0.5,
         "environment_tokens/fraction": 0.0, "turns/mean": 1.0,
+        "reward/timeouts": 0, "reward/errors": 0, "reward/out_of_memory": 0, "reward/exits": 0, "reward/failed_fraction": 0.0,
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.bench import sync, sync_picture
 from megarl.bench.sync_media import BLOCK_BYTES, block_parts
-from megarl.bench.sync_ways import AUDITED, Way
+from megarl.bench.sync_ways import AUDITED, RECALLED, Way
 from megarl.config.outputs import PICTURES
 
 
@@ -17,6 +17,7 @@ WAYS = {
     "ceiling memcpy": Way(nothing, 100, 2),
     "direct shared_memory": Way(nothing, 100, 7, "ceiling memcpy"),
     "direct shared_memory" + AUDITED: Way(nothing, 100, 7, "ceiling memcpy"),
+    "direct shared_memory" + RECALLED: Way(nothing, 100, 7, "ceiling memcpy"),
     "gather + broadcast": Way(nothing, 150, 9),
     "gather + bucket": Way(nothing, 160, 5),
 }
@@ -24,6 +25,7 @@ TIMES = {  # the machine is ten times as slow in the last round
     "ceiling memcpy": [1.0, 1.0, 10.0],
     "direct shared_memory": [2.0, 2.0, 20.0],
     "direct shared_memory" + AUDITED: [2.5, 2.5, 25.0],
+    "direct shared_memory" + RECALLED: [2.75, 2.75, 27.5],
     "gather + broadcast": [6.0, 6.0, 60.0],
     "gather + bucket": [8.0, 8.0, 80.0],
 }
@@ -31,10 +33,10 @@ TIMES = {  # the machine is ten times as slow in the last round
 
 def test_ratios_are_of_runs_in_the_same_round():
     by_name = {timing.name: timing for timing in sync.timings(WAYS, TIMES, 100)}
-    assert by_name.keys() == {name for name in WAYS if not name.endswith(AUDITED)}
+    assert by_name.keys() == {name for name in WAYS if not name.endswith((AUDITED, RECALLED))}
     ours = by_name["direct shared_memory"]
     assert (ours.median_s, ours.quartiles_s, ours.best_s) == (2.0, (2.0, 11.0), 2.0)
-    assert (ours.of_ceiling, ours.times_faster, ours.times_fewer_bytes, ours.audit_s) == (0.5, 3.0, 1.5, 0.5)
+    assert (ours.of_ceiling, ours.times_faster, ours.times_fewer_bytes, ours.audit_s, ours.recall_s) == (0.5, 3.0, 1.5, 0.5, 0.25)
     assert by_name["ceiling memcpy"].of_ceiling is None and by_name["gather + bucket"].times_faster is None
 
 
@@ -42,7 +44,7 @@ def test_table_and_picture(tmp_path):
     ways = [sync.asdict(timing) for timing in sync.timings(WAYS, TIMES, 100)]
     facts = dict(model="tiny", bytes=100, trainer_tp=2, engine_tp=1, hardware="2 CPU cores", repeats=3, ways=ways)
     row = next(line for line in sync.render(facts).splitlines() if line.startswith("direct"))
-    assert row.split()[-4:] == ["50%", "3.0x", "1.5x", "500.0"]
+    assert row.split()[-5:] == ["50%", "3.0x", "1.5x", "500.0", "250.0"]
     for suffix in PICTURES:
         sync_picture.draw(facts, str(tmp_path / f"times{suffix}"))
         assert (tmp_path / f"times{suffix}").stat().st_size > 1000

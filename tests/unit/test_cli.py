@@ -21,8 +21,11 @@ def run_yaml(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     shutil.copytree(MODELS / "llama-3.1-8b", model)
     (model / "model.safetensors").touch()
-    path = tmp_path / "run.yaml"
-    path.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "tiny-llama" / name, model)
+    rows, path = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    path.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: {rows}}}}}\nrun_dir: {tmp_path}/run\n")
     return path
 
 
@@ -44,6 +47,99 @@ def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
     done = fresh_python(MAIN_AND_IMPORTS, "train", "bad=1")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "megarl: bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1\n[]\n"
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    """Keys and values, sizes, paths, rows, functions and classes; none that only follows from another."""
+    (tmp_path / "bad.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+1=",\n')
+    (tmp_path / "mine.py").write_text("async def reward(): ...\n")
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {MODELS}/tiny-llama, random_init: true}}\n"
+        "data: {train: {source: bad.jsonl}, eval: {source: none.jsonl}}\n"
+        "reward: {name: 'mine:rewrd'}\nrollout: {name: 'nothing:here', max_tokens: 64}\nsft: {steps: 1}\n"
+    )
+    wrong = ["trainer.tpp=3", "algorithm.rho=-1", "generator.tp=7", "trainer.tp=two"]
+    for command in (["train"], ["train", "--dry-run", "weights.transport=mine:reward"]):
+        argv = [sys.executable, "-m", "megarl", command[0], "run.yaml", *wrong, *command[1:]]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert [line.removeprefix("megarl: ").partition(": ")[0] for line in done.stderr.splitlines()] == [
+            "trainer.tpp=3",
+            "trainer.tp=two",
+            "algorithm.rho=-1.0",
+            "generator.tp=7",
+            "generator.tp=7",
+            *(["model.path=" + f"{MODELS}/tiny-llama"] if command == ["train"] else []),  # a dry run may come before megarl sft
+            "bad.jsonl, line 2",
+            "data.eval.source=none.jsonl",
+            "rollout.name=nothing:here",
+            "reward.name=mine:rewrd",
+            *(["weights.transport=mine:reward"] if command != ["train"] else []),  # whose look at it imports torch
+        ], done.stderr
+
+
+def test_a_dry_run_says_what_it_has_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 1200)
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {MODELS}/tiny-llama, random_init: true, dtype: float32}}\ncluster: {{gpu: cpu}}\nsft: {{steps: 1}}\n"
+        "data: {train: {source: rows.jsonl}, eval: {source: HuggingFaceH4/MATH-500}}\nrollout: {max_tokens: 64}\n"
+    )
+    argv = [sys.executable, "-m", "megarl", "train", "run.yaml", "--dry-run"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a response" in done.stdout
+    assert "data.eval: HuggingFaceH4/MATH-500, of the hub, is read when the run starts" in done.stdout
+    assert "\nWeights: the warm start in sft.output=runs/default/sft/hf\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["8b_aipo", "405b_aipo", "quickstart"])
+def test_a_dry_run_predicts_one_time_for_the_update(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(MODELS.parents[1])
+    assert cli.main(["train", f"configs/{name}.yaml", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (planned,) = [line.split()[2] for line in lines if line.startswith("           weight update")]
+    (predicted,) = [line.split()[1] for line in lines if line.startswith("predicted")]
+    assert planned == predicted
+
+
+def test_the_map_that_is_shown_is_that_of_the_machines(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of heads that tp does not divide CPU engines have some more, which are zeros; GPUs have copies of key-value heads."""
+    rows = {}
+    for gpu in ("cpu", "H100"):
+        assert cli.main(["reshard", str(run_yaml), "generator.tp=16", f"cluster.gpu={gpu}"]) == 0
+        rows[gpu] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("self_attn.qkv_proj.weight")]
+    assert "with zeros" in rows["cpu"][0] and "with zeros" not in rows["H100"][0]
+
+
+def message(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The last line of what is said before it ends with 2."""
+    try:
+        status = cli.main(argv)
+    except SystemExit as ended:
+        status = ended.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    return err.splitlines()[-1].removeprefix("megarl: ")
+
+
+def test_settings_that_are_written_as_options(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, meant in (("--max_steps=5", "max_steps=5"), ("--max-steps", "max_steps=…"), ("--trainer.tpp=2", "trainer.tp=2")):
+        said = message(capsys, "train", str(run_yaml), option)
+        assert said == f"megarl train: error: unknown option: {option}; settings have no dashes: {meant}"
+    assert message(capsys, "train", str(run_yaml), "--colour=5") == "megarl train: error: unknown option: --colour=5"
+
+
+def test_a_checkpoint_in_the_place_of_a_model(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = tmp_path / "old/checkpoints/step_00000040"
+    checkpoint.mkdir(parents=True)
+    first = f"first: megarl export CONFIG run_dir={tmp_path}/old"
+    config = [str(run_yaml), f"data.eval.source={tmp_path}/rows.jsonl"]
+    for path, what in (
+        (checkpoint, f"is a checkpoint, no model; {first} --step 40 --output FOLDER"),
+        (tmp_path / "old", f"holds a run's checkpoints, no model; {first} --output FOLDER"),
+        (tmp_path / "old/checkpoints", f"holds a run's checkpoints, no model; {first} --output FOLDER"),
+    ):
+        assert message(capsys, "eval", *config, f"model.path={path}") == f"model.path={path}: {what}"
 
 
 def test_launching_imports_no_torch() -> None:
@@ -209,7 +305,7 @@ def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "message"), [(RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"), (KeyboardInterrupt(), 130, "")]
+    ("error", "status", "message"), [(RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"), (KeyboardInterrupt(), 130, "megarl: ended by Ctrl-C\n")]
 )
 def test_a_failed_and_an_interrupted_run(
     error: BaseException, status: int, message: str, run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -53,6 +53,9 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> No
         ("rollout.top_k=40", "rollout.top_k", 40),
         ("rollout.temperature=1", "rollout.temperature", 1.0),
         ("weights.transport=my_site.wires:Fast", "weights.transport", "my_site.wires:Fast"),
+        ("weights.audit=strict", "weights.audit", "strict"),
+        ("weights.audit=True", "weights.audit", "on"),
+        ("weights.audit=false", "weights.audit", "off"),
         ("generator.server_args={page_size: 1}", "generator.server_args", {"page_size": 1}),
         ("generator.server_args.chunked_prefill_size=64", "generator.server_args", {"chunked_prefill_size": 64}),
         ("rollout.name=games:higher_or_lower", "rollout.name", "games:higher_or_lower"),
@@ -68,6 +71,13 @@ def test_override_values(tmp_path: Path, override: str, key: str, value: object)
     assert found == value and type(found) is type(value)
 
 
+@pytest.mark.parametrize(("written", "value"), [("on", "on"), ("off", "off"), ("true", "on"), ("false", "off"), ("strict", "strict")])
+def test_yaml_takes_on_and_off_for_true_and_false(tmp_path: Path, written: str, value: str) -> None:
+    config = load_config(write(tmp_path, MINIMAL + f"weights: {{audit: {written}}}\n"))
+    assert config.weights.audit == value
+    assert load_config(write(tmp_path, dump_config(config))) == config
+
+
 def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
     config = load_config(write(tmp_path), ["data.eval.source=held_out.jsonl", "data.eval.size=5"])
     assert (config.data.eval.source, config.data.eval.size, config.data.eval.split) == ("held_out.jsonl", 5, "train")
@@ -80,7 +90,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("trainer.tpp=2", "trainer.tpp=2: unknown key; did you mean trainer.tp?"),
         ("trainer.lr=1", "trainer.lr=1: unknown key; did you mean trainer.optimizer.lr?"),
         ("trainr.tp=2", "trainr.tp=2: unknown key; did you mean trainer.tp?"),
-        ("algorithm.temperature=1", "algorithm.temperature=1: unknown key; did you mean rollout.temperature?"),
+        ("algorithm.temperature=1", "algorithm.temperature=1: unknown key; did you mean eval.temperature or rollout.temperature?"),
         ("async_.capacity=1", "async_.capacity=1: unknown key; did you mean async.capacity?"),
         ("weights.color=red", "weights.color=red: unknown key; its section has weights.transport, weights.relay, weights.apply, weights.group_bytes, weights.audit"),
         ("zzz=1", "zzz=1: unknown key; docs/config.md lists every key"),
@@ -140,7 +150,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         "trainer.colour=red: unknown key; its section has "
         + ", ".join(key for key in settings() if key.startswith("trainer.")),
         "genrator.tp=2: unknown key; did you mean generator.tp?",
-        "model.path: must be set: HF checkpoint: a local folder or a hub name; where a folder holds no weights, sft.output has them",
+        f"model.path: must be set: {settings()['model.path'].meaning}",
         "data.train.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name",
         "rollout.n=0: must be at least 1",
     ]
@@ -187,3 +197,36 @@ def test_a_dumped_config_loads_back_equal(tmp_path: Path) -> None:
     config = load_config(write(tmp_path), overrides)
     assert config.data.train.prompt_template == "Q: {prompt} costs ${price}\nA: ä"
     assert load_config(write(tmp_path, dump_config(config)), []) == config
+
+
+def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
+    file = write(tmp_path, MINIMAL + "eval: {suites: {algebra: {source: a.jsonl, samples: 4}, gone: {source: b.jsonl}}}\n")
+    config = load_config(file, ["eval.suites.hard.source=c.jsonl", "eval.suites.hard.temperature=0.5", "eval.suites.gone=null"])
+    suites = config.eval.suites
+    assert (suites["algebra"].source, suites["algebra"].samples, suites["algebra"].prompt_key) == ("a.jsonl", 4, "question")
+    assert (suites["hard"].source, suites["hard"].temperature, suites["gone"]) == ("c.jsonl", 0.5, None)
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    for override, problem in {
+        "eval.suites.new.size=3": "eval.suites.new.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name",
+        "eval.suites.algebra.sorce=x": "eval.suites.algebra.sorce=x: unknown key; did you mean eval.suites.NAME.source?",
+        "eval.suites.algebra.samples=0": "eval.suites.algebra.samples=0: must be at least 1",
+        "eval.suites.algebra.samples=many": "eval.suites.algebra.samples=many: must be an integer or null",
+        "eval.suites.algebra=3": "eval.suites.algebra=3: is a section; set its keys, such as eval.suites.NAME.source",
+    }.items():
+        assert problems_of(file, override) == [problem]
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("model:\n\tpath: x\n", ", line 2: not valid YAML: a tab, where YAML takes spaces alone"),
+        ("seed: 1\nseed: 2\n", ", line 2: not valid YAML: found duplicate key seed"),
+        ("max_steps: [1\n", ", line 2: not valid YAML: did not find expected ',' or ']'"),
+        ("- a\n", ": must hold a mapping of keys to values"),
+        ("words", ": must hold a mapping of keys to values"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, problem: str) -> None:
+    path = write(tmp_path, text)
+    assert problems_of(path) == [f"{path}{problem}"]

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import DatasetConfig, ModelConfig, RunConfig
+from megarl.config.schema import DatasetConfig, EvalConfig, ModelConfig, RunConfig, SuiteConfig
 from megarl.data.check import check_data
 from megarl.data.permutation import permute
-from megarl.data.prompts import PromptStream, eval_prompts, train_prompts
+from megarl.data.prompts import PromptStream, held_out_sets, train_prompts
 from megarl.data.rows import Row
 from megarl.data.sft import sft_batches, sft_sequence
 from megarl.data.synthetic import Chain, Product
@@ -174,7 +174,7 @@ def edited_tokenizer_without_eos(folder: Path) -> Tokenizer:
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: no tokenizer.json there"):
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: the folder holds no tokenizer.json$"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="not a tokenizer"):
@@ -205,13 +205,26 @@ def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokeniz
     assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(rows[2].prompt)
 
 
-def test_eval_prompts(tokenizer: Tokenizer):
+def test_held_out_sets(tokenizer: Tokenizer):
     config = chain_config()
-    assert len(eval_prompts(config, tokenizer)) == 512
-    config.eval.limit = 8
-    assert [p.text for p in eval_prompts(config, tokenizer)] == [Chain("eval", 0)[i].prompt for i in range(8)]
+    (whole,) = held_out_sets(config, tokenizer)
+    assert len(whole.prompts) == 512 and (whole.name, whole.samples, whole.temperature) == ("", 1, 0.0)
+    assert whole.max_tokens == config.rollout.max_tokens
+    config.eval = EvalConfig(limit=8, max_tokens=7, samples=2, temperature=0.5)
+    config.eval.suites = {
+        "other": SuiteConfig(source="synthetic:chain", split="eval", size=3, samples=4, temperature=1.0, max_tokens=9),
+        "plain": SuiteConfig(source="synthetic:chain", split="eval"),
+        "none": None,
+    }
+    first, other, plain = held_out_sets(config, tokenizer)
+    assert [p.text for p in first.prompts] == [Chain("eval", 0)[i].prompt for i in range(8)]
+    assert [(s.name, len(s.prompts), s.samples, s.temperature, s.max_tokens) for s in (first, other, plain)] == [
+        ("", 8, 2, 0.5, 7),
+        ("other", 3, 4, 1.0, 9),
+        ("plain", 8, 2, 0.5, 7),
+    ]
     config.data.eval = None
-    assert eval_prompts(config, tokenizer) == []
+    assert [held_out.name for held_out in held_out_sets(config, tokenizer)] == ["other", "plain"]
 
 
 # --- supervised batches ---

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig
-from megarl.data.datasets import load_rows
+from megarl.data.datasets import load_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny-llama"
@@ -66,7 +66,7 @@ def test_every_problem_is_reported_with_its_line(tmp_path: Path):
     )
     assert problems(source) == [
         f"{source}, line 2: malformed JSON at column 14: Unterminated string starting at",
-        f"{source}, line 3: no field 'question'; did you mean 'qestion'?",
+        f"{source}, line 3: no column 'question' (data.train.prompt_key); its columns are 'qestion', 'answer'",
         f"{source}, line 4: field 'question' must be text, not a number",
         f"{source}, line 5: field 'answer' must be text, not null",
         f"{source}, line 6: field 'question' is empty",
@@ -88,9 +88,25 @@ def test_a_demonstration_may_be_turns(tmp_path: Path):
 
 
 def test_many_problems_are_counted(tmp_path: Path):
-    source = write(tmp_path / "bad.jsonl", *["{"] * 25)
+    source = write(tmp_path / "bad.jsonl", *(" " * n + "{" for n in range(25)))
     found = problems(source)
     assert len(found) == 11 and found[-1] == f"{source}: 15 more rows with problems"
+
+
+def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Path):
+    source = write(tmp_path / "bad.jsonl", *[{"problem": "1+1=", "solution": "2"}] * 25)
+    missing = "no column 'question' (data.train.prompt_key) and none 'answer' (data.train.answer_key)"
+    assert problems(source) == [f"{source}, line 1: {missing}; its columns are 'problem', 'solution' (as in 24 rows more)"]
+
+
+def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checked(tmp_path: Path):
+    rows = [{"question": "q", "answer": str(n)} for n in range(50)]
+    source = write(tmp_path / "many.jsonl", *rows)
+    found, count = read_rows(DatasetConfig(source=source), "data.train", 0, "final", "", kept=3)
+    assert [row.answer for row in found] == ["0", "1", "2"] and count == 50
+    source = write(tmp_path / "late.jsonl", *rows, "{")
+    with pytest.raises(ConfigError, match="late.jsonl, line 51: malformed JSON"):
+        read_rows(DatasetConfig(source=source), "data.train", 0, "final", "", kept=3)
 
 
 def test_what_is_no_dataset(tmp_path: Path):
@@ -135,7 +151,7 @@ def test_what_of_the_answer_is_read(tmp_path: Path):
     assert (row.answer, row.demonstration) == ("", "Once upon a time. " * 100)
     (row,) = load_rows(DatasetConfig(source=plain, answer_key="text"), "sft.data", 0, "none")
     assert row.demonstration == "Once upon a time. " * 100
-    with pytest.raises(ConfigError, match="no field 'answer'"):
+    with pytest.raises(ConfigError, match="no column 'answer' .data.train.answer_key."):
         load_rows(DatasetConfig(source=plain), "data.train", 0, "whole")
 
 
@@ -190,3 +206,16 @@ def test_a_model_without_chat_template(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         load_rows(DatasetConfig(source=source, prompt_template="chat"), "data.eval", 0, tokenizer=str(TINY))
     assert error.value.problems == [f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} in it"]
+
+
+@pytest.mark.parametrize("source", ["/nowhere/rows", "./rows", "[a, b]", "a/b/c"])
+def test_what_is_no_name_of_the_hub_is_a_missing_file(source: str):
+    assert problems(source) == [f"data.train.source={source}: no such file or folder"]
+
+
+def test_a_folder_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/readme.jsonl").write_text("{")
+    (found,) = problems(str(tmp_path / "set"))
+    assert found.startswith(f"data.train.source={tmp_path}/set, split train: cannot be loaded: ")

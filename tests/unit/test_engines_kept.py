@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from megarl.launch.engines import EngineKeeper
+from megarl.generator.beats import BEATS
+from megarl.launch.engines import STILL_S, EngineKeeper
 from megarl.launch.launcher import StopOrder
 from megarl.launch.meeting import Meeting
 from megarl.launch.node import Node
@@ -27,6 +31,13 @@ class Handler(BaseHTTPRequestHandler):
 print("engine starts", flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+BUSY = """
+import os, threading, time
+from megarl.generator.beats import beating
+""" + SERVER.replace("        self.send_response", """        if os.path.exists("ASK"):
+            with beating(): time.sleep(8)
+            os.remove("ASK")
+        self.send_response""")
 WORKER = """
 import signal, sys, time
 asked = []
@@ -44,10 +55,10 @@ def until(condition, poll=lambda: None, seconds=60):
         time.sleep(0.02)
 
 
-def kept(group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0) -> EngineKeeper:
+def kept(group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0, code=SERVER, env={}) -> EngineKeeper:
     (port,) = free_ports(1)
     keeper = EngineKeeper(group, policy, max_restarts, health_s, startup_s=30)
-    spec = ProcessSpec("engine.0", [sys.executable, "-c", SERVER, str(port)])
+    spec = ProcessSpec("engine.0", [sys.executable, "-c", code, str(port)], env)
     group.start(spec)
     keeper.keep(spec, "127.0.0.1", port, "key")
     return keeper
@@ -83,6 +94,25 @@ def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, cap
         assert "engine.0 has answered nothing for" in capsys.readouterr().out
 
 
+def test_an_engine_at_a_long_command_of_an_update_is_let_finish(tmp_path, capsys):
+    """Its scheduler answers nothing for twice health_s, but beats; one that is stopped does not beat. A run has at least 5 s."""
+    ask, beats = tmp_path / "ask", tmp_path / "beats"
+    with ProcessGroup(tmp_path) as group:
+        keeper = kept(group, "restart", health_s=4.0, code=BUSY.replace("ASK", str(ask)), env={BEATS: str(beats)})
+        engine = keeper._engines["engine.0"]
+        until(lambda: engine.answered, keeper.poll)
+        ask.touch()
+        until(lambda: not ask.exists(), keeper.poll)
+        assert starts(group) == 1, capsys.readouterr().out
+        since = time.monotonic()
+        until(lambda: engine.answered > since, keeper.poll)
+        ask.touch()
+        until(lambda: engine.beaten > engine.answered, keeper.poll)
+        child(group).send_signal(signal.SIGSTOP)
+        until(lambda: starts(group) == 2, keeper.poll)
+        assert "engine.0 has answered nothing for" in capsys.readouterr().out
+
+
 def test_a_dropped_engine_ends_nothing(tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
         keeper = kept(group, "drop")
@@ -103,7 +133,7 @@ def stopping(folder, group: ProcessGroup, node: int = 0, nodes: int = 1, deadlin
 
 
 def start_worker(group: ProcessGroup, name: str, how: str) -> None:
-    group.start(ProcessSpec(name, [sys.executable, "-S", "-c", WORKER, how], defers_termination=True))
+    group.start(ProcessSpec(name, [sys.executable, "-S", "-c", WORKER, how]))
     until(lambda: "ready" in group.log_path(name).read_text())
 
 
@@ -132,3 +162,49 @@ def test_a_stop_reaches_the_launchers_of_other_nodes_and_has_a_deadline(tmp_path
         with pytest.raises(Stopped, match="trainer.1 did not finish and save within checkpoint.on_termination_s=0.5"):
             until(lambda: False, theirs.poll, seconds=20)
         assert theirs.given
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_engines_kept import kept, starts
+from megarl.launch.processes import ProcessGroup
+from megarl.launch.watch import termination_as_exit
+with termination_as_exit(), ProcessGroup(Path(sys.argv[2])) as group:
+    keeper = kept(group, "restart")
+    while True:
+        keeper.poll()
+        if keeper._engines["engine.0"].answered:
+            print("answered", starts(group), flush=True)
+        time.sleep(0.1)
+"""
+
+
+def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_dead(tmp_path):
+    """Engines are given up after 1 s of silence."""
+    argv = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path)]
+    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        until(lambda: launcher.stdout.readline() == "answered 1\n")
+        launcher.send_signal(signal.SIGSTOP)
+        time.sleep(STILL_S + 2)
+        launcher.send_signal(signal.SIGCONT)
+        lines = [launcher.stdout.readline() for _ in range(60)]
+    finally:
+        launcher.terminate()
+        launcher.wait(10)
+    assert any("this launcher stood still for" in line for line in lines)
+    assert all(line == "answered 1\n" or "stood still" in line for line in lines), lines
+
+
+def test_an_engine_that_ends_of_itself_before_it_has_ever_answered_ends_the_run_at_once(tmp_path, capsys):
+    """It would do so again; one that was killed is started again."""
+    with ProcessGroup(tmp_path) as group:
+        keeper = EngineKeeper(group, "restart", max_restarts=3, health_s=10, startup_s=30)
+        spec = ProcessSpec("engine.0", [sys.executable, "-S", "-c", "raise SystemExit('no such model')"])
+        group.start(spec)
+        keeper.keep(spec, "127.0.0.1", 1, "key")
+        with pytest.raises(ProcessFailed, match="(?s)engine.0 exited with status 1; the end of .*no such model"):
+            until(lambda: False, keeper.poll, seconds=20)
+    assert "started again" not in capsys.readouterr().out

@@ -23,6 +23,7 @@ from megarl.environments.tool_calls import ToolCalls
 from megarl.environments.transcript import Transcript
 from megarl.executors.rollout import CheckedRollout
 from megarl.generator.completions import Completion, Sampling
+from megarl.rewards.score import Score, ScoreRequest, score_of
 from megarl.types import Prompt, Sample
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +50,8 @@ class ScriptedPolicy:
         return Completion(ids, [-0.5 * version] * len(ids), [version] * len(ids), "stop" if ended else "length")
 
     def context(self) -> RolloutContext:
-        async def score(text: str, answer: str) -> float:
-            return float(text == answer)
+        async def score(request: ScoreRequest) -> Score:
+            return Score(float(request.response == request.answer), {"index": request.sample_index})
 
         async def run_in_worker(function: Any, *arguments: Any) -> Any:
             try:
@@ -166,6 +167,7 @@ def test_single_turn_asks_once_for_all():
     policy = ScriptedPolicy("144$", "7$")
     samples = asyncio.run(single_turn(policy.context(), prompt(), SAMPLING, 2))
     assert [(s.text, s.reward, s.policy_mask, s.versions[0]) for s in samples] == [("144", 1.0, [], 1), ("7", 0.0, [], 1)]
+    assert [s.reward_parts for s in samples] == [{"index": 0.0}, {"index": 1.0}]
     assert len(policy.asked) == 1
 
 
@@ -188,6 +190,8 @@ def test_samples_that_are_none_end_the_run_with_a_reason():
         ([replace(good, policy_mask=[False] * 4)], "none of its tokens"),
         ([replace(good, reward=float("nan"))], "reward nan"),
         ([replace(good, reward=True)], "reward True, no finite number"),
+        ([replace(good, reward=1e308)], "reward 1e+308, no finite number of at most 1e+06"),
+        ([replace(good, reward=10**400)], "reward 1000"),
         ([replace(good, logprobs=[None] * len(good.logprobs))], "log-prob None, no finite number"),
         ([replace(good, token_ids=[4] * 65, logprobs=[0.0] * 65, versions=[0] * 65)], "65 tokens, more than max_tokens=64"),
     ]:
@@ -260,18 +264,26 @@ def same_length(text: str, answer: str) -> float:
     return float(len(text) == len(answer))
 
 
+def misspelt(text: str, anwser: str) -> float: ...
+
+
+def nameless(text: str, *rest: str) -> float: ...
+
+
+async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any) -> float: ...
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("no_such_module_here:f", "cannot be imported: No module named 'no_such_module_here'"),
         (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
-        (f"{__name__}:three", "must be a plain function; see docs/own_run.md"),
-        (f"{__name__}:NotCallable", "must be a plain function; see docs/own_run.md"),
-        (
-            f"{__name__}:not_async",
-            "must take two arguments, the response's text and the reference answer: missing a required argument: 'sampling'",
-        ),
+        (f"{__name__}:NotCallable", "must be a function; see docs/own_run.md"),
+        (f"{__name__}:misspelt", "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
+         "sample_index, truncated; did you mean answer?"),
+        (f"{__name__}:nameless", "its parameter *rest must be one that can be given by name"),
         (f"{__name__}:same_length", ""),
+        (f"{__name__}:judge", ""),
     ],
 )
 def test_a_reward_function_of_ones_own_is_looked_at_before_anything_starts(name: str, problem: str):
@@ -308,12 +320,16 @@ def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_documented_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = (ROOT / "docs/own_run.md").read_text()
-    [code], [settings] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
-    (tmp_path / "graders.py").write_text(code)
+    codes, [settings] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    (tmp_path / "graders.py").write_text("\n".join(codes))
     (tmp_path / "run.yaml").write_text(settings)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "graders", raising=False)
     check_rollout(load_config("run.yaml", [f"model.path={TINY}"]))
     assert sys.modules["graders"].share_right(" a,b,d\n", "a,b,c") == pytest.approx(2 / 3)
+    check_rollout(load_config("run.yaml", [f"model.path={TINY}", "reward.name=graders:graded"]))
+    found = score_of(sys.modules["graders"].graded("so 42\n", "42", {"weight": 2}, truncated=True))
+    assert found == Score(pytest.approx(1.9), {"right": 1.0})
 
 
 def test_environment_text_is_never_the_policys_even_at_the_ends():

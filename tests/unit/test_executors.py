@@ -3,28 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import combinations
 from pathlib import Path
 
-from megarl.executors.checkpoints import checkpoint_path, complete_checkpoints, prune_checkpoints
-from megarl.executors.evaluate import pass_at_1
+import pytest
+
+from megarl.config.schema import RewardConfig
+from megarl.data.prompts import HeldOutSet
+from megarl.executors.evaluate import answer_all, pass_at, scores
+from megarl.executors.rollout import Rollout
 from megarl.generator.completions import Sampling
+from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, prune_checkpoints
 from megarl.types import Group, Prompt, Sample
 
 
+def sample(reward: float, tokens: int = 1) -> Sample:
+    return Sample([1] * tokens, [0.0] * tokens, [0] * tokens, "", reward, "stop" if tokens < 3 else "length")
+
+
+class FakeTokenizer:
+    eos_ids = (7,)
+
+
+def evaluated(rollout: Rollout, held_out: HeldOutSet) -> dict[str, float]:
+    return asyncio.run(answer_all(rollout, held_out, FakeTokenizer(), at_once=8, reward=RewardConfig()))
+
+
 def test_an_evaluation_asks_for_no_more_at_once_than_engines_have_places():
-    running, most = 0, 0
+    running, most, asked = 0, 0, []
 
     async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
         nonlocal running, most
-        running += 1
+        running += n
         most = max(most, running)
+        asked.append(sampling)
         await asyncio.sleep(0)
-        running -= 1
-        return Group(prompt, [Sample([1], [0.0], [0], "", float(prompt.ordinal % 2), "stop")] * n)
+        running -= n
+        return Group(prompt, [sample(float((prompt.ordinal + i) % 2)) for i in range(n)])
 
     prompts = [Prompt(ordinal, [1], "", "") for ordinal in range(10)]
-    result = asyncio.run(pass_at_1(rollout, prompts, Sampling(max_tokens=1), at_once=3))
-    assert (most, result["correct"], result["prompts"], result["pass@1"]) == (3, 5, 10, 0.5)
+    greedy, several = HeldOutSet("", prompts, 1, 0.0, max_tokens=5), HeldOutSet("hard", prompts[:3], 4, 0.8, max_tokens=9)
+    result = evaluated(rollout, greedy)
+    assert (most, result["correct"], result["prompts"], result["pass@1"]) == (8, 5, 10, 0.5)
+    hard = evaluated(rollout, several)
+    assert (hard["pass@1"], hard["pass@2"], hard["pass@4"], hard["avg@4"]) == (0.5, 5 / 6, 1.0, 0.5) and hard["samples"] == 12
+    assert asked[0] == Sampling(5, 0.0, stop_token_ids=(7,)) and asked[-1] == Sampling(9, 0.8, stop_token_ids=(7,))
+    most = 0
+    evaluated(rollout, HeldOutSet("", prompts, 64, 1.0, 1))
+    assert most == 64, "one prompt at a time where its samples alone fill the engines"
+
+
+def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples():
+    for n, correct in ((1, 0), (1, 1), (5, 2), (6, 6), (7, 0), (8, 3)):
+        right = [True] * correct + [False] * (n - correct)
+        for k in range(1, n + 1):
+            draws = list(combinations(right, k))
+            assert pass_at(k, n, correct) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_scores_count_lengths_and_rewards_of_every_sample():
+    groups = [Group(Prompt(0, [1], "", ""), [sample(1.0), sample(0.5, 3), sample(2.0)])]
+    found = scores(groups)
+    assert found["pass@1"] == pytest.approx(2 / 3) and found["pass@3"] == 1.0 and found["correct"] == 2
+    assert (found["reward/mean"], found["response_tokens/mean"]) == (pytest.approx(3.5 / 3), pytest.approx(5 / 3))
+    assert found["truncated_fraction"] == pytest.approx(1 / 3)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path, capsys):

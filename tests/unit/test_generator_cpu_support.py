@@ -93,14 +93,23 @@ try:
     import sgl_kernel.scalar_type
 except ImportError:
     print("no submodules")
+from torchvision.transforms import InterpolationMode, functional
+try:
+    functional.resize(InterpolationMode.BICUBIC)
+except NotImplementedError as error:
+    print(error)
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the stand-ins are not active")
-def test_kernel_stand_ins_import_and_raise_when_called():
+def test_stand_ins_import_and_raise_when_called():
     result = subprocess.run([sys.executable, "-c", STAND_INS], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["sgl_kernel.rmsnorm is a CUDA kernel; it has no CPU counterpart", "no submodules"]
+    assert result.stdout.splitlines() == [
+        "sgl_kernel.rmsnorm is a CUDA kernel; it has no CPU counterpart",
+        "no submodules",
+        "torchvision.transforms.functional.resize is not there; language models read no images",
+    ]
 
 
 def test_importing_the_package_changes_nothing():

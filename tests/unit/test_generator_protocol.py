@@ -60,10 +60,10 @@ def test_post_load_work_of_a_group_is_done_on_what_it_has_written_and_nothing_el
     worker.audit(parameters, Audit())
     assert processed() == everything, "an update at once"
     worker.divide(parameters, Divide({name: 1 if "layers.2" in name else 0 for name in parameters}))
-    assert worker.audit(parameters, Audit(0)).keys() == {name for name in parameters if "layers.2" not in name}
+    assert worker.audit(parameters, Audit(0)).hashes.keys() == {name for name in parameters if "layers.2" not in name}
     assert processed() == [name for name in everything if "layers.2" not in name]
     assert processed() == everything, "a session of somebody else"
-    assert worker.audit(parameters, Audit(1)).keys() == {name for name in parameters if "layers.2" in name}
+    assert worker.audit(parameters, Audit(1)).hashes.keys() == {name for name in parameters if "layers.2" in name}
     assert processed() == ["layers.2.0", "layers.2.1"]
     last = {name for name in parameters if "layers.2" in name}
     assert rederived == [None, None, parameters.keys() - last, None, last]

@@ -20,6 +20,8 @@ TIERS = {
     "types": 0,
     "protocols": 0,
     "files": 0,
+    "deaths": 0,
+    "hub": 1,
     "config": 1,
     "topology": 1,
     "models": 2,

@@ -48,6 +48,15 @@ def test_one_launcher_per_node_and_valid_shell(script):
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_job_that_was_not_submitted_in_the_checkout_ends_at_once(script, tmp_path):
+    environment = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.endswith(f"{tmp_path}/slurm/job.sh: No such file or directory")
+
+
 def test_the_quickstarts_job_checks_its_settings_where_nothing_has_run_yet(tmp_path):
     """With the real megarl, and an srun that only says what it was asked for."""
     srun = tmp_path / "bin/srun"

@@ -1,10 +1,11 @@
 import asyncio
+import time
 
 import pytest
 import zmq
 
-from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import Hello, WeightsOffer
+from megarl.messaging.link import Hub, Peer, RunKey, UnknownMessage
+from megarl.messaging.messages import Hello, WeightsOffer, encode
 
 
 @pytest.fixture
@@ -117,3 +118,51 @@ def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
 def test_a_task_that_waits_past_its_deadline_names_both_sides(hub):
     with pytest.raises(TimeoutError, match="generator.0 waited 0 s for weights version 7 from trainer.1"):
         asyncio.run(hub.arrival(WeightsOffer, 0.05, "weights version 7 from trainer.1"))
+
+
+@pytest.mark.parametrize("frames", [[b"\xff\xff"], [b"\x81"], [b""], [b"a", b"b"], [encode(Hello("x")), b""]])
+def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, key, frames, capsys):
+    """Also of a peer that has not been heard before, and with nobody waiting for it: the event loop alone reads then."""
+
+    async def main() -> list:
+        waits = [hub.arrival(kind, None, "what does not come") for kind in (WeightsOffer, Hello)]
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        await asyncio.sleep(0.05)
+        peer._socket.send_multipart(frames)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+
+    peer = Peer("trainer.3", key, hub.address)
+    said = "generator.0 was sent what is no message of this run by trainer.3"
+    assert [(type(error), said in str(error)) for error in asyncio.run(main())] == [(UnknownMessage, True)] * 2
+    with pytest.raises(UnknownMessage, match="by trainer.3"):
+        hub.receive(Hello, 60, "what came before")
+    peer.close()
+
+
+def test_what_is_no_message_of_the_hub_ends_a_peers_wait_at_once(hub, key):
+    peer = Peer("trainer.0", key, hub.address)
+    peer.send(Hello("here"))
+    hub.receive(Hello, 5, "x")
+    hub._socket.send_multipart([b"trainer.0", b"\xff"])
+    with pytest.raises(UnknownMessage, match="trainer.0 was sent what is no message of this run by the hub: 1 bytes in 1 parts"):
+        peer.receive(Hello, 60, "an answer")
+    peer.close()
+
+
+def test_noise_without_the_key_is_refused_and_told_and_disturbs_nobody(hub, key, capsys):
+    forger = Peer("trainer.0", RunKey.generate(), hub.address)
+    forger._socket.send(b"\xff\xff")
+    plain = zmq.Context.instance().socket(zmq.DEALER)
+    plain.connect(hub.address)
+    plain.send(b"\xff\xff")
+    friend, heard = Peer("trainer.0", key, hub.address), ""
+    deadline = time.monotonic() + 20
+    while "2 by now" not in heard:
+        friend.send(Hello("hi"))
+        assert hub.receive(Hello, 5, "a friend") == ("trainer.0", Hello("hi"))
+        heard += capsys.readouterr().out
+        assert time.monotonic() < deadline, heard
+    assert f"generator.0 refused somebody without the run's key at {hub.address}, 1 by now\n" in heard
+    for socket in (forger._socket, plain):
+        socket.close(linger=0)
+    friend.close()

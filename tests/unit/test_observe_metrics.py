@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from megarl.observe.metrics import MetricsTail, MetricsWriter, parse_lines, read_metrics
+from megarl.observe.metrics import MetricsTail, MetricsWriter, damaged_lines, parse_lines, read_metrics
 
 
 def write_steps(run_dir: Path, steps: range, resume_step: int = 0, mark: str = "first") -> None:
@@ -52,26 +52,51 @@ def test_whatever_byte_a_crash_stops_at_the_file_holds_whole_steps(
     run_dir = tmp_path_factory.mktemp("run")
     write_steps(run_dir, range(6))
     path = run_dir / "metrics.jsonl"
-    whole = path.read_bytes()[:cut]
+    all_bytes = path.read_bytes()
+    whole = all_bytes[:cut]
     path.write_bytes(whole)
     survivors = whole.count(b"\n")
     assert [row["step"] for row in read_metrics(path)] == list(range(survivors))
-    kept = min(survivors, resume_step)
+    lacks_newline = cut > 0 and len(whole) == cut and all_bytes[cut : cut + 1] == b"\n"
+    kept = min(survivors + lacks_newline, resume_step)
     write_steps(run_dir, range(kept, kept + 2), resume_step=resume_step)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(kept + 2))
 
 
-def test_damage_inside_the_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+GARBAGE = (b"garbage\n", b"[1]\n", b'{"loss": 1}\n', b"\xff\x00\n", b"null\n", b"\n", b"[" * 100_000 + b"\n")
+
+
+@pytest.mark.parametrize("damage", GARBAGE)
+def test_damaged_lines_are_left_out_and_known(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for damage in (b"garbage\n", b"[1]\n", b'{"loss": 1}\n'):
-        path.write_bytes(b'{"step": 0}\n' + damage)
-        with pytest.raises(ValueError, match="metrics.jsonl.*byte 12"):
-            read_metrics(path)
+    write_steps(tmp_path, range(2))
+    with open(path, "ab") as file:
+        file.write(damage)
+    tail = MetricsTail(path)
+    assert tail.poll() == 2
+    writer = MetricsWriter(tmp_path, tensorboard=False, resume_step=2)
+    assert path.read_bytes().endswith(b'"first": 1}\n') and damaged_lines(path) == [], "what comes after the last step that is kept goes"
+    writer.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"\n") + 1] + damage + whole[whole.index(b"\n") + 1 :])
+    write_steps(tmp_path, range(2, 4), resume_step=2)
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
+    assert damaged_lines(path) == [2]
+    tail = MetricsTail(path)
+    assert tail.poll() == 4 and tail.poll() == 0 and [row["step"] for row in tail.rows] == [0, 1, 2, 3]
+
+
+def test_a_last_line_that_lacks_its_newline_alone_is_kept_on_resume(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    write_steps(tmp_path, range(3, 4), resume_step=3)
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3] and damaged_lines(path) == []
 
 
 def test_lines_end_at_newlines_only() -> None:
     line = json.dumps({"step": 1, "name": "a\u2028b\x85c\x0b"}, ensure_ascii=False).encode() + b"\n"
-    assert [end for end, _ in parse_lines(line, Path("m"))] == [len(line)]
+    assert [end for end, _ in parse_lines(line)] == [len(line)]
 
 
 def test_tail_follows_growth_half_lines_and_a_resumed_run(tmp_path: Path) -> None:
@@ -103,3 +128,18 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) 
     board.Reload()
     assert sorted(board.Tags()["scalars"]) == ["reward/mean", "sync/audit_ok"]
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 1.0), (2, 102.0), (3, 103.0)]
+
+
+def test_distributions_are_quantiles_in_the_line_and_histograms_in_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write(0, {"reward/mean": 0.5}, {"reward": [0.0, 1.0, 0.25], "response_tokens": []})
+    writer.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row == pytest.approx({
+        "step": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/p10": 0.05, "reward/p50": 0.25, "reward/p90": 0.85, "reward/max": 1.0
+    })  # fmt: skip
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    assert board.Histograms("reward")[0].histogram_value.num == 3

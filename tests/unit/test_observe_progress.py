@@ -88,5 +88,39 @@ def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Pa
     assert "\x1b[?25h" in console.file.getvalue()  # the cursor is back
 
 
+def test_held_out_scores_and_advisories_are_told_once(tmp_path: Path) -> None:
+    def equal(step: int) -> dict[str, float]:
+        scored = {"eval/version": step, "eval/pass@1": 0.5, "eval/reward/mean": 0.25, "eval/hard/pass@4": 0.125} if step == 4 else {}
+        return values(step) | {"reward/mean": 0.0, "reward/std": 0.0, "zero_advantage_fraction": 1.0 if 2 <= step < 9 else 0.5} | scored
+
+    console = plain()
+    progress = Progress(tmp_path, 20, console)
+    for step in range(12):
+        run_steps(tmp_path, step, step + 1, equal)
+        progress.poll()
+    progress.close()
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if "held-out" in line] == ["  held-out, version 4: pass@1 0.500, reward 0.250, hard pass@4 0.125"]
+    (told,) = [number for number, line in enumerate(lines) if line.startswith("!")]
+    assert "all rewards have been equal (0) for 5 steps" in lines[told] and lines[told - 1].split()[0] == "6"
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    run_steps(tmp_path, 8, 9, equal)
+    progress = Progress(tmp_path, 20, console)
+    progress.close()
+    shown = console.file.getvalue()
+    assert "held-out, version 4" in shown and "all rewards have been equal (0) for 7 steps" in shown
+
+
+def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    progress = Progress(tmp_path, 40, console)
+    boards = [StatusBoard(tmp_path, f"engine.{index}") for index in range(20)]
+    for index in [*range(7), *range(8, 20)]:
+        boards[index].set("serves")
+    progress.close()
+    shown = console.file.getvalue()
+    assert "engine.7" in shown and "12 more" in shown and "engine.19" not in shown
+
+
 def test_duration() -> None:
     assert [duration(s) for s in (0, 59.9, 61, 3600, 86399)] == ["0:00", "0:59", "1:01", "1:00:00", "23:59:59"]

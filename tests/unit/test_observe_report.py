@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.channels.ledger import Ledger
 from megarl.observe.evaluations import write_result
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.plot import moving_mean, plot
 from megarl.observe.report import finish_report, summarize
-from megarl.observe.rollouts import OrdinalsWriter, escape, write_rollouts
+from megarl.observe.rollouts import OrdinalsWriter, escape, recover_ordinals, write_rollouts
 from megarl.observe.trace import TraceWriter, merge_traces
 from megarl.types import Group, Prompt, Sample
 
@@ -30,7 +31,7 @@ def write_run(run_dir: Path, steps: int) -> None:
 
 def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     write_run(tmp_path, 31)
-    text = " ".join(summarize(tmp_path, 0.125, 0.975).split())
+    text = " ".join(summarize(tmp_path, [{"version": 0, "pass@1": 0.125}, {"version": 12, "pass@1": 0.975}]).split())
     assert "31 steps" in text
     assert "0.045 in the first 10 steps, 0.255 in the last 10 (+0.210)" in text  # means of 0..9 and 21..30, over 100
     assert "0.125 before, 0.975 after" in text
@@ -39,7 +40,20 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     assert "29 of 30 equal bit for bit" in text
     assert "15 samples/s, 5 tokens/s" in text and "a step takes 0.215 s" in text and "training 0.100 s" in text
     assert "turns" not in text
-    assert "not measured after" in " ".join(summarize(tmp_path, 0.1, None).split())
+    assert "not measured after" in " ".join(summarize(tmp_path, [{"version": 0, "pass@1": 0.1}]).split())
+
+
+def test_summary_has_a_line_for_each_score_of_each_held_out_set(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    hard = {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 0.75, "reward/mean": 0.25}
+    first = {"version": 0, "pass@1": 0.5, "reward/mean": 0.625}
+    lines = summarize(tmp_path, [first, {**first, "version": 2, "suites": {"hard": hard}}]).splitlines()
+    assert [line.split() for line in lines if "held-out" in line] == [
+        "held-out pass@1 0.500 before, 0.500 after".split(),
+        "held-out reward 0.625 before, 0.625 after".split(),
+        "held-out hard pass@1 not measured before, 0.250 after".split(),
+        "held-out hard pass@4 not measured before, 0.750 after".split(),
+    ]
 
 
 def test_turns_are_reported_where_there_are_any(tmp_path: Path) -> None:
@@ -47,15 +61,15 @@ def test_turns_are_reported_where_there_are_any(tmp_path: Path) -> None:
     for step in range(20):
         writer.write(step, {"reward/mean": 0.5, "turns/mean": 1 + (step >= 10), "environment_tokens/fraction": step / 100})
     writer.close()
-    text = " ".join(summarize(tmp_path, None, None).split())
+    text = " ".join(summarize(tmp_path, []).split())
     assert "turns 1.00 a sample in the first 10 steps, 2.00 in the last 10, where the environment wrote 14% of the tokens" in text
 
 
 def test_summary_and_plot_of_a_run_without_steps_or_with_one(tmp_path: Path) -> None:
-    assert "no step was finished" in summarize(tmp_path, None, None)
+    assert "no step was finished" in summarize(tmp_path, [])
     assert plot(tmp_path).exists()
     write_run(tmp_path, 1)
-    assert "0.000 in the first 1 steps" in summarize(tmp_path, None, None)
+    assert "0.000 in the first 1 steps" in summarize(tmp_path, [])
     assert plot(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
@@ -130,6 +144,41 @@ def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Pat
     assert not [line for line in text.splitlines() if line.startswith("response 9")]
     assert "\\x1b]0;title\\x07" in text and "\\u202e" in text and "\\ud800" in text and "é語" in text
     assert escape("\\x1b") == "\\\\x1b" != escape("\x1b")  # what was written apart stays apart
+
+
+@pytest.mark.parametrize("damage", ["torn", "gone", "garbage"])
+def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(damage: str, tmp_path: Path) -> None:
+    writer = OrdinalsWriter(tmp_path)
+    for step in range(3):
+        writer.write(step, [2 * step, 2 * step + 1])
+    writer.close()
+    path, ledger = tmp_path / "rollouts/ordinals.jsonl", Ledger(consumed_below=5, consumed_beyond=[5])
+    assert recover_ordinals(tmp_path, 3, ledger.consumed()) == ""
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text(lines[0] + {"torn": lines[1] + lines[2][:-4], "gone": lines[1], "garbage": "garbage\n" + lines[2]}[damage])
+    step = 1 if damage == "garbage" else 2
+    lost = f"{path}: the record of step {step} was torn or lost"
+    assert recover_ordinals(tmp_path, 3, ledger.consumed()) == f"{lost}; it is written again, from the checkpoint's ledger"
+    assert path.read_text() == whole
+    path.write_text(lines[0])
+    assert "the record of 2 steps from 1 to 2 was torn or lost; which prompts" in recover_ordinals(tmp_path, 3, ledger.consumed())
+
+
+def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    write_result(tmp_path, 0, {"pass@1": 0.5})
+    write_result(tmp_path, 1, {"pass@1": 0.75})
+    for content in (b"", b"{", b"[]", b'{"version": "x"}', b"\xff"):
+        (tmp_path / "eval/version_000003.json").write_bytes(content)
+        text = finish_report(tmp_path)
+        assert "0.500 before, 0.750 after" in text and f"left out, as damaged    {tmp_path}/eval/version_000003.json" in text
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b"garbage\n")
+    (tmp_path / "trace").mkdir(exist_ok=True)
+    (tmp_path / "trace/trainer.0.jsonl").write_bytes(b'garbage\n[]\n{"name": "no time"}\n\xff\n')
+    text = finish_report(tmp_path)
+    assert f"left out, as damaged    {tmp_path}/metrics.jsonl: line 4" in text and json.loads((tmp_path / "trace.json").read_text())
 
 
 def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def test_the_last_line_of_each_process_is_read_in_the_order_of_ranks(tmp_path: P
     assert read_statuses(tmp_path) == []
 
 
+@pytest.mark.parametrize("record", [b"", b"x" * RECORD_BYTES, b"\xff" * RECORD_BYTES, bytes(RECORD_BYTES), b"000000000001 x" + b" 000000000001\n"])
+def test_a_damaged_line_is_left_out(tmp_path: Path, record: bytes) -> None:
+    StatusBoard(tmp_path, "trainer.0")
+    (tmp_path / "status/trainer.1").write_bytes(record.rjust(RECORD_BYTES) if record else b"")
+    (tmp_path / "status/trainer.2").mkdir()
+    assert list(texts(tmp_path)) == ["trainer.0"]
+
+
 def test_a_wait_says_for_whom_and_what_and_ends_also_by_an_error(tmp_path: Path) -> None:
     board = StatusBoard(tmp_path, "trainer.0")
     board.set("training step 7")

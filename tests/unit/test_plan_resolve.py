@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,14 +17,18 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import RunConfig
+from megarl.hub import unreachable
 from megarl.models import ModelSpec
+from megarl.plan import server_args, sglang_arguments
 from megarl.plan.model_checks import check_pipeline, check_tensor_parallel
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.resume import changes
+from megarl.plan.weights import WARM_START, begin_with, warm_start_record
 from megarl.reshard.layout import generator_layout, trainer_layout
-from megarl.topology import TrainerTopology
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+SGLANG = sglang_arguments.version()
 MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
 
 REPLICAS = f"model.path={CONFIGS}/models/qwen3-30b-a3b generator.tp=2 generator.dp_attention=2"
@@ -29,7 +36,8 @@ REPLICAS = f"model.path={CONFIGS}/models/qwen3-30b-a3b generator.tp=2 generator.
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    unreachable.cache_clear()
 
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:
@@ -79,7 +87,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("trainer.routing_replay=true", "trainer.routing_replay=true: must be false: a llama model has no experts"),
         (
             "generator.server_args.enable_return_routed_experts=true",
-            "generator.server_args.enable_return_routed_experts=True: must be set by trainer.routing_replay",
+            "generator.server_args.enable_return_routed_experts=true: must be set by trainer.routing_replay",
         ),
         ("generator.quantization=fp8", "generator.quantization=fp8: must be one of fp8_block, fp8_channel, fp8_tensor"),
         (
@@ -138,7 +146,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         (
             "weights.apply=in_flight async.partial_rollout=in_flight weights.audit=false",
-            "weights.audit=false: must be true with weights.apply=in_flight, which uses each group of layers as soon as it is written",
+            "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers as soon as it is written",
         ),
         (
             "weights.apply=in_flight async.partial_rollout=retract",
@@ -158,7 +166,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.server_args.host=0.0.0.0", "generator.server_args.host=0.0.0.0: must be left out; the launcher decides it"),
         (
             "generator.server_args.enable_eplb=true",
-            "generator.server_args.enable_eplb=True: must be left out; "
+            "generator.server_args.enable_eplb=true: must be left out; "
             "weights are written to the experts where the layout has them, and it would move them",
         ),
         (
@@ -166,6 +174,25 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "generator.server_args.moe_runner_backend=flashinfer_cutlass: must be triton or deep_gemm: "
             "what computes with experts as they are written",
         ),
+        (
+            "generator.server_args.enable_mixed_chunks=true",
+            f"generator.server_args.enable_mixed_chunks=true: unknown to SGLang {SGLANG}; did you mean enable_mixed_chunk?",
+        ),
+        (
+            "generator.server_args.--tensor-parallel-size=2",
+            f"generator.server_args.--tensor-parallel-size=2: unknown to SGLang {SGLANG}; did you mean generator.tp?",
+        ),
+        ("generator.server_args.page_size=big", "generator.server_args.page_size=big: must be an integer or null"),
+        ("generator.server_args.page_size=true", "generator.server_args.page_size=true: must be an integer or null"),
+        ("generator.server_args.disable_radix_cache=1", "generator.server_args.disable_radix_cache=1: must be true or false"),
+        ("generator.server_args.schedule_conservativeness=null", "generator.server_args.schedule_conservativeness=null: must be a number"),
+        ("generator.server_args.cuda_graph_bs_decode=8", "generator.server_args.cuda_graph_bs_decode=8: must be Optional[List[int]]"),
+        (
+            "generator.server_args.grammar_backend=outline",
+            "generator.server_args.grammar_backend=outline: must be one of llguidance, none, outlines, xgrammar",
+        ),
+        ("generator.server_args.pp_size=2", f"generator.server_args.pp_size=2: must be left out; {server_args.REFUSED['pp_size']}"),
+        ("generator.server_args.device=cpu", "generator.server_args.device=cpu: must be left out; the launcher decides it"),
         ("eval.every=10", "eval.every=10: needs a held-out set: set data.eval.source"),
     ],
 )
@@ -184,10 +211,58 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
         "async.capacity=null",
         "generator.server_args.page_size=1",
         "generator.server_args.moe_runner_backend=deep_gemm",
+        "generator.server_args.attention_backend=torch_native generator.server_args.schedule_conservativeness=1",
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
     assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)
+
+
+def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes() -> None:
+    """By SGLang itself, which takes ten seconds to import."""
+    fields = "import msgspec; from sglang.srt.server_args import ServerArgs; print(*(f.name for f in msgspec.structs.fields(ServerArgs)))"
+    install = "from megarl.generator import cpu_support; cpu_support.install(); "
+    there = subprocess.run([sys.executable, "-c", install + fields], capture_output=True, text=True, timeout=120, check=True).stdout.split()
+    assert set(sglang_arguments.arguments()) == {name for name in there if not name.startswith("_")}
+    ours = {*server_args.BY_KEY, *server_args.KEPT, *server_args.REFUSED} - {"tp"}  # by which some know tp_size
+    assert ours <= set(there)
+    untyped = [name for name, argument in sglang_arguments.arguments().items() if argument.type is Any]
+    assert len(untyped) < 5, untyped
+
+
+def deepseek(tmp_path: Path, **other: int) -> str:
+    """Override that names a folder with the config.json of DeepSeek-V3, but for `other`."""
+    values = json.loads((CONFIGS / "models/deepseek-v3/config.json").read_text())
+    values.pop("quantization_config", None)
+    (tmp_path / "deepseek").mkdir()
+    (tmp_path / "deepseek/config.json").write_text(json.dumps(values | other))
+    return f"model.path={tmp_path}/deepseek"
+
+
+def test_shared_experts_that_cpu_engines_pad_one_by_one(tmp_path: Path) -> None:
+    model = deepseek(tmp_path, n_shared_experts=2, moe_intermediate_size=96)
+    stages = ["trainer.pp=4", "trainer.first_stage_layers=16", "cluster.gpu=cpu"]
+    (problem,) = problems_of(tmp_path, model, *stages, "generator.tp=2")
+    wanted = "32 * generator.tp=2, which the 96 ffn rows of an expert are no multiple of; generator.tp=1 would do"
+    assert problem.endswith(f"its 2 shared experts are padded on CPUs to multiples of {wanted}")
+    assert resolve(config(tmp_path, model, *stages, "generator.tp=1")) and resolve(config(tmp_path, model, *stages[:2], "generator.tp=2"))
+
+
+def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_path: Path) -> None:
+    sizes = ["trainer.pp=4", "trainer.first_stage_layers=16", "generator.tp=8", "generator.ep=8"]
+    model = deepseek(tmp_path, q_lora_rank=160)
+    assert problems_of(tmp_path, model, *sizes, "generator.quantization=fp8_block") == [
+        "generator.quantization=fp8_block: must be null for this model: at any generator.tp SGLang fuses rows that must be multiples of 128, "
+        "and are 160 of model.layers.*.self_attn.q_a_proj.weight"
+    ]
+    assert resolve(config(tmp_path, model, *sizes))
+
+
+def test_without_sglang_its_arguments_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a laptop that only plans."""
+    monkeypatch.setattr(server_args, "arguments", dict)
+    assert isinstance(resolve(config(tmp_path, "generator.server_args.enable_mixed_chunks=true")), RunPlan)
+    assert problems_of(tmp_path, "generator.server_args.tp_size=2") == ["generator.server_args.tp_size=2: must be set by generator.tp"]
 
 
 @given(
@@ -251,13 +326,16 @@ def test_the_warm_start_has_parallel_sizes_of_its_own(tmp_path: Path) -> None:
     assert resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "train").trainer_topology == TrainerTopology(tp=2, pp=2)
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(MODEL, tmp_path / "tiny-llama")
     near, exact = tmp_path / "tiny-lama", tmp_path / "tiny-llama"
     assert problems_of(tmp_path, f"model.path={near}") == [f"model.path={near}: no such folder; did you mean {exact}?"]
     assert problems_of(tmp_path, f"model.tokenizer={near}") == [f"model.tokenizer={near}: no such folder; did you mean {exact}?"]
     output = tmp_path / "run/sft/hf"
     assert problems_of(tmp_path, "model.path=${sft.output}") == [f"model.path={output}: no such folder; megarl sft writes it"]
+    monkeypatch.chdir(tmp_path)  # as the configs of a checkout do, from elsewhere
+    there = "configs/models/tiny-llama"
+    assert problems_of(tmp_path, f"model.path={there}") == [f"model.path={there}: no such folder in {tmp_path}"]
     (exact / "config.json").unlink()
     assert "config.json" in problems_of(tmp_path, f"model.path={exact}")[0]
 
@@ -302,9 +380,49 @@ class TestWhereWeightsComeFrom:
         assert problems_of(tmp_path, "sft.steps=1", command="sft") == [
             f"model.path={MODEL}: holds no weights (*.safetensors); set model.random_init=true to start from random ones"
         ]
-        resolve(config(tmp_path, "sft.steps=1", "model.random_init=true"), "sft")
+        fresh = config(tmp_path, "sft.steps=1", "model.random_init=true")
+        for command in ("sft", "export"):  # on each of several nodes this is looked for before anything starts
+            assert resolve(fresh, command).weights_path == str(MODEL)
         with_weights(output)
         assert resolve(config(tmp_path), "train").weights_path == str(output)
+
+    def test_from_a_warm_start_of_the_same_model(self, tmp_path: Path) -> None:
+        """What `megarl sft run.yaml && megarl train run.yaml` means."""
+        output = tmp_path / "run/sft/hf"
+        own = config(tmp_path, with_weights(tmp_path / "model"), "sft.steps=3")
+        assert str(resolve(own, "train").weights) == (
+            f"model.path={tmp_path}/model; sft.steps=3, but there is no warm start in sft.output={output}: megarl sft makes it"
+        )
+        with_weights(output)
+        weights = resolve(own, "train").weights
+        assert weights.path == str(tmp_path / "model") and "left aside: it has no warm_start.json" in weights.remark
+        (output / WARM_START).write_text(warm_start_record(own))
+        for command in ("train", "eval", "dry-run"):
+            weights = resolve(dataclasses.replace(own, data=dataclasses.replace(own.data, eval=own.data.train)), command).weights
+            assert str(weights) == f"the warm start in sft.output={output}; megarl sft made it of model.path={tmp_path}/model"
+        assert resolve(own, "sft").weights_path == str(tmp_path / "model")
+        other = config(tmp_path, with_weights(tmp_path / "other"))
+        assert str(resolve(other, "train").weights) == (
+            f"model.path={tmp_path}/other; the warm start in sft.output={output} is left aside: it was made of {tmp_path}/model"
+        )
+
+    def test_a_warm_start_made_otherwise_is_not_taken_for_done(self, tmp_path: Path) -> None:
+        output, model = tmp_path / "run/sft/hf", with_weights(tmp_path / "model")
+        with_weights(output)
+        instead = "remove it to train it anew, or name another folder"
+        assert problems_of(tmp_path, model, "sft.steps=3", command="sft") == [
+            f"sft.output={output}: is there already, and was not made by megarl sft (it has no warm_start.json); {instead}"
+        ]
+        (output / WARM_START).write_text(warm_start_record(config(tmp_path, model, "sft.steps=3")))
+        assert problems_of(tmp_path, model, "sft.steps=4", "seed=1", command="sft") == [
+            f"sft.steps=4: the warm start in sft.output={output} was made with 3; {instead}",
+            f"seed=1: the warm start in sft.output={output} was made with 0; {instead}",
+        ]
+        resolve(config(tmp_path, model, "sft.steps=3", "trainer.tp=2", "sft.dp=2"), "sft")
+        for damaged in ("", "null", "{}", '{"model.path": 3}'):
+            (output / WARM_START).write_text(damaged)
+            (problem,) = problems_of(tmp_path, model, command="train")
+            assert problem.startswith(f"{output}/{WARM_START}: is damaged (")
 
 
 class TestResume:
@@ -327,6 +445,34 @@ class TestResume:
         self.begin(tmp_path)
         changed = config(tmp_path, "max_steps=500", "trainer.tp=2", "generator.engines=4", "async.capacity=2", "trainer.optimizer.lr=1e-5")
         assert resolve(changed, "train").steps == 500
+        assert changes(changed) == [
+            "trainer.tp=2, was 1", "trainer.optimizer.lr=1e-05, was 1e-06", "generator.engines=4, was 1", "async.capacity=2, was 1",
+            "max_steps=500, was 100",
+        ]  # fmt: skip
+        assert changes(config(tmp_path)) == []
+
+    def test_a_half_written_checkpoint_is_none(self, tmp_path: Path) -> None:
+        self.begin(tmp_path)
+        (tmp_path / "run/checkpoints/step_000010").rename(tmp_path / "run/checkpoints/step_000010.partial")
+        assert resolve(config(tmp_path, "seed=1"), "train").config.seed == 1
+        assert changes(config(tmp_path, "seed=1")) == []
+
+    def test_a_run_keeps_to_the_weights_that_it_began_with(self, tmp_path: Path) -> None:
+        """Also when a warm start is made meanwhile; and where they are gone, it does without, unless they are the reference model."""
+        output, model = tmp_path / "run/sft/hf", with_weights(tmp_path / "model")
+        begun = resolve(config(tmp_path, model), "train")
+        (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
+        begin_with(begun.config, begun.weights, "00")
+        (tmp_path / "run/config.yaml").write_text(dump_config(begun.config))
+        with_weights(output)
+        (output / WARM_START).write_text(warm_start_record(begun.config))
+        again = resolve(begun.config, "train").weights
+        assert (again.path, again.warm_start, again.fingerprint) == (str(tmp_path / "model"), False, "00")
+        (tmp_path / "model/model.safetensors").unlink()
+        assert resolve(begun.config, "train").weights.are_gone
+        assert problems_of(tmp_path, f"model.path={tmp_path}/model", "algorithm.kl_coef=0.1", command="train") == [
+            f"algorithm.kl_coef=0.1: its reference model is what the run began with, but {tmp_path}/model holds no weights any more"
+        ]
 
     def test_only_training_over_checkpoints_is_held_to_it(self, tmp_path: Path) -> None:
         self.begin(tmp_path)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from megarl.files import log_tail, write_whole
+from megarl.launch.ports import taken
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits
 from megarl.launch.watch import watch
 
@@ -66,6 +67,35 @@ def test_leaving_ends_descendants_too(tmp_path):
         grandchild = int(group.log_path("engine.0").read_text())
         assert psutil.pid_exists(grandchild)
     wait_for(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE)
+
+
+EXPLAINS = """
+import sys, time
+from megarl.launch import roles, worker
+from megarl.config.errors import RunError
+
+def fail(rank, folder):
+    time.sleep(float(rank))
+    raise RunError("checkpoints/step_000004 is damaged; move it away")
+
+roles.ROLES["export"] = fail
+sys.argv[1:] = ["export", "1", "folder"]
+worker.main()
+"""
+
+
+def test_a_rank_that_explains_why_it_ends_is_named_with_that_alone(tmp_path):
+    """Also where another one fell before it."""
+    with ProcessGroup(tmp_path) as group:
+        group.start(ProcessSpec("trainer.0", [sys.executable, "-c", EXPLAINS]))
+        group.start(python("trainer.1", "raise RuntimeError('connection closed by peer')"))
+        wait_for(lambda: not group.running(), seconds=60)
+        with pytest.raises(ProcessFailed) as failed:
+            group.check()
+    log = tmp_path / "trainer.0.log"
+    told = "checkpoints/step_000004 is damaged; move it away"
+    assert str(failed.value) == f"{told}\n(trainer.0 exited with status 1; its log is {log})"
+    assert "Traceback" in log.read_text()
 
 
 def test_workers_that_end_well_end_the_watch(tmp_path):
@@ -138,3 +168,26 @@ def test_a_process_does_not_take_itself_for_one_that_torchrun_started(tmp_path, 
         group.start(ProcessSpec("trainer.0", [sys.executable, "-S", "-c", code], env={"RANK": "0"}))
         wait_for(lambda: not group.running())
         assert group.log_path("trainer.0").read_text() == "['OTHER', 'RANK'] 0\n"
+
+
+def test_a_thread_that_dies_ends_its_process():
+    code = (
+        "import threading, time; from megarl.launch.worker import end_with_any_thread; end_with_any_thread();"
+        "threading.Thread(target=lambda: 1 / 0, name='beats', daemon=True).start(); time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "Exception in thread beats" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_who_has_taken_a_port_is_named(tmp_path):
+    listen = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1], flush=True); time.sleep(60)"
+    with ProcessGroup(tmp_path / "ours") as ours, ProcessGroup(tmp_path / "theirs") as theirs:
+        ports = {}
+        for group, what in ((ours, "hub"), (theirs, "engine.0")):
+            group.start(python(what, listen))
+            wait_for(lambda: group.log_path(what).read_text().strip())
+            ports[what] = int(group.log_path(what).read_text())
+        lines = list(taken({**ports, "trainer": 1}, "127.0.0.1", ours.process_ids()))
+        thief = theirs.process_ids()["engine.0"]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"port {ports['engine.0']}, chosen for engine.0 when it was free, has been taken by process {thief} (")

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 from collections import Counter
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from megarl.models import ModelSpec
+from megarl.models import ModelSpec, load_spec
 from megarl.reshard.box import Box
 from megarl.reshard.fleet import passed_on
 from megarl.reshard.layout import generator_layout, trainer_layout
@@ -24,6 +25,8 @@ from megarl.reshard.schedule import batches_from, batches_to, depth_bytes, group
 from megarl.reshard.table import render
 from megarl.reshard.turns import Service, Turns
 from megarl.topology import GeneratorTopology, TrainerTopology
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 TINY = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
@@ -365,3 +368,15 @@ def test_a_wrong_forwarding_is_found(tamper):
     tamper(tables[1])
     with pytest.raises(ProofError):
         dataclasses.replace(forwarding, leader_of=tuple(tables)).prove()
+
+
+@pytest.mark.parametrize("layers, engines, tp, trainer", [
+    (2, 64, 1, TrainerTopology(tp=4, dp=8)), (8, 64, 4, TrainerTopology(tp=4, pp=2, dp=8)), (2, 32, 4, TrainerTopology(tp=4, dp=16)),
+    (8, 32, 1, TrainerTopology(dp=16)), (8, 16, 2, TrainerTopology(tp=2)), (2, 2, 1, TrainerTopology(pp=2)),
+])  # fmt: skip
+def test_relays_between_engines_never_make_the_busiest_rank_busier(layers, engines, tp, trainer):
+    """Where engines outnumber layers, some pass on a layer and others none."""
+    spec = dataclasses.replace(load_spec(CONFIGS / "models/llama-3.1-8b"), num_layers=layers)
+    source, destination = trainer_layout(spec, trainer, "bfloat16"), generator_layout(spec, GeneratorTopology(engines, tp), "bfloat16")
+    map = ReshardMap.build(source, destination)
+    assert busiest_bytes(*foreseen(map, "engines", tp)) <= busiest_bytes(map, None)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megarl.rewards.extract import last_number, last_running_number, marked_answer
 from megarl.rewards.limits import Refused, check_characters, check_text
-from megarl.rewards.verify import last_number_reward, math_reward, plain_equal, plain_number
+from megarl.rewards.equality import plain_equal, plain_number
+from megarl.rewards.verify import last_number_reward, math_reward
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -41,7 +42,9 @@ HOSTILE = [
     r"\boxed{" + r"\frac" * 90 + "12}", r"\boxed{" + "x^" * 200 + "2}", r"\boxed{" + "1" * 300 + "}", "1" * 1_000_000,
     "\\boxed{" * 100_000, "#### " + "9" * 100_000,
     "__import__('os').system('touch {pwned}')", r"\boxed{__import__('os').system('touch {pwned}')}", "open('/etc/passwd')",
-    "().__class__.__bases__",
+    "().__class__.__bases__", r"\boxed{" + "|x" * 60 + "}", r"\boxed{" + "x_" * 200 + "1}", r"\boxed{" + "|" * 40 + "5" + "|" * 40 + "}",
+    r"\boxed{(x+y+z+1)^{60}-(x+y+z)^{60}}", r"\boxed{\exp(10^{300})}", r"\boxed{e^{e^{e^{10}}}}", r"\boxed{" + "1<" * 200 + "5}",
+    r"\boxed{2^{\infty}}", r"\boxed{|\infty|}", r"\boxed{\frac{1}{0}}",
     r"\boxed{().__class__.__bases__[0].__subclasses__()}", "eval('1')", "exec('1')", r"\boxed{os.system}", "lambda: 1", "4\u200b5",
     "\\boxed{5\u200b}", "5\x00", "\x1b[31m5",
     "\u202e5", "\\boxed{\u06f5}", "\ud800 5",
@@ -81,15 +84,17 @@ def test_extraction():
     assert marked_answer("nothing marked") is None
     assert marked_answer("The answer is $\\frac{1}{2}$. I hope it is correct.") == "\\frac{1}{2}"
     assert last_number("from 1,200 to -1,234.5") == "-1,234.5"
-    assert last_number("3-2") == "2"
+    assert last_number("from 3-2") == "" and last_number("2^5") == "" and last_number("the point (3, 5)") == ""
+    assert marked_answer("**The answer is 42.**") == marked_answer("The answer is\n\n**42**") == marked_answer("\\boxed 42") == "42"
+    assert marked_answer("\\boxed{7 \\boxed{5}}") == "7 \\boxed{5}" and marked_answer("7 \\boxed{5}") == ""
     assert last_running_number("10-3,-4") == "-4"
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [("(" * 13 + ")" * 13, "nested"), ("9" * 65, "digits"), ("x^{10000}", "exponent"), ("9 ** 10000", "exponent"), ("1000!", "factorial"),
-        ("a.__b__", "dunder"),
-     ("x^" * 25, "powers"), ("\\pi" * 49, "commands"), (r"\int_0^1 x", "integral")],
+     ("a.__b__", "dunder"),
+     ("x^" * 25, "powers"), ("|x" * 9, "bars"), ("x_" * 13 + "1", "subscripts"), ("\\pi" * 49, "commands"), (r"\int_0^1 x", "integral")],
 )
 def test_text_limits_name_their_reason(answer: str, reason: str):
     with pytest.raises(Refused, match=reason):
@@ -123,10 +128,15 @@ def test_plain_numbers_are_decided_as_math_verify_decides_them(a: str, b: str):
     assert fast is None or fast == math_verify.verify(parse(a), parse(b))
 
 
-def test_near_equal_decimals_are_left_to_sympy():
-    assert plain_equal(plain_number("0.333333"), plain_number("1/3")) is None
-    assert plain_equal(plain_number("1/3"), plain_number("1/4")) is False
+def test_decimals_are_equal_to_the_sixth_place_and_small_ones_to_their_sixth_digit():
+    for a, b, same in [
+        ("0.333333", "1/3", True), ("0.33333", "1/3", False), ("1000000.4", "1000000", False), ("0.0000001", "0.0000002", False),
+        ("0.0000001", "0", False), ("1/3", "1/4", False), ("2.\\overline{3}", "7/3", True), ("2.3", "2.\\overline{3}", False),
+        ("1e5", "100,000", True), ("1e-3", "0.001", True), ("1 2/3", "5/3", True),
+    ]:  # fmt: skip
+        assert plain_equal(plain_number(a), plain_number(b)) is same, (a, b)
     assert plain_number("1/0") is None and plain_number("1.5/2") is None and plain_number("") is None and plain_number("\u0661") is None
+    assert plain_number("1e9999") is None and plain_number("1 2/0") is None and plain_number("9" * 65) is None
 
 
 @settings(max_examples=200, deadline=None)

@@ -8,18 +8,33 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.bench.overlap_cell import EmulatedSender
 from megarl.channels.buffer import RolloutBuffer
 from megarl.channels.ledger import Ledger
 from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
 from megarl.channels.stopping import StopRequest
+from megarl.config.schema import ObserveConfig, RunConfig
+from megarl.executors.step_times import step_times
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
+from megarl.messaging.messages import (
+    GenerateFrom,
+    GroupReady,
+    GroupsStarted,
+    Regenerate,
+    WeightsApplied,
+    WeightsGrant,
+    WeightsOffer,
+    WeightsWanted,
+    WeightsWritten,
+)
+from megarl.topology import GeneratorTopology
 from megarl.types import Batch, Group, Prompt, Sample
 
 
@@ -45,11 +60,29 @@ class FakeTrainer:
         yield
 
     @contextlib.contextmanager
-    def span(self, name):
+    def span(self, name, **_):
         yield
 
     def put_batch(self, batch, waited_s):
         self.batches.append(batch)
+        self.waited_s = waited_s
+
+    @property
+    def version(self):
+        return self.curr_step
+
+    def get_model(self):
+        return {}
+
+    def put_sync(self, report, applied):
+        self.report = report
+
+
+class OneEngine:
+    """As much of a plan as the sending end of the weights asks for."""
+
+    config = RunConfig(observe=ObserveConfig(probe_every=0))
+    generator_topology = GeneratorTopology(engines=1, tp=1)
 
 
 def group(ordinal: int, version: int = 0) -> Group:
@@ -208,3 +241,41 @@ def test_weights_that_are_wanted_again_are_sent_inside_the_wait_and_old_wishes_a
     hub.send("trainer.0", WeightsWanted(3))
     receiver.recv(trainer)
     assert sent == [3] and trainer.stopped
+
+
+class Sender(EmulatedSender):
+    write_s = 0.05
+
+
+def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
+    """The generator takes 0.2 s to grant the weights, asks for them again, takes 0.3 s, and lets the batch wait for 0.1 s."""
+    hub, peer = link
+    weights = Sender(OneEngine(), peer)
+    receiver = RolloutsReceiver(peer, 1, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, again=True))
+    sender = RolloutsSender(hub, 1)
+
+    def generator() -> None:
+        for delay_s in (0.2, 0.3):
+            offer = hub.receive(WeightsOffer, 10, "an offer")[1]
+            time.sleep(delay_s)
+            hub.send("trainer.0", WeightsGrant(offer.version, []))
+            hub.receive(WeightsWritten, 10, "the writes")
+            hub.send("trainer.0", WeightsApplied(offer.version, True, [0.0], 0))
+            if delay_s == 0.2:
+                hub.send("trainer.0", WeightsWanted(offer.version))
+        time.sleep(0.1)
+        sender.begun([0, 1], 0)
+        for each in (ready(0), ready(1)):
+            sender.finished(each)
+
+    trainer, other = FakeTrainer(), threading.Thread(target=generator)
+    other.start()
+    began = time.monotonic()
+    weights.send(trainer)
+    receiver.recv(trainer)
+    step_s = time.monotonic() - began
+    other.join(10)
+    times = step_times(trainer.batches[0], step_s, 0.0, trainer.waited_s, trainer.report, [])
+    assert times["time/weights_wait_s"] >= 0.5 and times["time/sync_s"] >= 2 * Sender.write_s, "both times"
+    assert times["time/trainer_wait_s"] >= 0.6
+    assert times["time/trainer_wait_s"] + times["time/sync_s"] <= step_s

@@ -33,7 +33,7 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
     for node in placed[64:]:
         ports = {part.name: 100 + node.node for part in node.engines}
         report = NodeReport(node.node, "", f"h{node.node}", gpus=8, ports=ports, versions={}, problems=[])
-        for spec in NodePart(plan, node, report, rendezvous, Path("launch"), interface=None).engines(device="cuda"):
+        for spec in NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False).engines(device="cuda"):
             started[spec.name] = json.loads(spec.argv[-1])
             assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     assert list(started) == ["engine.0", "engine.0.1", "engine.1", "engine.1.1"]
@@ -54,7 +54,7 @@ def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(m
     [node] = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, 8)
     rendezvous = Rendezvous("h", 1, "KEY", "h", 2, ["h"] * 4, [3] * 4, [4] * 4, "", "", 0, "")
     report = NodeReport(0, "", "h", gpus=8, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
-    part = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None)
+    part = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False)
     specs = part.engines(device="cuda") + part.trainers("trainer")
     assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {wanted}
 
@@ -75,5 +75,5 @@ def test_engines_on_the_cores_of_one_node_do_not_share_them(monkeypatch):
     [node] = placement(plan, job, 1, 0)
     rendezvous = Rendezvous("h", 1, "KEY", "h", 2, ["h"] * 3, [3, 4, 5], [6, 7, 8], "", "", 0, "")
     report = NodeReport(0, "", "h", gpus=0, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
-    specs = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None).engines(device="cpu")
+    specs = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False).engines(device="cpu")
     assert [spec.env["SGLANG_CPU_OMP_THREADS_BIND"] for spec in specs] == ["3", "2", "1"]

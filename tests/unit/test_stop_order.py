@@ -1,6 +1,9 @@
-"""SIGTERM at the launchers of several nodes."""
+"""SIGTERM and Ctrl-C at the launchers, of several nodes too."""
 
 from __future__ import annotations
+
+import os
+import signal
 
 import pytest
 
@@ -8,6 +11,7 @@ from megarl.launch import meeting
 from megarl.launch.meeting import Meeting
 from megarl.launch.node import Node
 from megarl.launch.stopping import Stopped, StopOrder
+from megarl.launch.watch import termination_as_exit
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,27 @@ def test_the_nodes_own_signal_after_the_news_of_anothers_is_the_same_order_and_o
     assert second.order(), "Slurm signals every node"
     assert of_second.asked == [{"trainer.1"}]
     assert not second.order() and not first.order()
+
+
+def test_a_stop_is_told_once_by_the_name_of_its_signal(tmp_path, capsys):
+    stopped, _ = order(tmp_path, 0)
+    stopped.poll()
+    stopped.arm({"trainer.0"})
+    assert stopped.order(signal.SIGINT)
+    stopped.poll(), stopped.poll()
+    told = "the running step is finished and saved, within 60 s (checkpoint.on_termination_s). Once more ends everything at once."
+    assert capsys.readouterr().out == f"Ctrl-C: {told}\n"
+    assert (Stopped(number=stopped.signal).by, Stopped(number=stopped.signal).exit_status) == ("Ctrl-C", 130)
+
+
+@pytest.mark.parametrize("number, ends_by", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_both_signals_ask_first_and_end_the_launcher_otherwise(number, ends_by):
+    heard = []
+    with termination_as_exit(first=lambda number: heard.append(number) or len(heard) == 1):
+        os.kill(os.getpid(), number)
+        with pytest.raises(ends_by):
+            os.kill(os.getpid(), number)
+    assert heard == [number, number] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):

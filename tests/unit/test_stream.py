@@ -17,6 +17,7 @@ from megarl.executors.stream import RolloutStream
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
+from megarl.generator.stops import StopStrings
 from megarl.generator.returns import watch_returns
 from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.pulse import Pulse
@@ -453,3 +454,20 @@ def test_a_fleet_that_is_not_elastic_raises():
 
     with pytest.raises(EngineUnreachable, match="gone"):
         asyncio.run(Fleet([FakeEngine(answer)]).generate([1], Sampling(max_tokens=2), 1))
+
+
+def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
+    """Its parts may lie in two requests, and an engine may have gone on behind it; what is cut takes its log-probs and experts along."""
+    texts = {1: "a", 2: "\n", 3: "En", 4: "d", 5: "End"}
+    stops = StopStrings(["\nEnd", "zz"], lambda ids: "".join(texts[token] for token in ids))
+    assert stops.end([1, 2, 3, 4, 1]) == 4 and stops.end([2, 5]) == 2 and stops.end([1, 3, 4]) is None and stops.end([]) is None
+
+    async def answer(inputs, samplings):
+        more = [[1, 2, 3], [4, 1, 1]][len(inputs[0]) > 2]
+        routing = bytes(len(inputs[0]) + len(more) - 1)
+        return [Completion(more, [-0.5 * token for token in more], [0] * len(more), "length", routing) for _ in inputs]
+
+    async def run():
+        return await Fleet([FakeEngine(answer)], "resume", chunk_tokens=3, stops=stops).generate([7, 7], Sampling(max_tokens=9), 1)
+
+    assert asyncio.run(run()) == [Completion([1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0], [0] * 4, "stop", bytes(5))]

@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config.errors import ConfigError
+from megarl.models import load_spec
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout, trainer_layout
 from megarl.topology import TrainerTopology
+from megarl.trainer.hf_files import check_config, check_finite, fingerprint
 from megarl.trainer.hf_io import load_hf
 
+TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
 SPEC = ModelSpec("llama", 2, 16, 24, 4, 2, 4, 11, 64, False, 1e-5, 10000.0)
 
 
@@ -55,6 +58,48 @@ def test_damaged_files_are_named(damage: str, tmp_path: Path) -> None:
     assert {"index": f"{index}: is no index", "not in its file": f"{tmp_path}: tensor model.norm.weight is missing in {path.name}"}.get(
         damage, f"{path}: is no whole safetensors file: "
     ) in problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_told_with_tensor_and_file(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    tensors = {t.name: torch.ones(t.shape, dtype=dtype) for t in hf_layout(SPEC, "float32").tensors(0)}
+    tensors["unused"] = torch.full((3,), float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_finite(SPEC, tmp_path)
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as raised:
+        check_finite(SPEC, tmp_path)
+    problem = f"{tmp_path}/model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds values that are not finite"
+    assert len(raised.value.problems) == 1 and raised.value.problems[0].startswith(problem)
+
+
+@pytest.mark.parametrize("changed", [{"hidden_size": 32}, {"model_type": None}, {"architectures": None}, None])
+def test_a_config_that_no_engine_could_start_with(changed: dict[str, object] | None, tmp_path: Path) -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_config(load_spec(TINY), tmp_path)
+    (tmp_path / "config.json").write_text("{" if changed is None else json.dumps(config | changed))
+    with pytest.raises(ConfigError) as raised:
+        check_config(load_spec(TINY), tmp_path)
+    (problem,) = raised.value.problems
+    assert problem.startswith(f"{tmp_path}/config.json: ")
+
+
+def test_a_fingerprint_tells_weights_apart_wherever_they_lie(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40_000)  # larger than all samples together
+    before = fingerprint(first)
+    assert before == fingerprint(second)
+    with open(second / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.truncate()
+    assert fingerprint(second) != before
+    (first / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 40_000)
+    assert fingerprint(first) != before
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:

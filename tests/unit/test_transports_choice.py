@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import msgspec
 import pytest
@@ -134,3 +135,10 @@ def test_a_transport_of_ones_own_counts_as_its_kind():
 def test_unknown_transport_is_a_config_error(name):
     with pytest.raises(ConfigError, match=f"weights.transport={name}"):
         transport_class(name)
+
+
+def test_a_class_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "own_transport.py").write_text("from megarl.transports.gloo import GlooTransport as Mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry not in ("", os.getcwd())])
+    assert kind_of("own_transport:Mine") == "gloo"

@@ -8,8 +8,8 @@ from typing import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from megarl.messaging.stores import open_store
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
 from megarl.transports.base import Endpoint, Members, RemoteTensor, send, shapes_of
@@ -48,8 +48,10 @@ class WaveByWave(TwoSidedTransport):
 
 
 @contextlib.contextmanager
-def store() -> Iterator[dist.TCPStore]:
-    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def store() -> Iterator[str]:
+    held, address = open_store("127.0.0.1")
+    yield address
+    del held
 
 
 def incoming(order: list[int]) -> list[Incoming]:
@@ -60,8 +62,7 @@ def incoming(order: list[int]) -> list[Incoming]:
 @pytest.mark.parametrize("transport_class", [GlooTransport, WaveByWave])
 def test_boxes_arrive_in_place(transport_class):
     Counting.started.clear()
-    with store() as meeting, ThreadPoolExecutor(2) as pool:
-        address = f"127.0.0.1:{meeting.port}"
+    with store() as address, ThreadPoolExecutor(2) as pool:
         endpoint = Endpoint(3, "gloo", address, 0, TENSORS, members=MEMBERS)
         tensors = {"a": torch.full((6, 5), -1.0), "b": torch.zeros(7, dtype=torch.bfloat16)}
 
@@ -89,17 +90,16 @@ def test_boxes_arrive_in_place(transport_class):
 
 
 def test_who_did_not_come_to_the_meeting_is_named():
-    with store() as meeting:
+    with store() as address:
         transport = GlooTransport(1, 0.3)
         absent = "trainer rank 1 did not meet the others .*trainer rank 4, generator rank 3 did not come within 0 s"
         with pytest.raises(RuntimeError, match=absent):
-            transport.connect([Endpoint(3, "gloo", f"127.0.0.1:{meeting.port}", 0, TENSORS, members=MEMBERS)])
+            transport.connect([Endpoint(3, "gloo", address, 0, TENSORS, members=MEMBERS)])
 
 
 def test_a_message_that_is_late_is_named_with_both_ranks():
     pair = Members((1,), (3,), (0,))
-    with store() as meeting, ThreadPoolExecutor(1) as pool:
-        address = f"127.0.0.1:{meeting.port}"
+    with store() as address, ThreadPoolExecutor(1) as pool:
         transport = GlooTransport(1, 5)
         joining = pool.submit(transport.connect, [Endpoint(3, "gloo", address, 0, TENSORS, members=pair)])
         receiver = TwoSidedReceiver(GlooGroup, address, pair, 3, [Incoming(1, "b", Box((0,), (7,)), 0)], 1)

@@ -1,0 +1,71 @@
+"""Changes a tensor in a live engine's memory while it serves, as a stray kernel, a faulty chip or another program might.
+
+Every engine of the tests has `arm` as one more custom weight loader: within a session it starts a thread in each worker, and what that
+thread does later, when no session is open, is seen by nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import torch
+from weights_worker import DEADLINE_S
+
+from megarl.generator import watch
+from megarl.generator.wire import content_of, tensor_payload
+
+LOADER = "pokes.arm"
+FLIP, REPLACE = "flip", "replace"  # a bit where it lies; the tensor, by another with a flipped bit
+
+
+class Poke(msgspec.Struct, frozen=True):
+    name: str
+    rank: int  # TP rank
+    how: str
+    at: int  # byte
+    trigger: str
+
+
+def arm(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """In a worker: SGLang's contract of a custom weight loader."""
+    from sglang.srt.runtime_context import get_parallel
+
+    poke = msgspec.json.decode(content_of(named_tensors), type=Poke)
+    if poke.rank == get_parallel().tp_rank:
+        Thread(target=_wait_and_do, args=(model, poke), daemon=True).start()
+
+
+def _wait_and_do(model: torch.nn.Module, poke: Poke) -> None:
+    trigger = Path(poke.trigger)
+    while not trigger.exists():
+        time.sleep(0.005)
+    tensors = {**dict(model.named_parameters()), **{name: values for name, values, _ in watch._tensors(model)}}
+    values = tensors[poke.name].detach()
+    if poke.how == REPLACE:
+        module, _, own = poke.name.rpartition(".")
+        values = values.clone()
+        setattr(model.get_submodule(module), own, values)
+    byte = ctypes.c_ubyte.from_address(values.data_ptr() + poke.at)  # past torch
+    byte.value ^= 4
+    trigger.unlink()
+
+
+def poke(generator: Any, folder: Path, name: str, rank: int = 0, how: str = FLIP, at: int = 5) -> None:
+    """Done when it returns. Again, a flipped bit is what it was."""
+    trigger = folder / "poke"
+    payload = tensor_payload(msgspec.json.encode(Poke(name, rank, how, at, str(trigger))))
+    body = {"serialized_named_tensors": [payload] * generator.engine.tp, "load_format": LOADER, "flush_cache": False}
+    client = generator.client
+    generator.run(client.begin_update(DEADLINE_S))
+    generator.run(client.call("/update_weights_from_tensor", body, DEADLINE_S))
+    generator.run(client.end_update(DEADLINE_S))
+    trigger.touch()
+    deadline = time.monotonic() + DEADLINE_S
+    while trigger.exists():
+        assert time.monotonic() < deadline, f"{name}: nobody has changed it"
+        time.sleep(0.005)

@@ -1,0 +1,24 @@
+"""What test_run_rewards.py and test_rewards_pool.py score responses with, in worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def by_level(response: str, row: dict[str, Any], version: int, sample_index: int, token_ids: list[int]) -> dict[str, float]:
+    """The first sample of each prompt fails; from version 2 on all do."""
+    print("scored one of level", row["level"], flush=False)
+    if sample_index == 0 or version >= 2:
+        raise ValueError(f"no\nnumber at level {row['level']}")
+    return {"score": len(response) % 2, "level": row["level"], "tokens": len(token_ids)}
+
+
+def broken(text: str, answer: str) -> float:
+    grades: dict[str, float] = {}
+    return grades[answer]
+
+
+def patient(text: str, answer: str) -> float:
+    while text == "slow":
+        pass
+    return float(text == answer)

@@ -1,0 +1,127 @@
+"""What another user of the host tries. Started by root, it becomes that user when it has imported what it needs (Python itself may lie
+where that one cannot read). Reads a job, prints what it could do, as JSON."""
+
+import concurrent.futures.thread
+import contextlib
+import encodings.idna
+import json
+import os
+import pickle
+import socket
+import struct
+import sys
+
+CONNECT_S, ANSWER_S, LONG_S = 1.0, 1.0, 10.0
+GREETING = 64  # bytes of ZeroMQ's
+TORCH_STORE = struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<B", 7)  # TCPStore: validate, magic; how many keys are there?
+GLOO = struct.pack("<q", 0)  # I am connection 0
+STREAMED = bytes(64 << 20)
+
+
+def greeting(mechanism: bytes) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def command(name: bytes, body: bytes) -> bytes:
+    return struct.pack("BB", 4, 1 + len(name) + len(body)) + bytes([len(name)]) + name + body
+
+
+class Creates:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def exchange(port: int, *sent: bytes, answer_s: float = ANSWER_S) -> bytes:
+    """What comes back; None where there is no way in."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=CONNECT_S) as connection:
+            connection.settimeout(answer_s)
+            received = b""
+            try:
+                for each in sent:
+                    connection.sendall(each)
+                    with contextlib.suppress(TimeoutError):  # it need not answer each
+                        received += connection.recv(4096)
+            except OSError:
+                pass
+            return received
+    except OSError:
+        return None
+
+
+def mechanism(port: int) -> str:
+    """Of a ZeroMQ socket, by which who connects has to prove who it is; empty where it is none. It says so to who has said so little."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=CONNECT_S) as connection:
+            connection.settimeout(LONG_S)
+            connection.sendall(greeting(b"")[:12])
+            received = b""
+            while len(received) < GREETING and (more := connection.recv(GREETING)):
+                received += more
+    except OSError:
+        return ""
+    return received[12:32].rstrip(b"\0").decode(errors="replace") if received.startswith(b"\xff") else ""
+
+
+def zmq_message(body: bytes) -> bytes:
+    return b"\x02" + struct.pack(">Q", len(body)) + body
+
+
+def try_port(port: int, marker: str) -> dict:
+    ready = command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", 4) + b"PUSH" + b"\x08Identity" + struct.pack(">I", 0))
+    payload = zmq_message(pickle.dumps(Creates(f"{marker}.{port}")))
+    pickled = pickle.dumps(Creates(marker))
+    wrapped = zmq_message(b"\x82\xa4type\xadPickleWrapper\xa4data\xc4" + bytes([len(pickled)]) + pickled)  # with SGLANG_USE_PICKLE_IPC off
+    found = {"port": port, "open": exchange(port) is not None}
+    if found["open"]:
+        found["zmq"] = mechanism(port)
+        exchange(port, greeting(b"NULL"), ready, payload, wrapped)
+        exchange(port, pickle.dumps(Creates(f"{marker}.{port}")))
+        request = b"GET /server_info HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        http = exchange(port, request, answer_s=ANSWER_S if found["zmq"] else LONG_S)
+        found["http"] = http.split(b" ")[1].decode(errors="replace") if http.startswith(b"HTTP/") else ""
+        found["store"] = exchange(port, TORCH_STORE).hex()
+        exchange(port, GLOO, os.urandom(1 << 16))
+        exchange(port, greeting(b"CURVE"), b"\x06" + struct.pack(">Q", 1 << 33), STREAMED)  # a handshake of 8 GiB, some of it
+    return found
+
+
+def can(path: str) -> bool:
+    try:
+        if os.path.isdir(path):
+            os.listdir(path)
+        else:
+            with open(path, "rb") as file:
+                file.read(1)
+        return True
+    except OSError:
+        return False
+
+
+def can_connect(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as each:
+        each.settimeout(CONNECT_S)
+        try:
+            each.connect(path)
+            return True
+        except OSError:
+            return False
+
+
+def main(job: dict) -> dict:
+    os.setgroups([])
+    os.setresgid(job["user"], job["user"], job["user"])
+    os.setresuid(job["user"], job["user"], job["user"])
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        ports = list(pool.map(lambda port: try_port(port, job["marker"]), job["ports"]))
+    readable = [path for path in job["files"] if can(path)]
+    sockets = [path for path in job["sockets"] if can_connect(path)]
+    return {"user": os.getuid(), "ports": ports, "readable": readable, "sockets": sockets}
+
+
+print(json.dumps(main(json.loads(sys.stdin.read()))))

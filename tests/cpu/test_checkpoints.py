@@ -1,0 +1,120 @@
+"""Checkpoints: saved under one layout, loaded under another, every element of weights and moments compared; damaged, and refused.
+
+Real gloo ranks and real Megatron optimizers; checkpoint_worker.py and trainer_worker.py say how they are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_cases import KNOWN, Chain, known_chains, random_chains
+from trainer_cases import save_model
+from trainer_processes import saved, spawn
+
+CHAIN_DEADLINE_S = 120  # of four layouts
+FILES = {"index.msgpack", "ledger.msgpack", "state.json", "rank_00000.bin", "rank_00001.bin"}
+
+
+def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str]]:
+    """What failed under each (chain, layout); a chain ends at its first failure."""
+    plan = out / "chains.json"
+    plan.write_text(json.dumps(chains))
+    command = [sys.executable, str(Path(__file__).with_name("checkpoint_worker.py")), str(plan), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    try:
+        said, _ = ranks.communicate(timeout=CHAIN_DEADLINE_S * len(chains))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    found = [json.loads(line) for line in said.splitlines()]
+    return {(entry["chain"], entry["layout"]): entry["failures"] for entry in found}
+
+
+def assert_equal_under_all_layouts(out: Path, chains: list[Chain]) -> None:
+    found = run_chains(out, chains)
+    wanted = {(chain["name"], number) for chain in chains for number in range(len(chain["layouts"]))}
+    assert {case: failures for case, failures in found.items() if failures} == {}
+    assert set(found) == wanted
+
+
+@pytest.mark.timeout(600)
+def test_every_tensor_and_moment_is_the_same_under_other_layouts(tmp_path: Path) -> None:
+    """Those that were wrong once, and some at random."""
+    chains = [*known_chains(tmp_path), *random_chains(tmp_path, seed=0, count=1, layouts=4)]
+    assert sum(len(chain["layouts"]) - 1 for chain in chains) == 12
+    assert {name for name, *_ in KNOWN} < {chain["name"] for chain in chains}
+    assert_equal_under_all_layouts(tmp_path, chains)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_every_tensor_and_moment_is_the_same_under_51_pairs_of_random_layouts(tmp_path: Path, seed: int) -> None:
+    assert_equal_under_all_layouts(tmp_path, random_chains(tmp_path, seed, count=17, layouts=4))
+
+
+@pytest.fixture(scope="module")
+def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(what the ranks saved, the checkpoint)"""
+    model, out = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("harmed")
+    save_model("untied", model)
+    tied = known_chains(out)[0]["model"]
+    checkpoint = out / "step_000001"
+
+    def scenario(run: str, **more: Any) -> dict[str, Any]:
+        return dict(run=run, name=run, model=str(model), topology=dict(tp=2), checkpoint=str(checkpoint)) | more
+
+    kinds = [["live"], ["master", "live"], ["exp_avg"], ["exp_avg_sq"]]
+    differing = [dict(name=f"ranks_differ.{axis}", topology=dict(zero=0, **{axis: 2}), dtype="bfloat16") for axis in ("tp", "dp")]
+    spawn(2, out, [
+        scenario("damaged"), scenario("disk_that_lies"), scenario("vendor_warns", model=tied, topology=dict(pp=2)),
+        *(scenario("ranks_differ", kinds=kinds, **settings) for settings in differing),
+    ])  # fmt: skip
+    return out, checkpoint
+
+
+def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(harmed: tuple[Path, Path]) -> None:
+    runs, checkpoint = harmed
+    for rank in saved(runs, "damaged"):
+        assert rank["whole"] == {"step": 1}
+        assert {file for file, _ in rank["said"]} == FILES
+        for (file, damage), said in rank["said"].items():
+            assert said.startswith("CheckpointError: "), (file, damage)
+            assert f"checkpoint {checkpoint} cannot be used: " in said and said.endswith("Move it away, and the one before it serves")
+            assert f"{file} is " in said, (damage, said)
+            assert "\n" not in said
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+def test_ranks_that_hold_other_values_of_what_they_share_save_nothing(harmed: tuple[Path, Path], axis: str) -> None:
+    runs, _ = harmed
+    for rank in saved(runs, f"ranks_differ.{axis}"):
+        assert rank["left"] == []
+        said = rank["said"]
+        assert "rank 1: nothing is saved: decoder.final_layernorm.weight is not the optimizer's master weight, rounded" in said["live"]
+        for kinds, tensor in (("master+live", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            assert said[kinds].startswith("WriteError: "), said[kinds]
+            assert f"{tensor}/model.norm.weight differs between what is held and what is stored" in said[kinds]
+
+
+def test_a_disk_that_keeps_other_bytes_than_were_written_is_told(harmed: tuple[Path, Path]) -> None:
+    runs, _ = harmed
+    for rank in saved(runs, "disk_that_lies"):
+        assert rank["left"] == []
+        assert "rank 1: rank_00001.bin does not hold what was written to it: " in rank["message"]
+
+
+def test_a_warning_of_megatron_about_corruption_is_an_error(harmed: tuple[Path, Path]) -> None:
+    runs, _ = harmed
+    said = {rank["said"] for rank in saved(runs, "vendor_warns")}
+    assert any("warns of corruption: " in text and "can lead to data corruption" in text for text in said), said

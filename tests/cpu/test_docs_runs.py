@@ -1,0 +1,76 @@
+"""The documents' commands that train, each as it stands and made short by overrides after it (tests/documented.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from documented import FIRST_DAY, LONG, OWN_RUN, checkout, run, snippets
+from run_tools import make_model, rows
+
+pytestmark = pytest.mark.timeout(900)
+# In a process of the user's own.
+WITH_TRANSFORMERS = "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained('{}')"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkout(tmp_path_factory.mktemp("docs") / "megarl")
+
+
+def does(commands: dict[str, str], folder: Path) -> str:
+    """What all of them print, one after the other."""
+    printed = ""
+    for text, more in commands.items():
+        done = run(f"{text} {more}", folder)
+        assert done.returncode == 0, f"{text} {more}\n{printed}{done.stdout}\n{done.stderr}"
+        printed += done.stdout
+    return printed
+
+
+def test_what_a_newcomer_does_first(folder: Path) -> None:
+    printed = does(FIRST_DAY, folder)
+    assert "runs/quickstart: 2 steps" in printed and "weight audits           2 of 2 equal bit for bit" in printed
+    assert "runs/quickstart/sft/hf is there already: nothing to do" in printed and "runs/quickstart is complete: 2 of 2 steps" in printed
+    assert "held-out scores of the weights in runs/quickstart/hf" in printed
+    does({f'python -c "{WITH_TRANSFORMERS.format("runs/quickstart/hf")}"': ""}, folder)
+
+
+@pytest.mark.matrix
+def test_a_run_of_ones_own(folder: Path) -> None:
+    """The files of docs/own_run.md, with a small model; then its other reward function."""
+    make_model(folder / "checkpoints/my-model", max_position_embeddings=2048)
+    [settings], [graders, graded] = snippets("own_run.md", "yaml"), snippets("own_run.md", "python")
+    (folder / "run.yaml").write_text(settings)
+    (folder / "graders.py").write_text(graders)
+    (folder / "graded.py").write_text(graded)
+    answers = [f"{n},{2 * n % 10}" for n in range(10)]
+    data = [{"prompt": f"{n}+{n}=", "target": answers[n], "answer": answers[n], "weight": 0.5} for n in range(10)]
+    for name in ("train", "eval", "hard"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    does(OWN_RUN, folder)
+    assert [row["step"] for row in rows(folder / "runs/own")] == [0, 1, 2]
+    does({"megarl train run.yaml run_dir=runs/graded reward.name=graded:graded": OWN_RUN["megarl train run.yaml"]}, folder)
+    assert all("reward/right/mean" in row for row in rows(folder / "runs/graded"))
+    does({f'python -c "{WITH_TRANSFORMERS.format("runs/own/hf")}"': ""}, folder)
+
+
+@pytest.mark.matrix
+def test_a_rollout_of_ones_own(folder: Path) -> None:
+    """The file of docs/environments.md, with the quickstart's model and prompts."""
+    [games] = snippets("environments.md", "python")
+    (folder / "games.py").write_text(games)
+    model = make_model(folder / "checkpoints/player")
+    rollout = f"model.path={model} run_dir=runs/game rollout.name=games:higher_or_lower rollout.args.max_guesses=7"
+    does({f"megarl train configs/quickstart.yaml {rollout}": LONG["megarl train configs/calculator.yaml"]}, folder)
+    assert all(1 <= row["rollout/guesses"] <= 7 for row in rows(folder / "runs/game"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("command", LONG)
+def test_what_takes_long(command: str, folder: Path) -> None:
+    if "runs/quickstart/sft/hf" in command and not (folder / "runs/quickstart/sft/hf").exists():
+        does({"make quickstart": FIRST_DAY["make quickstart"]}, folder)
+    does({command: LONG[command]}, folder)

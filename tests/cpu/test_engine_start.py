@@ -1,0 +1,86 @@
+"""Real engines that lose a process before they are ready end at once, and say why; and they need no room in /dev/shm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from sglang_engine import make_checkpoint
+
+from megarl.generator.children import LOOK_S
+from megarl.generator.client import EngineClient
+from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
+from megarl.launch.rendezvous import free_ports
+
+pytestmark = pytest.mark.timeout(300)
+STARTED_S, ENDED_S = 120, 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("start") / "model", 1, torch.float32, tied=False)
+
+
+def engine(model: Path, before: list[str] = [], **sizes: int) -> tuple[ProcessSpec, str, EngineKeys]:
+    """(it, its URL, its keys). `before`: a command that becomes the engine."""
+    (port,), keys = free_ports(1), EngineKeys.generate()
+    settings = EngineSettings(str(model), "float32", port, context_length=96, max_running_requests=4, device="cpu", **sizes)
+    argv, environment = server_command(settings, keys)
+    return ProcessSpec("engine.0", [*before, *argv], environment), f"http://127.0.0.1:{port}", keys
+
+
+def schedulers(group: ProcessGroup) -> list[psutil.Process]:
+    children = psutil.Process(group._children["engine.0"].pid).children(recursive=True)
+    return [child for child in children if "scheduler" in " ".join(child.cmdline())]
+
+
+def failure(group: ProcessGroup, within_s: float) -> ProcessFailed:
+    deadline = time.monotonic() + within_s
+    while (found := group.failure("engine.0")) is None:
+        assert time.monotonic() < deadline, f"the engine has not ended: {group.log_path('engine.0').read_text()[-2000:]}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_path, replicas):
+    """With replicas of attention, schedulers are children of a process between."""
+    if replicas > 1:
+        model = make_checkpoint(tmp_path / "model", 1, torch.float32, tied=False, family="qwen3_moe")
+    with ProcessGroup(tmp_path) as group:
+        spec, _, _ = engine(model, tp=replicas, dp_attention=replicas)
+        group.start(spec)
+        deadline = time.monotonic() + STARTED_S
+        while not (found := schedulers(group)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(10 * LOOK_S)  # until it is known
+        found[0].kill()
+        ended = failure(group, ENDED_S)
+    assert ended.how == "engine.0 exited with status 137: one of its processes was killed by SIGKILL" and ended.signalled
+    assert f"process {found[0].pid} of this engine was killed by SIGKILL" in str(ended)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="mounts take root")
+def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
+    """What its processes share is anonymous, or lies in a folder of the launch's own. (One that lacks memory there ends by SIGBUS, which
+    is told with the room in /dev/shm: tests/unit/test_deaths.py.)"""
+    full = "mount -t tmpfs -o size=64k none /dev/shm && head -c 64k /dev/zero > /dev/shm/full; exec \"$@\""
+    spec, url, keys = engine(model, ["unshare", "-m", "sh", "-c", full, "sh"])
+
+    async def ready(group: ProcessGroup) -> None:
+        client = EngineClient(url, keys.api, keys.admin)
+        died = lambda: str(found) if (found := group.failure("engine.0")) else None  # noqa: E731
+        await client.wait_ready(STARTED_S, group.log_path("engine.0"), died)
+        await client.close()
+
+    with ProcessGroup(tmp_path) as group:
+        group.start(spec)
+        asyncio.run(ready(group))

@@ -1,0 +1,50 @@
+"""Real runs with reward functions of the user's own: what a step reports, and how a run ends whose scores fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_tools import OVERRIDES, PROMPTS, SAMPLES, make_model, rows, run
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("rewards") / "model")
+
+
+def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
+    return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "trainer.tp=1", *more]
+
+
+def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: Path, tmp_path: Path) -> None:
+    """Step 3 is the first with samples of version 2."""
+    run_dir, data = tmp_path / "run", tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1), "level": i % 2}) + "\n" for i in range(8)))
+    more = [f"data.train.source={data}", "data.eval=null", "reward.name=reward_functions:by_level", "reward.failed_score=-0.5"]
+    done = run(arguments(model, run_dir, *more))
+    assert done.returncode == 1 and "step 3: " in done.stderr, done.stderr
+    expected = "step 3: reward.name=reward_functions:by_level: of 16 samples 16 scores failed: 16 errors, more than"
+    told = done.stderr[done.stderr.index(expected) :]
+    assert "reward.max_failed_fraction=0.5; for example" in told and ": no\nnumber at level" in told and "Traceback" not in done.stderr
+    table = rows(run_dir)
+    assert [row["reward/errors"] for row in table] == [PROMPTS] * 3
+    assert all(row["reward/failed_fraction"] == 1 / SAMPLES and row["reward/timeouts"] == 0 for row in table)
+    assert all(row["reward/level/mean"] in (0, 0.25, 0.5, 0.75, 1) and 1 <= row["reward/tokens/mean"] <= 16 for row in table)
+    assert "step 1: 4 scores failed: 4 errors" in done.stdout
+    assert f"The step's samples are in {run_dir}/rollouts/step_000003.txt" in told
+    text = (run_dir / "rollouts/step_000000.txt").read_text()
+    assert text.count("reward -0.5 (failed: error), versions 0 to 0") == PROMPTS and "\n  ! no\n  ! number at level" in text
+    assert "scored one of level 1\n" in (run_dir / "logs/reward.0.log").read_text()
+
+
+def test_a_function_that_raises_ends_the_run_by_its_own_line(model: Path, tmp_path: Path) -> None:
+    done = run(arguments(model, tmp_path / "run", "reward.name=reward_functions:broken"))
+    assert done.returncode == 1
+    first, second = done.stderr.splitlines()[:2]
+    assert first.startswith("megarl: reward.name=reward_functions:broken: ") and first.endswith(": return grades[answer]")
+    assert "reward_functions.py, line 18, in broken" in first and second.startswith("KeyError: ")
+    assert "Traceback" not in done.stderr and "Traceback" in (tmp_path / "run/logs/reward.0.log").read_text()

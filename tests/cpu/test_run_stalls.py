@@ -1,0 +1,53 @@
+"""Whole runs of which one process is stopped for good: whoever waits for it says so at its deadline, and the run names it."""
+
+from __future__ import annotations
+
+import re
+
+import psutil
+import pytest
+
+from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, wait_until
+
+pytestmark = pytest.mark.timeout(600)
+WAIT_S = 20
+WAITED = r"(trainer\.[01]|generator\.0) waited \d+ s for "  # whose deadline comes first depends on the moment
+STOPPED = r"; it is stopped \(SIGSTOP, or a debugger\)   <- not waiting"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("stalls") / "model")
+
+
+def of(process, *words: str) -> psutil.Process:
+    return next(child for child in descendants(process) if all(word in " ".join(child.cmdline()) for word in words))
+
+
+CASES = [
+    pytest.param(("launch.worker", "trainer 1"), WAITED, r"trainer\.1: .*" + STOPPED, id="a trainer rank"),
+    pytest.param(
+        ("launch.worker", "generator 0"), WAITED, r"generator\.0: .*" + STOPPED, id="the generator", marks=pytest.mark.matrix,
+    ),
+    pytest.param(
+        ("sglang::scheduler",), r"engine\.0 has answered nothing for \d+ s; it is ended", r"engine\.0 was killed by SIGKILL", id="a scheduler",
+        marks=pytest.mark.matrix,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("which, said, named", CASES)
+def test_a_process_that_is_stopped_is_found_and_named(model, tmp_path, which, said, named):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    limits = [f"timeouts.collective_s={WAIT_S}", f"timeouts.rollouts_s={WAIT_S}", f"generator.health_s={WAIT_S}", "timeouts.weights_s=15"]
+    more = [*limits, "generator.max_restarts=0", "max_steps=100000", "checkpoint.every=0", "eval.limit=1"]
+    process = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=300)
+        of(process, *which).suspend()
+        process.wait(timeout=6 * WAIT_S)
+    finally:
+        kill(process)
+    output = log.read_text()
+    assert process.returncode == 1, output
+    assert re.search(said, output) and re.search(named, output), output

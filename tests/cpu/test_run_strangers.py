@@ -1,0 +1,121 @@
+"""What another user of the host can do to a run: nothing. Needs root, for a second user."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from run_tools import OVERRIDES, descendants, make_model, rows, start, wait_until
+
+STRANGER = 54_321  # a user id is enough: nobody of this name need exist
+GROWTH_BYTES = 64 << 20
+
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(os.getuid() != 0, reason="needs root: it takes a second user"),
+]
+
+
+def as_stranger(job: dict) -> dict:
+    argv = [sys.executable, str(Path(__file__).with_name("stranger.py"))]
+    done = subprocess.run(argv, input=json.dumps({**job, "user": STRANGER}), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody can look into, where those of pytest cannot."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+def test_another_user_reaches_nothing(open_folder):
+    """A trainer of two ranks, and an engine with data-parallel attention, whose processes speak over TCP."""
+    run_dir, log = open_folder / "run", open_folder / "log"
+    shape = ["trainer.tp=2", "trainer.sequence_parallel=true", "generator.tp=2", "generator.ep=2", "generator.dp_attention=2"]
+    model = make_model(open_folder / "model", "qwen3_moe")
+    more = ["max_steps=100000", "checkpoint.every=0", "eval.limit=4", *shape]
+    run = start(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more], log)
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 1, run, "first step", 240)
+        processes = [psutil.Process(run.pid), *descendants(run)]
+        scratch = Path(next(each.environ()["TMPDIR"] for each in processes[1:]))
+        listeners = {each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        assert {address.ip for address in listeners} == {"127.0.0.1"}, listeners
+        keys = secrets_of(run_dir)
+        assert not any(key in " ".join(each.cmdline()) for each in processes for key in keys), "every user sees command lines"
+        memory = {each: each.memory_info().rss for each in processes}
+        marker = open_folder / "marks"
+        marker.mkdir()
+        marker.chmod(0o777)
+        own = files_of(run_dir, scratch, processes)
+        assert len(own) > 50 and not [path for path in own if path.startswith("/dev/shm")], "what lies there would outlive the run"
+        found = as_stranger(
+            {"ports": [each.port for each in listeners], "marker": str(marker / "mark"), "files": own, "sockets": sockets_of(processes)}
+        )
+
+        assert found["user"] == STRANGER
+        assert found["readable"] == [] and found["sockets"] == []
+        through = [port for port in found["ports"] if port["open"]]
+        refusing = [port for port in through if port["zmq"] == "CURVE" or port["http"] == "401"]
+        silent = [port for port in through if not (port["zmq"] or port["http"] or port["store"])]
+        assert len(refusing) + len(silent) == len(through), [port for port in through if port not in refusing]
+        assert {port["port"] for port in silent} <= handshakes_of(run_dir), silent
+        assert list(marker.iterdir()) == [], "something that it sent was unpickled"
+        steps = len(rows(run_dir))
+        wait_until(lambda: len(rows(run_dir)) > steps + 1, run, "a step after that", 120)
+        grown = {each.pid: each.memory_info().rss - before for each, before in memory.items() if each.is_running()}
+        assert grown.keys() == {each.pid for each in memory}, "all of them live"
+        assert max(grown.values()) < GROWTH_BYTES, grown
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(120) == 128 + signal.SIGTERM, log.read_text()
+    finally:
+        if run.poll() is None:
+            run.kill()
+            run.wait()
+    assert not scratch.exists()
+    texts = [log.read_text(), *(path.read_text(errors="replace") for path in (run_dir / "logs").iterdir())]
+    assert not any(key in text for text in texts for key in keys), "a key in a log"
+
+
+def secrets_of(run_dir: Path) -> list[str]:
+    [folder] = (run_dir / ".launch" / "train").glob("local")
+    rendezvous, message_key = (json.loads((folder / name).read_text()) for name in ("rendezvous.json", "message_key.json"))
+    return [rendezvous["engine_key"], rendezvous["engine_admin_key"], *message_key.values()]
+
+
+def handshakes_of(run_dir: Path) -> set[int]:
+    """Where SGLang tells an engine's other nodes its ports (DP_ATTENTION_HANDSHAKE_PORT_DELTA). With none it closes that at once; processes
+    forked before go on listening there, and take nothing in."""
+    [path] = (run_dir / ".launch" / "train").glob("local/rendezvous.json")
+    return {port + 13 for port in json.loads(path.read_text())["engine_ports"]}
+
+
+def files_of(run_dir: Path, scratch: Path, processes: list[psutil.Process]) -> list[str]:
+    """All of the run's folder, all that its processes keep in /tmp and /dev/shm, and what /proc would tell of them."""
+    found = [str(path) for folder in (run_dir, scratch) for path in [folder, *folder.rglob("*")]]
+    for process in processes:
+        mapped = {entry.path for entry in process.memory_maps()} | {file.path for file in process.open_files()}
+        found += [path for path in mapped if path.startswith(("/dev/shm/", "/tmp/megarl")) and os.path.exists(path)]
+        found += [f"/proc/{process.pid}/{name}" for name in ("environ", "mem", "maps", "fd", "auxv", "stack")]
+    return sorted(set(found))
+
+
+def sockets_of(processes: list[psutil.Process]) -> list[str]:
+    """Paths of Unix sockets; names of those that have no path begin with a zero byte."""
+    inodes = {os.stat(f"/proc/{each.pid}/fd/{name}").st_ino for each in processes for name in os.listdir(f"/proc/{each.pid}/fd")}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = [line[7] for line in lines if len(line) > 7 and int(line[6]) in inodes]
+    return ["\0" + name[1:] if name.startswith("@") else name for name in names]

@@ -1,0 +1,153 @@
+"""The commands and snippets of README.md and docs/*.md, and where each is tried.
+
+Commands stand in blocks marked `sh`, and in the text between backticks. What only computes is run as it stands by tests/unit/test_docs.py,
+what trains by tests/cpu/test_docs_runs.py. A command that a document gains is run, or fails the tests until a list below names it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("megarl", "make", "pytest", "python", "python3.12", "pip", "sbatch", "torchrun", "tensorboard", "source", "git", "hf")
+QUICK = re.compile(r"megarl (plan|reshard|--help)\b.*|megarl train .*--dry-run|python -m megarl\.(config|planner)\..*")
+STAMP = ".megarl-setup"  # of the Makefile
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"(^|\s+)#\s.*$")
+MENTION = re.compile(r"(megarl( \w+)?( CONFIG)?|megarl bench \w+|pip|pytest|sbatch|torchrun)(…| …)?")  # of a program, not a command of it
+
+SHORT = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 eval.limit=8"
+OWN = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 rollout.max_tokens=16"
+ONE_FAULT = "--faults 1 --kinds SIGTERM"
+
+# What takes long, or needs what another command made, is run by tests/cpu/test_docs_runs.py, made short by what is said here. First what a
+# newcomer does, in that order;
+FIRST_DAY = {
+    "make quickstart": f'ARGS="{SHORT}"',
+    "source .venv/bin/activate": "",
+    "megarl sft configs/quickstart.yaml": SHORT,
+    "megarl train configs/quickstart.yaml": SHORT,
+    "megarl export configs/quickstart.yaml --output runs/quickstart/hf": SHORT,
+    "megarl eval configs/quickstart.yaml model.path=runs/quickstart/hf": SHORT,
+}
+# then, marked `matrix`, the run of docs/own_run.md, in the order of the document,
+OWN_RUN = {
+    "megarl plan run.yaml": "",
+    "megarl train run.yaml --dry-run": "",
+    "megarl sft run.yaml sft.steps=200": OWN,
+    "megarl train run.yaml": OWN,
+    "megarl train run.yaml max_steps=200": f"{OWN} max_steps=3",
+    "megarl export run.yaml --output runs/own/hf": OWN,
+    "megarl eval run.yaml model.path=runs/own/hf": OWN,
+    "megarl eval run.yaml eval.samples=8 eval.temperature=0.7 eval.suites.hard.source=hard.jsonl": OWN,
+    "tensorboard --logdir runs/own/tb": "--inspect",  # else it serves for ever
+}
+# and all else that takes long.
+LONG = {
+    'make quickstart ARGS="seed=1 run_dir=runs/q1"': f'ARGS+="{SHORT}"',
+    "megarl train configs/quickstart.yaml run_dir=runs/sync sft.output=runs/quickstart/sft/hf async.capacity=0": SHORT,
+    "megarl sft configs/calculator.yaml": SHORT,
+    "megarl train configs/calculator.yaml": SHORT,
+    "megarl bench overlap": "--steps 6 --step-s 0.2",
+    "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",
+    "megarl bench channels": "",
+    "megarl bench staleness configs/quickstart.yaml": f"--seeds 1 {SHORT}",
+    "megarl bench sync --model-size tiny": "--repeats 1",
+    "megarl bench sync --model-size small": "--repeats 1",
+    "megarl bench sync --model-size small --picture sync.png": "--repeats 1",
+    "megarl bench faults": ONE_FAULT,
+    "megarl bench faults --faults 52 --seed 2": ONE_FAULT,
+}
+
+GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these tests"
+SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
+NOT_RUN = {
+    "make test": ITSELF,
+    'make test ARGS="tests/unit"': ITSELF,
+    "make matrix": ITSELF,
+    "make setup": "has made the environment that these tests run in",
+    "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of make matrix",
+    "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",
+    "sbatch slurm/quickstart.sbatch": SLURM,
+    "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch run_dir=runs/het": SLURM,
+    "sbatch slurm/8b_aipo.sbatch": GPUS,
+    "sbatch slurm/405b_aipo.sbatch": GPUS,
+    "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 run_dir=/lustre/runs/405b": GPUS,
+    "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=2 generator.engines=32": GPUS,
+    "python3.12 -m venv .venv && source .venv/bin/activate": GPUS,
+    "pip install torch==2.13.0 setuptools wheel packaging ninja": GPUS,
+    "pip install --no-build-isolation -e '.[gpu,test]'": GPUS,
+    "pip install --no-build-isolation -e '.[gpu]'": GPUS,
+    "git clone … megarl && cd megarl": PLACEHOLDERS,
+    "hf download NAME --local-dir FOLDER": PLACEHOLDERS,
+    "megarl export runs/own/config.yaml --output …": PLACEHOLDERS,
+    "megarl reshard CONFIG --json": PLACEHOLDERS,
+    "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=run1 -m megarl train CONFIG": PLACEHOLDERS,
+}
+LISTED = {**FIRST_DAY, **OWN_RUN, **LONG, **NOT_RUN}
+
+
+@dataclass(frozen=True)
+class Command:
+    text: str  # without its comment, single spaces
+    where: str  # document:line
+
+
+def commands() -> Iterator[Command]:
+    """Of all documents, in their order."""
+    for document in DOCUMENTS:
+        yield from commands_of(document.name, document.read_text())
+
+
+def commands_of(name: str, text: str) -> Iterator[Command]:
+    """The lines of blocks marked `sh`, and what begins with a program elsewhere: in other blocks (which should be marked), and between
+    backticks. Lines that only mention a program there are none."""
+    for block in FENCE.finditer(text):
+        for number, line in enumerate(block[2].splitlines(), text[: block.start()].count("\n") + 2):
+            command = " ".join(COMMENT.sub("", line).split())
+            if command and (block[1] == "sh" or _program(command)):
+                yield Command(command, f"{name}:{number}")
+    prose = FENCE.sub(lambda block: "\n" * block[0].count("\n"), text)
+    for span in re.finditer(r"`([^`]+)`", prose):
+        command = " ".join(span[1].split())
+        if _program(command) and not MENTION.fullmatch(command):
+            yield Command(command, f"{name}:{prose[: span.start()].count(chr(10)) + 1}")
+
+
+def _program(command: str) -> bool:
+    program, _, rest = command.partition(" ")
+    return program in PROGRAMS and bool(rest)
+
+
+def snippets(document: str, kind: str) -> list[str]:
+    """The blocks of docs/`document` that are marked as `kind`."""
+    return [block[2] for block in FENCE.finditer((ROOT / "docs" / document).read_text()) if block[1] == kind]
+
+
+def checkout(folder: Path) -> Path:
+    """What of this checkout the commands use, at `folder`, with the environment that runs the tests: they write into it."""
+    folder.mkdir()
+    for name in ("configs", "docs", "slurm", "requirements"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy2(ROOT / name, folder)
+    (folder / ".venv").mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != STAMP:
+            (folder / ".venv" / entry.name).symlink_to(entry)
+    (folder / ".venv" / STAMP).touch()  # so that make does not set it up anew from here
+    return folder
+
+
+def run(command: str, folder: Path, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    """As a person would at a prompt, the environment activated."""
+    environment = os.environ | {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)

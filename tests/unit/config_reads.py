@@ -1,0 +1,137 @@
+"""Which settings a program reads: the attributes of config sections, followed through the source by annotations and assignments.
+
+A section is what is annotated with its class, `….config` (all of it), and what is assigned from such. `getattr` with a computed name reads
+the keys that the function mentions: as text, by a constant of the module, or as the fields of a class of megarl.topology.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any, Optional
+
+from megarl import topology
+from megarl.config import schema
+from megarl.config.keys import _without_optional
+
+SECTIONS = {name: cls for name, cls in vars(schema).items() if dataclasses.is_dataclass(cls)}
+Reads = set[tuple[str, str]]  # (class of the section, field)
+
+
+def reads(sources: Iterable[str]) -> Reads:
+    """All that any of these modules reads."""
+    return {found for source in sources for found in _reads_of(source)}
+
+
+@functools.cache
+def _reads_of(source: str) -> Reads:
+    return _Module(ast.parse(source)).reads()
+
+
+def unread(key_root: type, found: Reads) -> list[str]:
+    """Keys of the tree under `key_root`, dotted, that `found` does not have."""
+    return [key for key, cls, field in _leaves(key_root, "") if (cls, field) not in found]
+
+
+def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str]]:
+    for name, hint in _fields(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _leaves(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", cls.__name__, name
+
+
+@functools.cache
+def _fields(cls: type) -> dict[str, Any]:
+    return {name: _without_optional(hint)[0] for name, hint in typing.get_type_hints(cls).items()}
+
+
+class _Module:
+    def __init__(self, tree: ast.Module):
+        self._tree = tree
+        self._found: Reads = set()
+
+    def reads(self) -> Reads:
+        self._block(self._tree.body, {}, {})
+        return self._found
+
+    def _block(self, body: list[ast.stmt], names: dict[str, type], own: dict[str, type]) -> None:
+        """`names`: sections by variable; `own`: by attribute of self."""
+        for statement in body:
+            if isinstance(statement, ast.ClassDef):
+                fields = {f.target.id: c for f in statement.body if isinstance(f, ast.AnnAssign) and (c := _annotated(f.annotation))}
+                methods = [f for f in statement.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+                for _ in range(2):  # what one method assigns to self another reads, wherever it stands
+                    for method in methods:
+                        self._function(method, {}, fields)
+            elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._function(statement, names, own)
+            else:
+                self._statement(statement, names, own)
+
+    def _function(self, function: ast.FunctionDef | ast.AsyncFunctionDef, outer: dict[str, type], own: dict[str, type]) -> None:
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        names = outer | {a.arg: c for a in arguments if (c := _annotated(a.annotation))}
+        mentioned = self._mentioned(function)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign | ast.NamedExpr):
+                self._assign(node, names, own)
+        for node in ast.walk(function):
+            self._read(node, names, own, mentioned)
+        self._block([node for node in ast.walk(function) if node is not function and isinstance(node, ast.FunctionDef)], names, own)
+
+    def _mentioned(self, function: ast.AST) -> set[str]:
+        """Words that may be names of settings."""
+        names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        assigned = [(s.targets[0], s.value) for s in self._tree.body if isinstance(s, ast.Assign)]
+        constants = [value for target, value in assigned if isinstance(target, ast.Name) and target.id in names]
+        texts = [node.value for root in (function, *constants) for node in ast.walk(root) if isinstance(node, ast.Constant)]
+        words = {word for text in texts if isinstance(text, str) for word in text.split()}
+        of_class = [node.value for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "__dataclass_fields__"]
+        return words.union(*(getattr(topology, cls.id).__dataclass_fields__ for cls in of_class if isinstance(cls, ast.Name)))
+
+    def _statement(self, statement: ast.stmt, names: dict[str, type], own: dict[str, type]) -> None:
+        for node in ast.walk(statement):
+            self._read(node, names, own, set())
+
+    def _assign(self, node: ast.Assign | ast.NamedExpr, names: dict[str, type], own: dict[str, type]) -> None:
+        target = node.target if isinstance(node, ast.NamedExpr) else node.targets[0]
+        pairs = [(target, node.value)]
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = list(zip(target.elts, node.value.elts))
+        for to, value in pairs:
+            for option in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
+                if (cls := self._section(option, names, own)) is None:
+                    continue
+                if isinstance(to, ast.Name):
+                    names[to.id] = cls
+                elif isinstance(to, ast.Attribute) and isinstance(to.value, ast.Name) and to.value.id == "self":
+                    own[to.attr] = cls
+
+    def _read(self, node: ast.AST, names: dict[str, type], own: dict[str, type], mentioned: set[str]) -> None:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if (cls := self._section(node.value, names, own)) is not None:
+                self._found.add((cls.__name__, node.attr))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            if (cls := self._section(node.args[0], names, own)) is not None:
+                self._found |= {(cls.__name__, name) for name in mentioned & _fields(cls).keys()}
+
+    def _section(self, node: ast.expr, names: dict[str, type], own: dict[str, type]) -> Optional[type]:
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in own:
+            return own[node.attr]
+        if (cls := self._section(node.value, names, own)) is not None:
+            hint = _fields(cls).get(node.attr)
+            return hint if dataclasses.is_dataclass(hint) else None
+        return schema.RunConfig if node.attr in ("config", "_config") else None
+
+
+def _annotated(annotation: Optional[ast.expr]) -> Optional[type]:
+    named = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation is not None else set()
+    return SECTIONS.get(next(iter(named & SECTIONS.keys()), ""))

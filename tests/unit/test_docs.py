@@ -1,0 +1,85 @@
+"""The documents' commands: each is run as it stands, by a test, or listed with the reason (tests/documented.py). And their links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from documented import DOCUMENTS, LISTED, QUICK, checkout, commands, commands_of, run
+from megarl.cli import EXAMPLES, main
+
+COMMANDS = {command.text: command.where for command in commands()}
+HELP = [text for examples in EXAMPLES.values() for text in examples]  # what megarl --help shows
+COMPUTING = [text for text in dict.fromkeys((*COMMANDS, *HELP)) if text not in LISTED and QUICK.fullmatch(text)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkout(tmp_path_factory.mktemp("docs") / "megarl")
+
+
+def test_every_command_is_run_or_listed_with_the_reason() -> None:
+    left = [f"{where}: {text}" for text, where in COMMANDS.items() if text not in LISTED and not QUICK.fullmatch(text)]
+    assert not left, f"say in tests/documented.py how these are run, or why they are not: {left}"
+    assert [text for text in LISTED if text not in COMMANDS] == [], "in no document any more"
+
+
+@pytest.mark.parametrize("command", COMPUTING)
+def test_a_command_does_what_it_should_as_it_stands(command: str, folder: Path, monkeypatch, capsys) -> None:
+    """The program's own in this process, which saves their imports; none of them starts another."""
+    program, *arguments = shlex.split(command)
+    if program == "megarl":
+        monkeypatch.chdir(folder)
+        try:
+            status = main(arguments)
+        except SystemExit as end:  # --help
+            status = end.code
+        assert status == 0, f"{COMMANDS.get(command, 'megarl --help')}: {capsys.readouterr().err}"
+    else:
+        done = run(command, folder)
+        assert done.returncode == 0, f"{COMMANDS[command]}: {done.stderr}"
+    if picture := re.search(r"--picture (\S+)", command):
+        assert (folder / picture[1]).stat().st_size > 0
+
+
+def test_the_program_is_always_called_by_the_same_name() -> None:
+    """README.md says once that it is in .venv/bin and how to get it from there."""
+    found = [f"{path.name}: {line}" for path in DOCUMENTS for line in path.read_text().splitlines() if ".venv/bin/megarl" in line]
+    assert len(found) == 1 and found[0].startswith("README.md")
+
+
+def test_commands_are_found_in_blocks_and_in_prose() -> None:
+    text = """
+```sh
+# Only said.
+megarl  plan x.yaml   # why
+cd somewhere
+```
+Call `make quickstart` or `megarl plan
+y.yaml`, not `megarl plan` or `megarl`; see `plan.gpus`.
+```
+megarl sft z.yaml
+4 GiB
+```
+"""
+    assert [(command.text, command.where) for command in commands_of("a.md", text)] == [
+        ("megarl plan x.yaml", "a.md:4"),
+        ("cd somewhere", "a.md:5"),
+        ("megarl sft z.yaml", "a.md:10"),
+        ("make quickstart", "a.md:7"),
+        ("megarl plan y.yaml", "a.md:7"),
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", document.read_text()):
+        path = document.parent / target if target else document
+        assert path.exists(), f"{document.name}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, f"{document.name}: {target}#{anchor}"
+

@@ -1,0 +1,82 @@
+"""The sockets by which SGLang's own processes speak, made by SGLang with our hooks around it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import zmq
+
+from megarl.generator import cpu_support, sockets
+
+ARRIVES_S, NEVER_S = 10, 1
+
+
+class Creates:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.fixture
+def network(monkeypatch):
+    cpu_support.install()
+    from sglang.srt.utils import network
+
+    monkeypatch.setenv(sockets.SOCKET_KEY, sockets.socket_key("the admin key"))
+    return network
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    context.linger = 0  # what strangers send is never taken
+    yield context
+    context.destroy()
+
+
+def test_only_who_has_the_engines_key_gets_a_message_through(network, context, tmp_path, monkeypatch):
+    make = partial(sockets._with_key, network.get_zmq_socket)
+    port, bound = sockets._bound_with_key(network.get_zmq_socket_on_host, context, zmq.PULL)
+    address, marker = f"tcp://127.0.0.1:{port}", tmp_path / "marker"
+    payload = pickle.dumps(Creates(marker))
+
+    without = network.get_zmq_socket(context, zmq.PUSH, address, False)  # SGLang's own way
+    monkeypatch.setenv(sockets.SOCKET_KEY, sockets.socket_key("another key"))
+    other = make(context, zmq.PUSH, address, False)
+    for stranger in (without, other):
+        stranger.send(payload)
+    assert not bound.poll(NEVER_S * 1000)
+
+    monkeypatch.setenv(sockets.SOCKET_KEY, sockets.socket_key("the admin key"))
+    ours = make(context, zmq.PUSH, address, False)
+    ours.send(payload)
+    assert bound.poll(ARRIVES_S * 1000)
+    bound.recv_pyobj().close()
+    assert marker.exists(), "what arrives is unpickled"
+    assert not bound.poll(NEVER_S * 1000)
+
+
+def test_an_engine_whose_sockets_would_have_no_key_does_not_start(network, monkeypatch):
+    with pytest.raises(RuntimeError, match="anybody could speak to them"):
+        sockets.check_hooks()
+    monkeypatch.setattr(network, "get_zmq_socket", partial(sockets._with_key, network.get_zmq_socket))
+    monkeypatch.setattr(network, "get_zmq_socket_on_host", partial(sockets._bound_with_key, network.get_zmq_socket_on_host))
+    sockets.check_hooks()
+
+
+def test_the_key_of_the_sockets_does_not_tell_the_one_it_is_made_from():
+    keys = {sockets.socket_key(admin) for admin in ("a", "b")}
+    assert len(keys) == 2 and all(len(key) == 40 for key in keys)
+
+
+def test_what_engines_map_lies_beside_their_sockets():
+    assert os.path.dirname(sockets._in_own_folder(lambda name: f"/dev/shm/{name}.shm", "x")) == tempfile.gettempdir()

@@ -1,0 +1,56 @@
+"""Held-out scores among the metrics: in the row after them, those of the last weights in the last row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.observe.evaluations import NewEvaluations, complete_metrics, forget_after, read_results, write_result
+from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
+
+
+def row_keys(run_dir: Path) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if key.startswith("eval/")} for row in read_metrics(run_dir / METRICS_FILE)]
+
+
+def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path: Path) -> None:
+    writer, new = MetricsWriter(tmp_path, tensorboard=True), NewEvaluations(tmp_path, -1)
+    for step, evaluated in enumerate(([0], [], [1, 2], [])):
+        for version in evaluated:
+            write_result(tmp_path, version, {"pass@1": version / 4, "suites": {"hard": {"pass@1": 0.0, "reward/mean": 0.25}}})
+        writer.write(step, {"loss": float("nan"), **new.metrics()})
+    writer.close()
+    score = {"eval/hard/pass@1": 0.0, "eval/hard/reward/mean": 0.25}
+    at_zero, at_two = {"eval/version": 0, "eval/pass@1": 0.0, **score}, {"eval/version": 2, "eval/pass@1": 0.5, **score}
+    assert row_keys(tmp_path) == [at_zero, {}, at_two, {}]
+    complete_metrics(tmp_path)
+    assert row_keys(tmp_path) == [at_zero, {}, at_two, {}], "nothing new"
+    write_result(tmp_path, 4, {"pass@1": 1.0})
+    for _ in range(2):
+        complete_metrics(tmp_path)
+        assert row_keys(tmp_path) == [at_zero, {}, at_two, {"eval/version": 4, "eval/pass@1": 1.0}]
+    assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
+    assert scalars(tmp_path, "eval/pass@1") == [(0, 0.0), (2, 0.5), (3, 1.0)]
+
+
+def scalars(run_dir: Path, key: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run_dir / "tb"))
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(key)]
+
+
+def test_a_resumed_run_forgets_what_is_to_be_evaluated_again(tmp_path: Path) -> None:
+    for version in (0, 5, 10):
+        write_result(tmp_path, version, {"pass@1": 0.5})
+    forget_after(tmp_path, 5)
+    assert [result["version"] for result in read_results(tmp_path)] == [0, 5]
+    new = NewEvaluations(tmp_path, 4)
+    assert new.metrics()["eval/version"] == 5 and new.metrics() == {}
+
+
+def test_a_run_without_rows_or_evaluations_has_nothing_to_complete(tmp_path: Path) -> None:
+    complete_metrics(tmp_path)
+    write_result(tmp_path, 0, {"pass@1": 0.5})
+    complete_metrics(tmp_path)
+    assert not (tmp_path / METRICS_FILE).exists()

@@ -1,0 +1,169 @@
+"""What a run goes on from, what an export reads while a run goes on, and room on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.channels.ledger import LEDGER_FILE, Ledger
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.launch import room
+from megarl.launch.resuming import check_resume_point, held_checkpoint, latest_checkpoint
+from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, make_room, prune_checkpoints
+from megarl.plan.resolve import resolve
+from megarl.trainer.checkpoint_index import FORMAT, INDEX_FILE, Index, small_file
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def save(run_dir: Path, step: int) -> Path:
+    """A folder that looks like a checkpoint."""
+    folder = checkpoint_path(run_dir, step)
+    folder.mkdir(parents=True)
+    state = json.dumps({"topology": {}, "position": step, "state": {"step": step}}).encode()
+    small = {"state.json": state, LEDGER_FILE: Ledger(consumed_below=step).encode(), "tensors": f"tensors of {step}".encode()}
+    Index(FORMAT, "float32", [small_file(folder, name, content) for name, content in small.items()], {}, {}).write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"topology": {}}'])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_damaged_state_is_told_in_one_message_with_what_to_do(content: bytes | None, older: bool, tmp_path: Path) -> None:
+    if older:
+        save(tmp_path, 2)
+    newest = save(tmp_path, 4)
+    check_resume_point(tmp_path, latest_checkpoint(tmp_path))
+    (newest / "state.json").unlink() if content is None else (newest / "state.json").write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        check_resume_point(tmp_path, latest_checkpoint(tmp_path))
+    (problem,) = raised.value.problems
+    then = "step_000002 serves then" if older else "there is no older one, so the run begins anew then"
+    how = "is missing" if content is None else "is damaged: it has "
+    assert problem.startswith(f"{newest}: state.json {how}") and problem.endswith(f". Move this folder away: {then}")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x00", b"garbage"])
+def test_a_ledger_that_is_gone_or_damaged_is_told(content: bytes | None, tmp_path: Path) -> None:
+    file = save(tmp_path, 4) / LEDGER_FILE
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{file.parent}: {LEDGER_FILE} is (damaged|missing)"):
+        check_resume_point(tmp_path, latest_checkpoint(tmp_path))
+
+
+def test_a_checkpoint_of_another_version_is_told_as_such(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    Index(FORMAT + 1, "float32", [], {}, {}).write(folder)
+    with pytest.raises(ConfigError, match=f"{folder}: {INDEX_FILE} has format {FORMAT + 1}; this version of MegaRL reads format {FORMAT}"):
+        check_resume_point(tmp_path, latest_checkpoint(tmp_path))
+    (folder / INDEX_FILE).unlink()
+    (folder / ".metadata").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"{folder}: it was written by an earlier version of MegaRL: {INDEX_FILE} is missing"):
+        check_resume_point(tmp_path, latest_checkpoint(tmp_path))
+
+
+def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save(tmp_path, step)
+    (tmp_path / "export/step_000099").mkdir(parents=True)  # by one that was killed
+    with held_checkpoint(tmp_path, None) as held:
+        assert held.step == 4 and not (tmp_path / "export/step_000099").exists()
+        save(tmp_path, 6)
+        prune_checkpoints(tmp_path, keep=1)
+        assert [step for step, _ in complete_checkpoints(tmp_path)] == [6]
+        assert (Path(held.checkpoint) / "tensors").read_text() == "tensors of 4"
+        check_resume_point(tmp_path, held)
+    assert not Path(held.checkpoint).exists()
+    with pytest.raises(ConfigError, match="no checkpoint of step 4; there are those of steps 6"), held_checkpoint(tmp_path, 4):
+        pass
+
+
+def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2)
+    link = os.link
+
+    def remove_first(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        save(tmp_path, 4)
+        prune_checkpoints(tmp_path, keep=1)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", remove_first)
+    with held_checkpoint(tmp_path, None) as held:
+        assert held.step == 4
+        assert sorted(file.name for file in Path(held.checkpoint).iterdir()) == sorted(file.name for file in checkpoint_path(tmp_path, 4).iterdir())
+
+
+def small_disk(folder: Path, mib: int) -> Path:
+    """A file system of its own; skips where none can be mounted."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(done.stderr.strip())
+    return folder
+
+
+@pytest.fixture
+def disk(tmp_path: Path):
+    folder = small_disk(tmp_path / "disk", 20)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> None:
+    """The quickstart's model has 803,200 parameters: 9.2 MiB a checkpoint, 3.1 MiB as an HF checkpoint."""
+    run = disk / "run"
+
+    def plan(*overrides: str):
+        return resolve(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={run}", *overrides]))
+
+    with pytest.raises(ConfigError) as raised:
+        room.check_room_for_checkpoints(plan())
+    (problem,) = raised.value.problems
+    assert problem.startswith(f"run_dir={run}: 3 checkpoints (checkpoint.keep=2) will take 27.6 MiB") and problem.endswith("20.0 MiB are free there")
+    room.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
+    (disk / "other").write_bytes(bytes(18 << 20))
+    with pytest.raises(ConfigError, match=r"sft.output=.*/run/sft/hf: the weights will take 3\.\d MiB, and 2\.0 MiB are free there"):
+        room.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
+
+
+def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4, 6):
+        (save(disk, step) / "values").write_bytes(bytes(4 << 20))
+    make_room(disk)
+    assert [step for step, _ in complete_checkpoints(disk)] == [2, 4, 6], "more than 7 MiB are free"
+    (disk / "other").write_bytes(bytes(5 << 20))
+    make_room(disk)
+    assert [step for step, _ in complete_checkpoints(disk)] == [4, 6]
+    assert f"{checkpoint_path(disk, 2)} is removed first" in capsys.readouterr().out
+    (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free + (1 << 20)))
+    make_room(disk)
+    assert [step for step, _ in complete_checkpoints(disk)] == [6]
+
+
+FULL_SHARED_MEMORY = """
+import subprocess, sys, torch, torch.distributed as dist
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
+from megarl.reshard.box import whole_box
+from megarl.trainer.checkpoint_tensors import HeldBox, write_boxes
+from megarl.trainer.folders import together, written_together
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+open("/dev/shm/other", "wb").write(bytes(1 << 20))
+with written_together(sys.argv[1]) as folder:
+    together(lambda: write_boxes(folder / "rank_00000.bin", 0, [HeldBox("x", (9, 3), whole_box((9, 3)), torch.randn(9, 3))]))
+"""
+
+
+def test_a_full_shared_memory_keeps_no_checkpoint_from_being_written(tmp_path: Path) -> None:
+    folder = tmp_path / "step_000002"
+    done = subprocess.run(["unshare", "--mount", sys.executable, "-c", FULL_SHARED_MEMORY, folder], capture_output=True, text=True, timeout=60)
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert (folder / "rank_00000.bin").stat().st_size == 9 * 3 * 4

@@ -1,0 +1,151 @@
+"""What an engine's worker computes with though no update writes it: what is watched, what may change, what is told. No engine runs here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.generator.commands import Audit, Recall
+from megarl.generator.watch import LAYERS, Watch
+from megarl.generator.worker_loader import Worker
+from megarl.messaging.host import Host
+
+
+class Config:
+    """An object of SGLang's layers that is no module."""
+
+    __module__ = LAYERS + "moe.topk"
+
+    def __init__(self, bias: torch.Tensor):
+        self.bias = bias
+
+
+class Group:
+    """An object of others': the memory of collectives."""
+
+    def __init__(self):
+        self.buffer = torch.zeros(4)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, rotary: torch.Tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 6))
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.transposed = self.weight.data.t()  # lies in the parameter
+        self.made = self.weight.detach() * 2  # of the parameter, by post-load work
+        self.scales = {"k": torch.ones(1), "v": [torch.ones(1)]}
+        self.config = Config(torch.randn(4))
+        self.group = Group()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        rotary = torch.randn(16, 4)
+        self.layers = torch.nn.ModuleList(Attention(rotary) for _ in range(2))
+        self.head = torch.nn.Linear(6, 8, bias=False)
+        self.head.weight = self.layers[0].weight  # tied
+
+    def post_load(self) -> None:
+        for layer in self.layers:
+            layer.made.copy_(layer.weight.detach() * 2)
+
+
+def from_outside(values: torch.Tensor) -> None:
+    """As another process writes: torch does not see it."""
+    values.detach().view(-1).view(torch.uint8).numpy()[1] ^= 4
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def watch(model) -> Watch:
+    watch = Watch(model)
+    watch.start()
+    assert watch.changed() == []
+    return watch
+
+
+def test_memory_with_two_names_counts_once_and_parameters_not_at_all(model, watch):
+    """The rotary cache, and of each layer: what is made, two scales, the bias."""
+    assert watch.count == 1 + 2 * 4
+    assert watch.nbytes == 4 * (64 + 2 * (48 + 1 + 1 + 4))
+
+
+@pytest.mark.parametrize(
+    "of, names",
+    [
+        (lambda layer: layer.rotary, ["layers.0.rotary", "layers.1.rotary"]),
+        (lambda layer: layer.made, ["layers.0.made"]),
+        (lambda layer: layer.scales["k"], ["layers.0.scales['k']"]),
+        (lambda layer: layer.scales["v"][0], ["layers.0.scales['v'][0]"]),
+        (lambda layer: layer.config.bias, ["layers.0.config.bias"]),
+        (lambda layer: layer.weight, []),
+        (lambda layer: layer.group.buffer, []),
+    ],
+)
+def test_what_is_changed_is_told_by_every_name_it_has(model, watch, of, names):
+    from_outside(of(model.layers[0]))
+    assert watch.changed() == names
+
+
+def test_a_tensor_that_is_replaced(model, watch):
+    model.layers[1].rotary = model.layers[1].rotary.clone()
+    assert watch.changed() == [], "by its equal"
+    model.layers[1].rotary = model.layers[1].rotary + 1
+    assert watch.changed() == ["layers.1.rotary"]
+
+
+def test_a_tensor_that_is_gone_or_has_left_the_memory_of_its_parameter(model, watch):
+    model.layers[0].scales.pop("k")
+    model.layers[1].weight.data = model.layers[1].weight.data.clone()  # as a transport moves it
+    assert watch.changed() == ["layers.0.scales['k']", "layers.1.transposed"]
+
+
+def test_a_cache_may_be_cast_once_and_must_stay_so(model, watch):
+    model.layers[0].rotary = model.layers[0].rotary.to(torch.bfloat16)
+    assert watch.changed() == []
+    from_outside(model.layers[0].rotary)
+    assert watch.changed() == ["layers.0.rotary"]
+
+
+def test_what_forward_passes_make_is_theirs(model, watch):
+    model.layers[0].gathered = torch.zeros(3)
+    assert watch.changed() == []
+    model.layers[0].gathered += 1
+    assert watch.changed() == []
+
+
+def test_post_load_work_makes_tensors_anew_and_changes_nothing_else(model, watch):
+    from_outside(model.layers[0].weight)
+    with watch.rewriting():
+        model.post_load()
+        model.layers[1].packed = torch.ones(2)  # not there before
+        from_outside(model.layers[1].rotary)  # at the same time
+    assert watch.changed() == ["layers.0.rotary", "layers.1.rotary"]
+    from_outside(model.layers[1].rotary)
+    from_outside(model.layers[1].packed)
+    from_outside(model.layers[0].made)
+    assert watch.changed() == ["layers.0.made", "layers.1.packed"]
+
+
+def test_a_worker_recalls_what_its_last_audit_found(model):
+    worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
+    assert worker.recall(parameters, Recall()).tensors == [], "nothing was audited yet"
+    worker.audit(parameters, Audit(version=3))
+    from_outside(model.layers[1].weight)
+    changes = worker.recall(parameters, Recall())
+    assert (changes.tensors, changes.since) == (["layers.1.weight"], 3)
+    assert worker.recall(parameters, Recall()).tensors == [], "half-written by now, for all that is known"
+
+
+def test_sglang_is_told_that_parameters_were_written(model):
+    """It keeps a copy of a router's bias in another dtype until it is (TopKConfig.correction_bias_for_dtype)."""
+    worker, weight, version = Worker(lambda: 0, Host), model.layers[0].weight, model.layers[0].weight._version
+    worker.finish(lambda part, device: None, model, torch.device("cpu"))
+    assert weight._version > version

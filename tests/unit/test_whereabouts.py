@@ -1,0 +1,31 @@
+"""A rank that others wait for in vain is named, with what it was doing: real gloo ranks, one of which stops or is busy, while another ends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
+from megarl.launch.watch import watch
+
+RANK = Path(__file__).with_name("waiting_rank.py")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how, doing", [("stopped", "is stopped (SIGSTOP, or a debugger)"), ("busy", "was in busy (unit/waiting_rank.py:")])
+def test_a_rank_that_does_not_come_is_named(tmp_path, how, doing):
+    with ProcessGroup(tmp_path / "logs") as group:
+        for rank in range(3):
+            argv = [sys.executable, str(RANK), str(rank), "3", str(tmp_path / "store"), str(tmp_path), how]
+            group.start(ProcessSpec(f"trainer.{rank}", argv, dumps_stacks=True))
+        with pytest.raises(ProcessFailed) as failed:
+            watch(group, {f"trainer.{rank}" for rank in range(3)}, poll=lambda: None)
+    text = str(failed.value)
+    assert "trainer.1 exited with status 1" in text
+    waited = "TimeoutError: trainer.1 waited 3 s for trainer.0 or trainer.2 in all_reduce of TENSOR_MODEL_PARALLEL_GROUP, called outside of megarl"
+    assert waited in text, text
+    late = [line for line in text.splitlines() if line.endswith("<- not waiting")]
+    assert len(late) == 1 and late[0].startswith("  trainer.2: step 7 (") and doing in late[0], text
+    assert any(line.startswith("  trainer.0: step 7 (") for line in text.splitlines()), text

@@ -1,0 +1,48 @@
+"""A trainer rank of test_whereabouts.py: waiting_rank.py RANK WORLD_SIZE STORE RUN_DIR HOW, over gloo, with a status line.
+
+All ranks meet twice; before the second time rank 2 stops (HOW=stopped), or is busy with something of its own (HOW=busy).
+Rank 0 takes its time to end, which it does when it loses rank 1."""
+
+import atexit
+import datetime
+import faulthandler
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megarl.observe.status import StatusBoard
+from megarl.trainer.deadlines import naming_peers
+
+
+def busy() -> None:
+    time.sleep(60)
+
+
+def linger() -> None:
+    time.sleep(20)
+
+
+def main(rank: int, size: int, store: str, run_dir: str, how: str) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    status = StatusBoard(run_dir, f"trainer.{rank}")
+    deadline = datetime.timedelta(seconds=3)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=deadline)
+    group = dist.new_group(range(size), timeout=deadline, group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+    dist.barrier()
+    status.set("step 7")
+    print("ready", flush=True)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else busy()
+    if rank == 0:
+        atexit.register(linger)
+        time.sleep(1)  # so that the other one's deadline comes first
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+if __name__ == "__main__":
+    with naming_peers("trainer", int(sys.argv[1])):
+        main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
