@@ -49,7 +49,6 @@ _LOST, _BACK = r"engine {engine} is lost", r"engines \[[\d, ]*{engine}[\d, ]*\] 
 _SILENT = r"engine\.{engine} has answered nothing for"
 _NO_MESSAGE = r"was sent what is no message of this run by trainer\.\d"
 _NOT_WRITTEN = r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free"
-_DAMAGED = r"{folder}: {file} is damaged"
 _REWRITTEN = r"something other than an update has written to an engine's memory:\s+\S+ on generator rank \d"
 _DAMAGED, _DAMAGED_TENSORS = r"{folder}: {file} is damaged", r"{folder} cannot be used: {file} is damaged"
 _RANK_KILLED = r"trainer\.{rank} was killed by SIGKILL"

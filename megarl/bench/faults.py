@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from megarl.bench.fault_kinds import KINDS
+from megarl.bench.fault_kinds import KINDS, Kind
 from megarl.bench.fault_mounts import small_file_systems
 from megarl.bench.fault_run import CONFIG, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang
 from megarl.config.errors import ConfigError
@@ -125,17 +125,13 @@ def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
             fault.outcome = SURVIVED
         else:
             end(run, fault, kind.notice.format(**words), kind.ends)
-            kind.mend(run)
-            run.start()
-            run.wait_steps(1)
+            go_on(run, fault, kind)
             fault.outcome = ENDED
     except (Hang, Ended) as error:
         fault.outcome, fault.problem = HANG if isinstance(error, Hang) else FAILED, str(error)
         run.kill()
         fault.orphans += run.orphans()
-        kind.mend(run)
-        run.start()
-        run.wait_steps(1)
+        go_on(run, fault, kind)
     fault.repeated += len(run.repeated()) - repeated
     fault.seconds = time.monotonic() - started
     return fault
@@ -154,9 +150,16 @@ def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
     """Raises Hang; Ended where it did not end as it should."""
     found = run.exit_status(STARTED_S)
     fault.orphans += run.orphans()
-    fault.repeated += run.ledger_problems()
     if found != status or not run.said(notice):
         raise Ended(f"it ended with {found}, not {status}, or did not say {notice!r}:\n{run.output.read_text(errors='replace')[-3000:]}")
+
+
+def go_on(run: FaultRun, fault: Fault, kind: Kind) -> None:
+    """Starts the run that has ended again, on checkpoints that are mended before they are read."""
+    kind.mend(run)
+    fault.repeated += run.ledger_problems()
+    run.start()
+    run.wait_steps(1)
 
 
 def finish(run: FaultRun, faults: list[Fault]) -> None:
