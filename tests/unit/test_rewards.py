@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.rewards.extract import last_number, last_running_number, marked_answer
 from megarl.rewards.limits import Refused, check_characters, check_text
-from megarl.rewards.equality import plain_equal, plain_number
+from megarl.rewards.plain_numbers import plain_equal, plain_number
 from megarl.rewards.verify import last_number_reward, math_reward
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)

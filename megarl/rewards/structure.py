@@ -1,0 +1,210 @@
+"""The structure of an answer, read from its text: lists, intervals, unions, chains of relations.
+
+What stands between, an expression or a matrix, is parsed by the LaTeX grammar of math-verify (0.9.0; latex2sympy2_extended 1.11.0):
+`_checked` and `_rewritten` keep off what it reads wrongly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Optional
+
+from megarl.rewards.limits import Refused, check_value
+from megarl.rewards.plain_numbers import plain_number
+
+FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_MAX_PARTS = 32
+_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*"
+_IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
+_WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
+_LONGEST_PRODUCT = 4  # letters without a command: xyz is a product, east a direction
+_DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
+_RELATION = r"\\(?:leq?|geq?|lt|gt|neq?|approx|leqslant|geqslant)(?![A-Za-z])|[≤≥≠≈]|!=|<=|>=|[<>=]"
+_JOIN = r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\\(?:quad|qquad)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+_OPERATORS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=",
+              "neq": "!=", "approx": "~", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~"}  # fmt: skip
+_SYMBOLS = {"π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∪": r"\cup ", "∈": r"\in ", "−": "-"}
+
+
+class Items(NamedTuple):
+    """Items in brackets: a point, an interval or, in braces, a set; bare (opening "") what is separated by commas."""
+
+    opening: str
+    closing: str
+    items: list[Any]
+
+
+class Union(NamedTuple):
+    parts: list[Any]
+
+
+class Chain(NamedTuple):
+    """sides[0] operators[0] sides[1] …"""
+
+    sides: list[Any]
+    operators: list[str]
+
+
+class Word(NamedTuple):
+    text: str
+
+
+@lru_cache(maxsize=1024)
+def read_reference(text: str) -> Any:
+    return read(text, checked=False)
+
+
+def read(text: str, checked: bool) -> Any:
+    """The structure of an answer; None where it cannot be read. With `checked`, it is a model's: Raises Refused."""
+    for symbol, command in _SYMBOLS.items():
+        text = text.replace(symbol, command)
+    text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
+    return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
+
+
+def _structure(text: str, checked: bool) -> Any:
+    text = text.strip().removeprefix("+")
+    if (word := word_of(text)) and (text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text):
+        return Word(word)
+
+    def parts(pieces: Sequence[str]) -> list[Any]:
+        if len(pieces) > _MAX_PARTS:
+            raise Refused(f"more than {_MAX_PARTS} parts")
+        return [_structure(piece, checked) for piece in pieces]
+
+    pieces, _ = _split(text, _JOIN)
+    if len(pieces) > 1 and plain_number(text) is None:
+        return Items("", "", parts([piece for piece in pieces if piece.strip()]))
+    sides, operators = _split(text, _RELATION)
+    if operators:
+        return _chain(Chain(parts(sides), [_OPERATORS.get(o.removeprefix("\\"), o) for o in operators]))
+    members, _ = _split(text, r"\\in(?![A-Za-z])")
+    if len(members) == 2:
+        return _structure(members[1], checked)
+    unions, _ = _split(text, r"\\cup(?![A-Za-z])")
+    if len(unions) > 1:
+        return Union(parts(unions))
+    if inside := _bracketed(text):
+        opening, content, closing = inside
+        items, _ = _split(content, r"[,;]")
+        if len(items) > 1 or opening == "{":
+            return Items(opening, closing, parts(items))
+    return _expression(text, checked)
+
+
+def word_of(text: str) -> str:
+    """A name or a choice, as it is compared; empty if the text is none."""
+    match = _WORD.fullmatch(text)
+    return " ".join((match[1] or match[2]).casefold().split()) if match else ""
+
+
+def _chain(chain: Chain) -> Any:
+    """Inequalities of one variable between constants as the interval that they say."""
+    if all(operator in FLIPPED for operator in chain.operators):
+        sides, operators = chain
+        if operators[0] in (">", ">="):
+            sides, operators = sides[::-1], [FLIPPED[operator] for operator in operators[::-1]]
+        if len({operator[0] for operator in operators}) == 1:
+            from sympy import oo as infinity  # imported where it is needed: half a second
+
+            names = [is_name(side) for side in sides]
+            if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
+                return Items("(["[operators[0] == "<="], ")]"[operators[1] == "<="], [sides[0], sides[2]])
+            if names == [True, False] and not symbols(sides[1]):
+                return Items("(", ")]"[operators[0] == "<="], [-infinity, sides[1]])
+            if names == [False, True] and not symbols(sides[0]):
+                return Items("(["[operators[0] == "<="], ")", [sides[0], infinity])
+            return Chain(sides, operators)
+    return chain
+
+
+def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
+    """Pieces of `text` between the matches of `pattern` outside all brackets, and the matches."""
+    pieces, found, depth, start, position = [], [], 0, 0, 0
+    separator = re.compile(pattern)
+    while position < len(text):
+        match = separator.match(text, position) if depth == 0 else None
+        if match:
+            pieces.append(text[start:position])
+            found.append(match[0])
+            start = position = match.end()
+            continue
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        position += 1
+    return [*pieces, text[start:]], found
+
+
+def _bracketed(text: str) -> Optional[tuple[str, str, str]]:
+    """Opening, content and closing of a text that one pair of brackets holds together."""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        opening, content, closing = "{", text[2:-2], "}"
+    elif text[:1] in ("(", "[") and text[-1:] in (")", "]"):
+        opening, content, closing = text[0], text[1:-1], text[-1]
+    else:
+        return None
+    depth = 0
+    for character in content:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return None
+    return opening, content, closing
+
+
+def _checked(text: str) -> None:
+    """Raises: Refused for what the grammar reads as something else: it takes a box or a text out of a product, and spaces for sums."""
+    if "\\boxed" in text or "\\fbox" in text:
+        raise Refused("a box inside the answer")
+    if any(re.search(r"\d", inside) for inside in _IN_TEXT.findall(text)):
+        raise Refused("digits in words")
+    if re.search(r"(?<![_^\d.])\d[\d.]*\s+\.?\d", text):
+        raise Refused("numbers side by side")
+
+
+def _rewritten(text: str) -> str:
+    """As the grammar reads it rightly: 3(4) is no mixed number, the degrees of sines are not radians."""
+    text = re.sub(r"(?<![\w.^{\\])(\d+(?:\.\d+)?)\s*\(", r"\1\\cdot (", text)
+    if re.search(r"sin|cos|tan|cot|sec|csc", text):
+        text = re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\1\\cdot\\pi/180)", text)
+    return re.sub(_DEGREES, "", text)
+
+
+def _expression(text: str, checked: bool) -> Any:
+    """A SymPy object by the LaTeX grammar alone, sums and powers not evaluated; None if it does not parse."""
+    plain = plain_number(text)
+    if plain is not None and not plain.is_decimal:
+        from sympy import Rational
+
+        return Rational(plain.value.numerator, plain.value.denominator)
+    if checked:
+        _checked(text)
+    import math_verify  # with SymPy half a second and 50 MiB: only once an answer needs it
+
+    latex = f"${_rewritten(text)}$"
+    found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    if not found:
+        return None
+    if checked:
+        check_value(found[0])
+    from sympy import I
+
+    imaginary = [symbol for symbol in getattr(found[0], "free_symbols", ()) if symbol.name == "i"]
+    return found[0].subs({symbol: I for symbol in imaginary}) if imaginary else found[0]
+
+
+def is_function(structure: Any) -> bool:
+    return type(getattr(structure, "func", None)).__name__ == "UndefinedFunction"
+
+
+def is_name(structure: Any) -> bool:
+    """A variable, a function of variables, or a point of variables."""
+    if isinstance(structure, Items):
+        return all(map(is_name, structure.items))
+    return bool(getattr(structure, "is_Symbol", False)) or is_function(structure)
+
+
+def symbols(structure: Any) -> set[str]:
+    if isinstance(structure, (Items, Union, Chain)):
+        return set().union(*map(symbols, structure[-1] if isinstance(structure, Items) else structure[0]))
+    return {symbol.name for symbol in getattr(structure, "free_symbols", ())}

@@ -1,0 +1,73 @@
+"""Values of two expressions, at 60 digits; of those with variables at fixed points."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, Optional
+
+from megarl.rewards.plain_numbers import SAME_DECIMALS
+
+LEAST_POINTS = 3  # of those at which expressions with variables are compared: at so many both must have a value
+_DIGITS = 60
+_SAME = Fraction(1, 10**45)  # relative, and absolute below 1, of exact values
+_POINTS = 6
+_MAX_BITS = 50_000  # of a value, and of what is below its point
+
+Value = tuple[Fraction, Fraction]
+"""Real and imaginary part."""
+
+
+def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
+    """Values of two expressions, at fixed points of their variables, where they have any; left out where neither has a value."""
+    names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
+    found = []
+    for point in range(_POINTS if names else 1):
+        where = {name: _coordinate(point, number) for number, name in enumerate(names)}
+        x, y = _value(a, where), _value(b, where)
+        if x is None and y is None:
+            continue
+        if x is None or y is None:
+            return []
+        found.append((x, y))
+    return found
+
+
+def equal_values(a: Value, b: Value, decimals: bool) -> bool:
+    """Exact values may be off by rounding, which is absolute below 1; of decimals the sixth place is meant, of small ones too."""
+    distance, size = size_of((a[0] - b[0], a[1] - b[1])), max(size_of(a), size_of(b))
+    return distance <= (SAME_DECIMALS * min(1, size) if decimals else _SAME * max(1, size))
+
+
+def size_of(value: Value) -> Fraction:
+    return max(abs(value[0]), abs(value[1]))
+
+
+def times(a: Value, b: Value) -> Value:
+    return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
+
+
+def _coordinate(point: int, number: int) -> Fraction:
+    """Rationals of either sign, from 0.3 to 2.7 in size, with no relation between them."""
+    size = Fraction(300 + (7919 * (point + 1) + 104729 * (number + 1) * (point + 2)) % 2400, 1000) + Fraction(1, 1009 + 2 * number)
+    return size if (point + number) % 2 == 0 else -size
+
+
+def _value(expression: Any, where: dict[str, Fraction]) -> Optional[Value]:
+    """None where it has no finite value."""
+    import sympy
+
+    at = {symbol: sympy.Rational(where[symbol.name].numerator, where[symbol.name].denominator) for symbol in expression.free_symbols}
+    parts = expression.subs(at).doit().evalf(_DIGITS).as_real_imag()
+    if not all(part.is_Float or part.is_Rational for part in parts):
+        return None
+    found = [_fraction(part) for part in parts]
+    return None if None in found else (found[0], found[1])
+
+
+def _fraction(number: Any) -> Optional[Fraction]:
+    if number.is_Rational:
+        return Fraction(int(number.p), int(number.q))
+    sign, mantissa, exponent, bits = number._mpf_
+    if not mantissa and exponent or abs(exponent) + bits > _MAX_BITS:  # infinite or no number; or too large to write down
+        return None
+    return Fraction(int(-mantissa if sign else mantissa)) * Fraction(2) ** int(exponent)
