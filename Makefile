@@ -1,12 +1,13 @@
 # `make quickstart` and `make test` are all a newcomer needs; both set up .venv first, and only when something changed.
 #   make quickstart ARGS="seed=1 run_dir=runs/q1"     overrides for both programs
 #   make test ARGS="tests/unit -k reshard"            arguments for pytest
+#   make check                                       lint, format and types
 #   make matrix                                      every combination of layouts on live engines, an hour; writes docs/weights-matrix.md
 #   make setup PYTHON=/path/to/python3.12             another interpreter
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart test matrix libraries setup clean
+.PHONY: quickstart check test matrix libraries setup clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
@@ -19,6 +20,15 @@ PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-deps --n
 quickstart: setup
 	@.venv/bin/megarl sft configs/quickstart.yaml $(ARGS)
 	.venv/bin/megarl train configs/quickstart.yaml $(ARGS)
+
+check: setup .venv/.megarl-check
+	@.venv/bin/ruff check --quiet
+	.venv/bin/ruff format --check --quiet
+	.venv/bin/basedpyright --level error
+
+.venv/.megarl-check: requirements/check.txt
+	@$(PIP) --only-binary :all: -r requirements/check.txt
+	touch $@
 
 test: setup libraries
 	@.venv/bin/pytest $(ARGS)

@@ -37,7 +37,7 @@ def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, 
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
     found = []
     for name in wanted.split(","):
-        buses = [bus for index, uuid, bus in shown if name == index or name.startswith("GPU-") and uuid.startswith(name)]
+        buses = [bus for index, uuid, bus in shown if name == index or (name.startswith("GPU-") and uuid.startswith(name))]
         if not buses and not name.startswith("MIG-"):
             break
         found.append(Gpu(name, sysfs_address(buses[0]) if buses else ""))

@@ -13,9 +13,7 @@ from megarl.plan.resolve import RunPlan
 CUMEM = "NCCL_CUMEM_ENABLE"
 
 
-def trainer_environment(
-    plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None
-) -> dict[str, str]:
+def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None) -> dict[str, str]:
     """torchrun's variables, so that the trainer does not care who launched it, and what Megatron-core wants set. `store` is a file where
     the ranks meet if they are all on this node."""
     return {

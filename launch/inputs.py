@@ -4,7 +4,6 @@ of the user's own, and room on the disk."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Optional
 
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
@@ -17,7 +16,7 @@ from megarl.trainer.hf_files import check_checkpoint, check_config
 COMMANDS = {"train": "train", "dry-run": "train", "sft": "sft", "eval": "eval"}  # and as which one each reads its inputs
 
 
-def check_inputs(config: RunConfig, command: str, plan: Optional[RunPlan], at_hand: bool = False) -> list[Checked]:
+def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand: bool = False) -> list[Checked]:
     """Returns what was looked at of the datasets. `plan`: None where the settings alone stand in the way of one.
 
     `at_hand`: what is on this machine alone, and of long datasets the first prompts only: in seconds, and also where a run could not run.

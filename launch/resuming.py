@@ -92,4 +92,6 @@ def _linked(run_dir: Path, step: int | None) -> Resume:
             print(f"{found[chosen]}: {unsafe}", flush=True)
             return Resume(chosen, str(found[chosen]))
         return Resume(chosen, str(links))
-    raise ConfigError(f"run_dir={run_dir}: its checkpoints come and go faster than they can be held; stop the run, or raise checkpoint.keep")
+    raise ConfigError(
+        f"run_dir={run_dir}: its checkpoints come and go faster than they can be held; stop the run, or raise checkpoint.keep"
+    )

@@ -34,7 +34,7 @@ def whereabouts(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: 
         if ends:
             ending.append(line)
         else:
-            (busy if state or frames and not any(part in frames[0][1] for part in _WAITS) else waiting).append(line)
+            (busy if state or (frames and not any(part in frames[0][1] for part in _WAITS)) else waiting).append(line)
     marked = busy or ending
     others = [*(ending if busy else []), *waiting, *(f"  {line}" for line in lines.values())]
     return "\n".join(["what the others were doing:", *(f"{line}   <- not waiting" for line in marked), *others])
@@ -51,7 +51,7 @@ def _is_ending(written: str) -> bool:
     stack = _STACK.search(written)
     frames = _frames(written)
     whole = not written[stack.end() :].startswith("  ...")  # faulthandler stops at 100 frames
-    return whole and frames[-1][3] not in _OUTERMOST or any(Path(frame[1]).name == "traceback.py" for frame in frames)
+    return (whole and frames[-1][3] not in _OUTERMOST) or any(Path(frame[1]).name == "traceback.py" for frame in frames)
 
 
 def _state(pid: int) -> str:

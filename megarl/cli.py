@@ -11,8 +11,8 @@ import json
 import os
 import select
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Callable, Optional, Sequence
 
 import megarl
 from megarl.bench import command as bench
@@ -37,8 +37,11 @@ COMMANDS = {
 }
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
-    "train": ["megarl train configs/quickstart.yaml", "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
-              "megarl train configs/405b_aipo.yaml --dry-run"],
+    "train": [
+        "megarl train configs/quickstart.yaml",
+        "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
+        "megarl train configs/405b_aipo.yaml --dry-run",
+    ],
     "eval": ["megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json"],
     "export": ["megarl export configs/quickstart.yaml --output runs/quickstart/export"],
     "plan": [
@@ -57,7 +60,7 @@ EXAMPLES = {
 WITH_JSON = ("eval", "plan", "reshard")
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = parse(argv)
     try:
@@ -122,7 +125,7 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
-def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options may stand before, between and after the overrides. Exits with 2 and the usage where argparse finds a mistake."""
     parser = argparse.ArgumentParser("megarl", description=DESCRIPTION, epilog=_examples(*EXAMPLES), formatter_class=_RAW)
     parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 
 class ChannelType(enum.Enum):
@@ -54,7 +54,7 @@ class Channel(Protocol):
     outbound: str  # executor name
     inbound: str  # executor name
     type: ChannelType
-    capacity: Optional[int]
+    capacity: int | None
 
     def send(self, executor: Executor) -> None: ...
 

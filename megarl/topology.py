@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
-
 
 DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")  # whose SGLang models can run attention data-parallel
 
@@ -45,9 +43,9 @@ class TrainerTopology:
     etp: int = 1
     dp: int = 1
     zero: int = 1
-    first_stage_layers: Optional[int] = None  # None: stages that are not told share the rest evenly
-    last_stage_layers: Optional[int] = None
-    fsdp: Optional[str] = None  # "rows": torch FSDP2's chunks of dim 0; "flat": equal runs of the flattened parameter; None: whole
+    first_stage_layers: int | None = None  # None: stages that are not told share the rest evenly
+    last_stage_layers: int | None = None
+    fsdp: str | None = None  # "rows": torch FSDP2's chunks of dim 0; "flat": equal runs of the flattened parameter; None: whole
 
     @property
     def world_size(self) -> int:

@@ -7,7 +7,7 @@ All are frozen msgspec structs, so the same types serve in memory and on the wir
 from __future__ import annotations
 
 from itertools import compress
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 
@@ -54,7 +54,7 @@ class Sample(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
     routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
     reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
-    failure: Optional[Failure] = None  # of its reward function; `reward` is then reward.failed_score
+    failure: Failure | None = None  # of its reward function; `reward` is then reward.failed_score
 
     @property
     def policy_tokens(self) -> int:

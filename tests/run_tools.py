@@ -29,7 +29,7 @@ OVERRIDES = [
 ]
 
 
-EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
 def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:

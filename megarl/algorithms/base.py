@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -21,7 +20,7 @@ class Microbatch(Protocol):
     loss_mask: Tensor  # [b, s] bool
     mu_logprobs: Tensor  # [b, s] behaviour policy, as sampled
     advantages: Tensor  # [b, s]
-    reference_logprobs: Optional[Tensor]  # [b, s] frozen reference, if the algorithm needs one
+    reference_logprobs: Tensor | None  # [b, s] frozen reference, if the algorithm needs one
 
 
 class Algorithm(Protocol):

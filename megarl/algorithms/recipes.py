@@ -5,8 +5,8 @@ All of them are one loss (`policy_gradient`) with other weights (`weights`). Wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Iterator, Optional
 
 from megarl.config.schema import AlgorithmConfig
 
@@ -15,8 +15,8 @@ from megarl.config.schema import AlgorithmConfig
 class Recipe:
     """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, and it cannot be set."""
 
-    rho_min: Optional[float]
-    rho: Optional[float]
+    rho_min: float | None
+    rho: float | None
     advantage: str = "mean"
     loss_mean: str = "token"
 

@@ -6,8 +6,8 @@ import asyncio
 import bisect
 import contextlib
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Sequence
 
 import numpy as np
 

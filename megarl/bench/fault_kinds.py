@@ -68,9 +68,7 @@ KINDS: dict[str, Kind] = {
     "tool prints for ever": Kind(tool("print"), "the tool failed: it took longer than", weight=8),
     "tool answers too much": Kind(tool("answer too much"), r"the tool failed: more than \d+ bytes of result", weight=8),
     "trainer rank killed": Kind(processes.trainer_killed, _RANK_KILLED, ends=FAILED, weight=2),
-    "trainer rank killed in a transfer": Kind(
-        processes.trainer_killed_in_transfer, r"trainer\.[01] was killed by SIGKILL", ends=FAILED
-    ),
+    "trainer rank killed in a transfer": Kind(processes.trainer_killed_in_transfer, r"trainer\.[01] was killed by SIGKILL", ends=FAILED),
     "generator killed": Kind(processes.generator_killed, r"generator\.0 was killed by SIGKILL", ends=FAILED, weight=1),
     "generator hangs": Kind(processes.generator_stopped, r"waited \d+ s for .*generator\.0", ends=FAILED, weight=0),
     "launcher killed": Kind(processes.launcher_killed, ends=KILLED, weight=2),
@@ -89,9 +87,7 @@ KINDS: dict[str, Kind] = {
     "engine stops for 20 s": Kind(processes.paused("engine"), _SILENT, _BACK),
     "engine's scheduler stops for 20 s": Kind(processes.paused("scheduler"), _SILENT, _BACK),
     "disk full": Kind(storage.disk_filled, _NOT_WRITTEN, ends=FAILED, mend=storage.disk_emptied, root=True),
-    "shared memory full at the start": Kind(
-        storage.shared_memory_filled_before_the_start, mend=storage.shared_memory_emptied, root=True
-    ),
+    "shared memory full at the start": Kind(storage.shared_memory_filled_before_the_start, mend=storage.shared_memory_emptied, root=True),
     "shared memory full": Kind(storage.shared_memory_filled, "/dev/shm", _BACK, mend=storage.shared_memory_emptied, root=True),
     "engine's parameter changed in memory": Kind(memory.parameter_changed, _REWRITTEN, ends=FAILED, root=True),
     "engine's rotary cache changed in memory": Kind(memory.rotary_changed, _REWRITTEN, ends=FAILED, root=True),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Optional
 
 ORDERS = "MEGARL_FAULT_ORDERS"  # the folder
 FLIP, KILL_ENGINE, DIE, GARBLE, TOOL = "flip_a_bit", "kill_an_engine", "die", "garble", "tool"
@@ -21,7 +20,7 @@ def order(folder: Path, name: str, text: str = "") -> None:
     part.rename(folder / name)
 
 
-def taken(folder: str | Path, name: str) -> Optional[str]:
+def taken(folder: str | Path, name: str) -> str | None:
     """The order's text; None where there is none, or another process has taken it."""
     path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
     if not path.exists():

@@ -70,7 +70,7 @@ def checkpoint_file(files: str, harm: Callable[[Path, Random], None]) -> Inject:
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
         run.launcher.terminate()
         run.exit_status(STARTED_S)
-        step, folder = complete_checkpoints(run.run_dir)[-1]
+        _step, folder = complete_checkpoints(run.run_dir)[-1]
         found = sorted(folder.glob(files))
         chosen = found[run.launches % len(found)]
         (run.folder / "damaged").write_text(str(chosen))

@@ -8,10 +8,10 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, Callable
+from typing import Any
 
 from megarl.bench.overlap_cell import Cell, generate, train
 from megarl.messaging.link import RunKey

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Optional
+from typing import Any
 
 from megarl.bench.emulated import Lengths
 from megarl.bench.lanes import Rows, run_cells
@@ -62,7 +62,7 @@ class Result:
     mixed: float  # share of samples with tokens of more than one version
 
 
-def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: Optional[str]) -> None:
+def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | None) -> None:
     """Prints a table, or one JSON object. `step_s`: seconds of the longer phase. Raises ConfigError, RuntimeError, TimeoutError."""
     problems = [f"--steps {steps}: must be more than the {WARM_UP} that are not counted"] if steps <= WARM_UP else []
     problems += [f"--step-s {step_s:g}: must be above 0"] if step_s <= 0 else []

@@ -7,10 +7,11 @@ generator executor. Emulated: what engines compute, what the trainer computes, a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any
 
 import torch
 
@@ -101,7 +102,7 @@ class EmulatedPrompts:
 class EmulatedGenerator(GeneratorExecutor):
     """The generator executor over emulated engines, without a tokenizer or rewards."""
 
-    cell: Optional[Cell] = None
+    cell: Cell | None = None
 
     def init(self) -> None:
         cell, config = self.cell, self.plan.config

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 COLOURS = ("#9a9a9a", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
 

@@ -17,10 +17,10 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any
 
 from megarl.config.load import load_config
 from megarl.observe.evaluations import read_results
@@ -32,8 +32,8 @@ LAST = 10  # steps whose mean reward counts
 
 @dataclass(frozen=True)
 class Setting:
-    capacity: Optional[int]
-    max_staleness: Optional[int]
+    capacity: int | None
+    max_staleness: int | None
 
     @property
     def overrides(self) -> list[str]:
@@ -52,8 +52,8 @@ SETTINGS = (SYNCHRONOUS, Setting(1, 1), *(Setting(capacity, bound) for capacity 
 class Result:
     """Of one run."""
 
-    capacity: Optional[int]
-    max_staleness: Optional[int]
+    capacity: int | None
+    max_staleness: int | None
     seed: int
     reward: float  # mean of the last steps
     pass_at_1: float  # held-out, greedy, of the last weights
@@ -66,8 +66,8 @@ class Result:
 class Comparison:
     """Of a setting with the baseline: differences of reward between runs with the same seed."""
 
-    capacity: Optional[int]
-    max_staleness: Optional[int]
+    capacity: int | None
+    max_staleness: int | None
     difference: float  # mean over seeds
     noise: float  # standard error of it; NaN with one seed
     at_most: float  # |difference| + 2 noise
@@ -158,7 +158,7 @@ def render(facts: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", verdict])
 
 
-def _row(capacity: Optional[int], bound: Optional[int], results: Sequence[Mapping[str, Any]], compared: Optional[Mapping[str, Any]]) -> str:
+def _row(capacity: int | None, bound: int | None, results: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
     mean = {name: statistics.fmean(result[name] for result in results) for name in ("reward", "pass_at_1", "staleness_mean", "rejected")}
     judged = ["–"] * 4
     if compared is not None:

@@ -24,10 +24,11 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 
@@ -60,14 +61,14 @@ class Timing:
     gb_per_s: float  # bytes of the model, once, over the median
     bytes_moved: int  # between processes
     messages: int
-    of_ceiling: Optional[float]  # the ceiling's time over this one's
-    times_faster: Optional[float]  # than the fastest of the gather ways
-    times_fewer_bytes: Optional[float]  # than that one
-    audit_s: Optional[float]  # what hashing on both sides adds
-    recall_s: Optional[float]  # and what hashing the engine's memory before the update, too
+    of_ceiling: float | None  # the ceiling's time over this one's
+    times_faster: float | None  # than the fastest of the gather ways
+    times_fewer_bytes: float | None  # than that one
+    audit_s: float | None  # what hashing on both sides adds
+    recall_s: float | None  # and what hashing the engine's memory before the update, too
 
 
-def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: Optional[str]) -> None:
+def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: str | None) -> None:
     """Prints a table, or one JSON object. Raises ConfigError for a wrong name, RuntimeError where a way gives wrong weights."""
     problems = [f"--transport {name}: choose from {', '.join(TRANSPORTS)}" for name in transports if name not in TRANSPORTS]
     if repeats < 1:
@@ -154,7 +155,7 @@ def timings(ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], size:
     return [timing_of(name, ways, times, gather, size) for name in ways if not name.endswith((AUDITED, RECALLED))]
 
 
-def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], gather: Optional[str], size: int) -> Timing:
+def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], gather: str | None, size: int) -> Timing:
     def ratio(other: str) -> float:
         return statistics.median(theirs / own for theirs, own in zip(times[other], times[name]))
 
@@ -201,7 +202,19 @@ def render(facts: dict[str, Any]) -> str:
             *("" if way[key] is None else f"{way[key] * 1e3:.1f}" for key in ("audit_s", "recall_s")),
         ]
 
-    header = ["", "median ms", "quartiles", "GB/s", "MB moved", "messages", "of ceiling", "vs gather", "fewer bytes", "audit ms", "strict ms"]
+    header = [
+        "",
+        "median ms",
+        "quartiles",
+        "GB/s",
+        "MB moved",
+        "messages",
+        "of ceiling",
+        "vs gather",
+        "fewer bytes",
+        "audit ms",
+        "strict ms",
+    ]
     rows = [header, *map(row, facts["ways"])]
     widths = [max(len(line[i]) for line in rows) for i in range(len(header))]
     lines = ["  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]) for line in rows]

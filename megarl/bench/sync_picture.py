@@ -26,7 +26,7 @@ def draw(facts: dict[str, Any], path: str) -> None:
     figure = Figure(figsize=(9, 0.6 + 0.36 * len(ways)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.barh(names, median, xerr=spread, color=[COLOURS[name.split()[0]] for name in names], error_kw=dict(lw=1, capsize=2))
+    axes.barh(names, median, xerr=spread, color=[COLOURS[name.split()[0]] for name in names], error_kw={"lw": 1, "capsize": 2})
     audit = [max(0.0, way["audit_s"] or 0.0) * 1e3 for way in ways]
     axes.barh(names, audit, left=median, color="#1d4469", label="audit")
     axes.invert_yaxis()

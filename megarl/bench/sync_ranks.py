@@ -8,9 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import operator
 import traceback
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any
 
 import torch
 

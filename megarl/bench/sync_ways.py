@@ -7,11 +7,12 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -134,7 +135,7 @@ class Bench:
     # SGLang's
 
     async def gather_ways(self) -> dict[str, Way]:
-        store, address = open_store("127.0.0.1")
+        _store, address = open_store("127.0.0.1")
         await self.on_trainers("gather.join_trainers", address)
         logical = (await self.on_trainers("gather.logical"))[0]
         size = 1 + self.job[3]
@@ -198,7 +199,7 @@ class Bench:
         """Every way must leave in the engine what the trainer ranks hold. Raises AuditError."""
         live = [tensor for endpoint in self.live for tensor in parameters(endpoint)]
         sent = await self.on_trainers("shares", shapes_of(self.live))
-        for name, way in ways.items():
+        for _name, way in ways.items():
             for tensor in live:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()

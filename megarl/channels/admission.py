@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from typing import Iterable, Optional
+from collections.abc import Iterable
 
 from megarl.config.schema import AsyncConfig
 from megarl.types import Ordinal, Version
 
 
-def run_ahead(config: AsyncConfig) -> Optional[int]:
+def run_ahead(config: AsyncConfig) -> int | None:
     """How many steps the generator may be ahead of the trainer; None: as many as it can.
 
     The capacity, or `max_staleness` where that is less: a prompt begun further ahead would be too old when its turn comes.
@@ -26,7 +26,7 @@ class Admission:
     synchronous loop, 1 LlamaRL's one step behind, K a bounded queue.
     """
 
-    def __init__(self, prompts_per_step: int, run_ahead: Optional[int], max_in_flight: int, end: Ordinal):
+    def __init__(self, prompts_per_step: int, run_ahead: int | None, max_in_flight: int, end: Ordinal):
         self._prompts_per_step, self._run_ahead, self._max_in_flight, self._end = prompts_per_step, run_ahead, max_in_flight, end
         self._again: list[Ordinal] = []  # heap
         self._next: Ordinal = end

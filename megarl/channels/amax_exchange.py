@@ -6,8 +6,8 @@ in forward order. Both ends work out from the map what is in it, so it carries n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Mapping, Optional
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class AmaxExchange:
             table.merge(_entries(self._awaited[peer], values, measured[0][1].device))
         return table
 
-    def _wait(self, work: Optional[dist.Work], whither: str) -> None:
+    def _wait(self, work: dist.Work | None, whither: str) -> None:
         assert work is not None
         try:
             work.wait(timedelta(seconds=self._timeout_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from typing import Iterable, Optional
+from collections.abc import Iterable
 
 import msgspec
 
@@ -32,7 +32,7 @@ class RolloutBuffer:
     Time: each group is looked at once per thing that happens to it, and put in order by a heap; nothing is scanned.
     """
 
-    def __init__(self, prompts_per_step: int, max_staleness: Optional[int], ledger: Ledger = Ledger()):
+    def __init__(self, prompts_per_step: int, max_staleness: int | None, ledger: Ledger = Ledger()):
         self._prompts_per_step, self._max_staleness = prompts_per_step, max_staleness
         self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
         self._running: dict[Ordinal, Version] = {}
@@ -75,7 +75,7 @@ class RolloutBuffer:
         """There are enough finished groups for a batch."""
         return len(self._finished) >= self._prompts_per_step
 
-    def take(self, step: int) -> Optional[list[GroupReady]]:
+    def take(self, step: int) -> list[GroupReady] | None:
         """The batch of `step`, by ordinal; None while it must wait. Call `reject` first."""
         due = self._due(self._finished_by_version, step)
         if not self.full() or (sum(map(len, due)) < self._prompts_per_step and self._due(self._running_by_version, step)):

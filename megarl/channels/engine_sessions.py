@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, Sequence
 
 from megarl.channels.weights_sender import weights_map
 from megarl.generator import workers
@@ -15,8 +15,8 @@ from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
 from megarl.plan.resolve import RunPlan
-from megarl.reshard.layout import Layout
 from megarl.reshard.forwarding import Relay
+from megarl.reshard.layout import Layout
 from megarl.reshard.schedule import groups
 from megarl.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY
 from megarl.types import Version
@@ -59,7 +59,7 @@ class EngineSessions:
 
     async def open(
         self, fleet: Fleet, trainers: Sequence[Host], serving: Version, version: Version, joining: bool = False
-    ) -> Optional[Session]:
+    ) -> Session | None:
         """For a write of `version`, with all engines that take part, or only those that are `joining`. None when there are none.
 
         `serving` is the version that the others hold by now (-1: none of ours yet), `trainers` where each trainer rank runs. An engine

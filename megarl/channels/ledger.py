@@ -6,7 +6,7 @@ after a resume, so nothing else needs to be remembered for each prompt to be tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,7 +43,7 @@ class Ledger(msgspec.Struct, frozen=True):
 class Consumed:
     """The set of ordinals that were trained on, kept small: they come nearly in order."""
 
-    def __init__(self, below: Ordinal = 0, beyond: list[Ordinal] = []):
+    def __init__(self, below: Ordinal = 0, beyond: Sequence[Ordinal] = ()):
         self.below = below
         self.beyond = set(beyond)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Optional, Union
 
 import msgspec
 import torch
@@ -29,7 +28,6 @@ from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, R
 from megarl.protocols import ChannelType, Executor
 from megarl.types import Batch, Ordinal, Version
 
-
 LATER_S = 600.0  # rank 0 may come to a batch so much later than the others: it also reports the step before
 BROADCAST_BYTES = 1 << 28  # of GPU memory, at most, in the way of a batch to all ranks
 
@@ -42,7 +40,7 @@ class _Rollouts:
     inbound = "trainer"
     type = ChannelType.BROADCAST
 
-    def __init__(self, link: Hub | Peer, capacity: Optional[int]):
+    def __init__(self, link: Hub | Peer, capacity: int | None):
         self.link, self.capacity = link, capacity
 
     def close(self) -> None:
@@ -88,7 +86,7 @@ class _EncodedBatch(msgspec.Struct, frozen=True, tag="Batch"):
     buffered: int
 
 
-_decode_agreed = msgspec.msgpack.Decoder(Union[Batch, _Resend, None]).decode
+_decode_agreed = msgspec.msgpack.Decoder(Batch | _Resend | None).decode
 
 
 class RolloutsReceiver(_Rollouts):
@@ -106,17 +104,17 @@ class RolloutsReceiver(_Rollouts):
     def __init__(
         self,
         link: Peer,
-        capacity: Optional[int],
+        capacity: int | None,
         timeout_s: float,
-        buffer: Optional[RolloutBuffer] = None,
-        stop: Optional[StopRequest] = None,
+        buffer: RolloutBuffer | None = None,
+        stop: StopRequest | None = None,
         resend: Callable[[Executor], None] = lambda executor: None,
     ):
         super().__init__(link, capacity)
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
         self._resend = resend  # of the weights, for an engine that has come back
         self._idle_s = 0.0  # of the generator, up to the batch before
-        self._patient: Optional[dist.ProcessGroup] = None  # once the first batch is asked for
+        self._patient: dist.ProcessGroup | None = None  # once the first batch is asked for
         if buffer is not None:
             ledger = buffer.ledger()
             held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
@@ -135,13 +133,11 @@ class RolloutsReceiver(_Rollouts):
         else:
             executor.put_batch(batch, waited_s=waited_s + time.monotonic() - began)
 
-    def _agreed(self, executor: Executor) -> Union[Batch, _Resend, None]:
+    def _agreed(self, executor: Executor) -> Batch | _Resend | None:
         """What rank 0 says, on every rank. Collective."""
         if self._patient is None:  # rank 0's own deadline comes first, and says what is missing
             with members_only():
-                self._patient = dist.new_group(
-                    backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches"
-                )
+                self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches")
         body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
         return _decode_agreed(broadcast_bytes(body, executor.device, self._patient))
 
@@ -153,7 +149,7 @@ class RolloutsReceiver(_Rollouts):
     def send(self, executor: Executor) -> None:
         raise AssertionError("the trainer does not send rollouts")
 
-    def _next_batch(self, executor: Executor) -> Union[_EncodedBatch, _Resend, None]:
+    def _next_batch(self, executor: Executor) -> _EncodedBatch | _Resend | None:
         """Waits until the buffer gives the batch of this step, and has what it finds too old generated again. None: the run is to stop."""
         step, buffer = executor.curr_step, self._buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0

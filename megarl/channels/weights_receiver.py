@@ -6,8 +6,8 @@ See weights_sender for one update seen from both ends.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import msgspec
 

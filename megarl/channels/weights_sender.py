@@ -20,9 +20,10 @@ across trainer ranks, these exchange the tile's amax before they offer.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Mapping, Optional, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -64,7 +65,7 @@ class WeightsSender:
     inbound = "generator"
     type = ChannelType.DDMA_WEIGHTS_UPDATE
 
-    def __init__(self, plan: RunPlan, link: Peer, stop: Optional[StopRequest] = None):
+    def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
         config = plan.config
         self._stop = stop or StopRequest()
         self.capacity = run_ahead(config.async_)
@@ -76,7 +77,7 @@ class WeightsSender:
         self._parts: list[tuple[list[Copy], list[Copy]]] = []  # of the same: what lands, and all else
         self._engines = plan.generator_topology.engines  # that the map is for
         self._report = SyncReport()  # of the newest version
-        self._unconfirmed: Optional[Version] = None  # the newest version written, until the generator confirms it
+        self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
 
     def send(self, executor: Executor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
@@ -128,7 +129,7 @@ class WeightsSender:
         report.sync_s += time.monotonic() - granted
         return True
 
-    def _unless_stopped(self, executor: Executor, kind: type[M], timeout_s: float, awaited: str) -> Optional[M]:
+    def _unless_stopped(self, executor: Executor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
         """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
         with executor.status.waiting("generator.0", awaited):
             found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
@@ -137,7 +138,7 @@ class WeightsSender:
     def _stop_asked(self) -> bool:
         return self._stop.asked
 
-    def _await_applied(self, version: Version) -> Optional[WeightsApplied]:
+    def _await_applied(self, version: Version) -> WeightsApplied | None:
         """The generator's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
         while True:
             awaited = f"generator.0 to apply weights version {version}"
@@ -207,7 +208,7 @@ class WeightsSender:
             self._transport.close()
 
 
-def weights_map(plan: RunPlan, source: Layout, engines: Optional[int] = None) -> ReshardMap:
+def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> ReshardMap:
     """The reshard map of a run from the trainer's layout `source` to its engines, or to so many of them as there are."""
     topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
     device = "cuda" if torch.cuda.is_available() else "cpu"

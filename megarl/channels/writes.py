@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsWritten

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import os
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator, Optional
+from typing import Any
 
 from megarl.config.limits import Limit
 from megarl.config.schema import RunConfig
@@ -29,7 +29,7 @@ class Setting:
     optional: bool
     default: Any
     meaning: str
-    limit: Optional[Limit]
+    limit: Limit | None
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ def sections() -> dict[str, Section]:
     return {node.key: node for node in _walk(RunConfig, "") if isinstance(node, Section)}
 
 
-def setting_of(key: str) -> Optional[Setting]:
+def setting_of(key: str) -> Setting | None:
     """The setting that `key` sets, under the names that `key` has: `eval.suites.algebra.source` is one of `eval.suites.NAME.source`."""
     found = settings().get(general(key))
     return dataclasses.replace(found, key=key) if found else None
 
 
-def section_of(key: str) -> Optional[Section]:
+def section_of(key: str) -> Section | None:
     found = sections().get(general(key))
     return dataclasses.replace(found, key=key) if found else None
 
@@ -95,7 +95,7 @@ def general(key: str) -> str:
 
 def field_path(key: str) -> str:
     """Where `key` lives in RunConfig: the same path, but for `async`, which Python keeps for itself."""
-    return "async_" + key[len("async"):] if key == "async" or key.startswith("async.") else key
+    return "async_" + key[len("async") :] if key == "async" or key.startswith("async.") else key
 
 
 def value_at(config: RunConfig, key: str) -> Any:
@@ -110,9 +110,14 @@ def nearest(key: str) -> list[str]:
     return [known for score, known in sorted(scored, reverse=True)[:NEAREST] if score >= best - TIE]
 
 
+def _shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
 def _likeness(key: str, known: str) -> float:
     whole, name = _ratio(key, known), _ratio(_name(key), _name(known))
-    start = len(os.path.commonprefix([key, known])) / len(key)
+    start = _shared(key, known) / len(key)
     return max(whole, 0.9 * name + 0.1 * whole) + 0.1 * start
 
 

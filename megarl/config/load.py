@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -20,12 +21,13 @@ from megarl.config.schema import RunConfig
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers",
               list[str]: "a list of texts"}  # fmt: skip
 
+
 @dataclass(frozen=True)
 class Loaded:
     """What a file and overrides come to. With problems, `config` has defaults in the place of what cannot be used; it is None where that
     does not make one."""
 
-    config: Optional[RunConfig]
+    config: RunConfig | None
     problems: list[str]
     doubtful: frozenset[str]  # keys that a problem is about, and those that may have been meant
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.keys import NAME, Section, Setting, sections, settings
+from megarl.config.keys import Section, Setting, sections, settings
 
 HEAD = """\
 # Configuration

@@ -7,7 +7,7 @@ docs/config.md is generated from here: `python -m megarl.config.reference > docs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -24,8 +24,8 @@ class ModelConfig:
         MISSING,
         "HF checkpoint: a local folder or a hub name; a run begins with these weights, or with the warm start of them in sft.output",
     )
-    spec: Optional[str] = setting(None, "a config.json to plan with while the checkpoint is not at hand; null: the one in `path`")
-    tokenizer: Optional[str] = setting(None, "a local folder or a hub name; null: the one in `path`")
+    spec: str | None = setting(None, "a config.json to plan with while the checkpoint is not at hand; null: the one in `path`")
+    tokenizer: str | None = setting(None, "a local folder or a hub name; null: the one in `path`")
     dtype: str = setting("bfloat16", "type of the trainer's parameters, and of weights on the wire", one_of("float32", "bfloat16"))
     random_init: bool = setting(False, "megarl sft starts from random weights; `path` need hold config and tokenizer only")
 
@@ -34,10 +34,10 @@ class ModelConfig:
 class DatasetConfig:
     source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name")
     split: str = setting("train", "which split of the source")
-    subset: Optional[str] = setting(None, 'hub configuration name, such as "main" of gsm8k')
+    subset: str | None = setting(None, 'hub configuration name, such as "main" of gsm8k')
     prompt_key: str = setting("question", "column of the prompt; of what is inside a column: column.field")
     answer_key: str = setting("answer", "column of the reference answer, as prompt_key")
-    demonstration_key: Optional[str] = setting(
+    demonstration_key: str | None = setting(
         None, "column of the text that SFT learns, or of a list: texts of policy and environment in turn; null: answer_key"
     )
     prompt_template: str = setting(
@@ -45,13 +45,13 @@ class DatasetConfig:
         "what the model sees, with {prompt} standing for the column; chat: by the model's own chat template, the column a user's message "
         "or a list of messages",
     )
-    size: Optional[int] = setting(None, "first rows only; null: all", at_least(1))
+    size: int | None = setting(None, "first rows only; null: all", at_least(1))
 
 
 @dataclass
 class DataConfig:
     train: DatasetConfig = field(default_factory=DatasetConfig)
-    eval: Optional[DatasetConfig] = setting(None, "the held-out set; null: none")
+    eval: DatasetConfig | None = setting(None, "the held-out set; null: none")
     shuffle: bool = setting(True, "shuffle the training prompts anew every epoch, by the seed")
 
 
@@ -77,9 +77,9 @@ class TrainerConfig:
     etp: int = setting(1, "tensor parallel size inside an expert", at_least(1))
     dp: int = setting(1, "data parallel size", at_least(1))
     zero: int = setting(1, "0: plain data parallel; 1: distributed optimizer", one_of(0, 1))
-    first_stage_layers: Optional[int] = setting(None, "layers of the first pipeline stage; null: as many as the others", at_least(1))
-    last_stage_layers: Optional[int] = setting(None, "layers of the last pipeline stage; null: as many as the others", at_least(1))
-    fsdp: Optional[str] = setting(
+    first_stage_layers: int | None = setting(None, "layers of the first pipeline stage; null: as many as the others", at_least(1))
+    last_stage_layers: int | None = setting(None, "layers of the last pipeline stage; null: as many as the others", at_least(1))
+    fsdp: str | None = setting(
         None,
         "parameters sharded over dp and cp; rows: by dim 0, as torch FSDP2; flat: equal runs of elements; null: replicated",
         one_of("rows", "flat"),
@@ -103,14 +103,14 @@ class GeneratorConfig:
     dp_attention: int = setting(
         1, "replicas of attention inside an engine of a mixture of experts: SGLang's dp_size with enable_dp_attention", at_least(1)
     )
-    quantization: Optional[str] = setting(
+    quantization: str | None = setting(
         None,
         "weights of the engines' linear layers: e4m3 with a scale per 128x128 block, per output channel, or per tensor, all else in "
         "bfloat16; null: model.dtype",
         one_of("fp8_block", "fp8_channel", "fp8_tensor"),
     )
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
-    kv_cache_tokens: Optional[int] = setting(
+    kv_cache_tokens: int | None = setting(
         None, "size of an engine's KV cache, over all replicas of attention; null: SGLang decides from free memory", at_least(1)
     )
     mem_fraction: float = setting(0.85, "of GPU memory, weights and KV cache together", between(0, 1, open_low=True))
@@ -133,16 +133,16 @@ class GeneratorConfig:
 
 @dataclass
 class AsyncConfig:
-    capacity: Optional[int] = setting(
+    capacity: int | None = setting(
         1, "of the rollouts channel, in steps: 0 synchronous, 1 one step behind, K a bounded queue; null: unbounded", at_least(0)
     )
-    max_staleness: Optional[int] = setting(
+    max_staleness: int | None = setting(
         None,
         "most optimizer steps that the oldest token of a group may be behind when the group is used; "
         "older ones are rejected and generated again, and nothing is begun further ahead; null: no limit of its own",
         at_least(0),
     )
-    max_in_flight: Optional[int] = setting(None, "prompts whose rollouts run at the same time; null: rollout.prompts_per_step", at_least(1))
+    max_in_flight: int | None = setting(None, "prompts whose rollouts run at the same time; null: rollout.prompts_per_step", at_least(1))
     partial_rollout: str = setting(
         "block",
         "what a weight update does to what is running; block: waits for rollouts to finish, and begins none; in_flight: pauses "
@@ -150,7 +150,7 @@ class AsyncConfig:
         "resume: cuts them where they are, and continues from prompt and prefix",
         one_of("block", "in_flight", "retract", "abort", "resume"),
     )
-    chunk_tokens: Optional[int] = setting(
+    chunk_tokens: int | None = setting(
         None,
         "with partial_rollout=resume, most tokens of one request: longer responses are cut there, too; null: a quarter of "
         "rollout.max_tokens",
@@ -161,19 +161,19 @@ class AsyncConfig:
 @dataclass
 class AlgorithmConfig:
     name: str = setting("aipo", "docs/algorithms.md has them", one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce"))
-    rho: Optional[float] = setting(
+    rho: float | None = setting(
         None,
         "upper bound of the importance ratio; null: the algorithm's own, 4 for aipo, where 2 to 10 works (LlamaRL, section 6)",
         above(0),
     )
-    rho_min: Optional[float] = setting(None, "its lower bound; null: the algorithm's own, none for aipo", at_least(0))
-    advantage: Optional[str] = setting(
+    rho_min: float | None = setting(None, "its lower bound; null: the algorithm's own, none for aipo", at_least(0))
+    advantage: str | None = setting(
         None,
         "mean: the reward less the mean of the prompt's samples; normalized: that, over their standard deviation; "
         "leave_one_out: the reward less the mean of the other samples; null: the algorithm's own",
         one_of("mean", "normalized", "leave_one_out"),
     )
-    loss_mean: Optional[str] = setting(
+    loss_mean: str | None = setting(
         None,
         "what counts the same: each token of a batch, or each response; null: the algorithm's own, token for aipo",
         one_of("token", "sequence"),
@@ -271,9 +271,9 @@ class WeightsConfig:
 class SuiteConfig(DatasetConfig):
     """One more held-out set, with a sampling of its own where it needs one."""
 
-    samples: Optional[int] = setting(None, "samples per prompt; null: eval.samples", at_least(1))
-    temperature: Optional[float] = setting(None, "of their sampling; null: eval.temperature", at_least(0))
-    max_tokens: Optional[int] = setting(None, "longest response, in tokens; null: eval.max_tokens", at_least(1))
+    samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
+    temperature: float | None = setting(None, "of their sampling; null: eval.temperature", at_least(0))
+    max_tokens: int | None = setting(None, "longest response, in tokens; null: eval.max_tokens", at_least(1))
 
 
 @dataclass
@@ -281,9 +281,9 @@ class EvalConfig:
     every: int = setting(0, "steps between evaluations inside a run; 0: only before the first and after the last step", at_least(0))
     samples: int = setting(1, "samples per prompt, for avg@k and pass@k (docs/own_run.md); more than one need a temperature", at_least(1))
     temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
-    max_tokens: Optional[int] = setting(None, "longest response, in tokens; null: rollout.max_tokens", at_least(1))
-    limit: Optional[int] = setting(None, "first prompts of each held-out set only; null: all", at_least(1))
-    suites: dict[str, Optional[SuiteConfig]] = field(
+    max_tokens: int | None = setting(None, "longest response, in tokens; null: rollout.max_tokens", at_least(1))
+    limit: int | None = setting(None, "first prompts of each held-out set only; null: all", at_least(1))
+    suites: dict[str, SuiteConfig | None] = field(
         default_factory=dict, metadata={"meaning": "more held-out sets beside data.eval, by name; NAME=null: not this one"}
     )
 
@@ -300,7 +300,7 @@ class CheckpointConfig:
 @dataclass
 class ObserveConfig:
     probe_every: int = setting(10, "steps between trainer-against-generator log-prob probes; 0: none", at_least(0))
-    probe_limit: Optional[float] = setting(
+    probe_limit: float | None = setting(
         None,
         "mean difference of a probe's log-probs beyond which the run warns; beyond ten times as much, or where one is not finite, it ends; "
         "null: 0.001 in float32, 0.05 in bfloat16, 0.15 with engines in fp8, and twice that for a mixture of experts without "
@@ -314,17 +314,15 @@ class ObserveConfig:
 @dataclass
 class SftConfig:
     steps: int = setting(0, "optimizer steps of megarl sft", at_least(0))
-    tp: Optional[int] = setting(None, "tensor parallel size of the warm start; null: trainer.tp, or 1 where sft sets another", at_least(1))
-    pp: Optional[int] = setting(
-        None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 where sft sets another", at_least(1)
-    )
-    dp: Optional[int] = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 where sft sets another", at_least(1))
+    tp: int | None = setting(None, "tensor parallel size of the warm start; null: trainer.tp, or 1 where sft sets another", at_least(1))
+    pp: int | None = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 where sft sets another", at_least(1))
+    dp: int | None = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 where sft sets another", at_least(1))
     batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
-    max_tokens_per_microbatch: Optional[int] = setting(
+    max_tokens_per_microbatch: int | None = setting(
         None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: Optional[DatasetConfig] = setting(None, "demonstrations; null: data.train")
+    data: DatasetConfig | None = setting(None, "demonstrations; null: data.train")
     output: str = setting(
         "${run_dir}/sft/hf",
         "folder of the HF checkpoint that megarl sft makes. Where there is one of the same model.path, megarl train and megarl eval begin "
@@ -334,10 +332,10 @@ class SftConfig:
 
 @dataclass
 class LaunchConfig:
-    ranks_per_node: Optional[int] = setting(
+    ranks_per_node: int | None = setting(
         None, "trainer or engine ranks on one node; null: its GPUs, and without GPUs as few as spread all ranks over the nodes", at_least(1)
     )
-    interface: Optional[str] = setting(
+    interface: str | None = setting(
         None, "network interface by which nodes reach each other: a name or a pattern such as ib*; null: the default route's"
     )
 
@@ -377,7 +375,7 @@ class PlanConfig:
     """Lengths that megarl plan expects. A run does not look at them."""
 
     prompt_tokens: int = setting(256, "mean length of a prompt", at_least(1))
-    response_tokens: Optional[int] = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))
+    response_tokens: int | None = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig, RunConfig
@@ -27,7 +26,7 @@ class Checked:
 
     key: str
     source: str
-    rows: Optional[int]
+    rows: int | None
     prompts: int = 0
 
     def __str__(self) -> str:
@@ -39,7 +38,7 @@ class Checked:
         return f"{self.key}: {self.rows:,} rows of {self.source}{read}; {lengths}"
 
 
-def check_data(config: RunConfig, spec: Optional[ModelSpec], command: str, at_hand: bool = False) -> list[Checked]:
+def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False) -> list[Checked]:
     """Reads what `command` ("train", "sft", "eval") will read, and checks it against tokenizer and model. Without `spec`: the rows alone.
 
     `at_hand`: only what is on this machine, and no more than a thousand prompts of each dataset against the model's context.
@@ -105,7 +104,7 @@ def _prompt_problems(dataset: DatasetConfig, rows: Rows, tokenizer: Tokenizer, r
     return problems if hidden <= 0 else [*problems[:_MAX_PROBLEMS], f"{dataset.source}: {hidden} more such prompts"]
 
 
-def _prompt_problem(where: str, prompt: str, tokenizer: Tokenizer, room: int, reckoned: str) -> Optional[str]:
+def _prompt_problem(where: str, prompt: str, tokenizer: Tokenizer, room: int, reckoned: str) -> str | None:
     ids = tokenizer.encode_prompt(prompt)
     if len(ids) > room:
         return f"{where}: the prompt has {len(ids)} tokens; there is room for {room} ({reckoned})"

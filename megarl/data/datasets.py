@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig, RunConfig
@@ -42,9 +42,7 @@ def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "fi
     return read_rows(config, key, seed, answers, tokenizer)[0]
 
 
-def read_rows(
-    config: DatasetConfig, key: str, seed: int, answers: Answers, tokenizer: str, kept: Optional[int] = None
-) -> tuple[Rows, int]:
+def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, tokenizer: str, kept: int | None = None) -> tuple[Rows, int]:
     """As `load_rows`, but of all rows, which are read and checked one by one, the first `kept` alone; and how many there are."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
@@ -63,7 +61,7 @@ def answers_of(config: RunConfig) -> Answers:
 
 
 def _checked_rows(
-    records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str, answers: Answers, chat: Optional[Render], kept: Optional[int]
+    records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str, answers: Answers, chat: Render | None, kept: int | None
 ) -> tuple[list[Row], int]:
     rows: list[Row] = []
     bad: dict[str, list[str]] = {}  # problem → where
@@ -90,7 +88,7 @@ def _as_in(others: int) -> str:
     return f" (as in {others} row{'s' * (others > 1)} more)" if others else ""
 
 
-def _row(where: str, record: Any, config: DatasetConfig, key: str, answers: Answers, chat: Optional[Render]) -> Row:
+def _row(where: str, record: Any, config: DatasetConfig, key: str, answers: Answers, chat: Render | None) -> Row:
     if isinstance(record, _Problem):
         raise record
     if not isinstance(record, dict):
@@ -121,7 +119,7 @@ def _check_columns(record: dict[str, Any], config: DatasetConfig, key: str, answ
         raise _Problem(f"no column {' and none '.join(missing)}; its columns are {columns}")
 
 
-def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Optional[Render]) -> str:
+def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Render | None) -> str:
     """The column in its template; with a chat template it is a user's message, or a list of messages."""
     if chat is None:
         return config.prompt_template.replace("{prompt}", _text(record, config.prompt_key))
@@ -235,10 +233,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for number, record in enumerate(batch.to_pylist(), start=number + 1):
-                yield f"{path}, row {number}", record
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=1):
+            yield f"{path}, row {number}", record
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file ({error})") from error
 
@@ -252,7 +249,7 @@ def _hub(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         subset = f", subset {config.subset}" if config.subset else ""
         what = f"{key}.source={config.source}{subset}, split {config.split}"
-        reason = why and f"it is not in the cache, and {why}" or (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{what}: cannot be loaded: {reason}") from error
     for number, record in enumerate(rows, start=1):
         yield f"{config.source}, split {config.split}, row {number}", record

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from megarl.config.schema import DatasetConfig, RunConfig, SuiteConfig
 
 
-def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, Optional[SuiteConfig]]]:
+def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
     """(name, key in the config, dataset, the same with its own sampling) of every held-out set that the config names."""
     suites = [(name, f"eval.suites.{name}", suite, suite) for name, suite in config.eval.suites.items() if suite is not None]
     return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
 
 
-def held_out_tokens(config: RunConfig, suite: Optional[SuiteConfig]) -> int:
+def held_out_tokens(config: RunConfig, suite: SuiteConfig | None) -> int:
     """Longest response, in tokens."""
     return (suite.max_tokens if suite else None) or config.eval.max_tokens or config.rollout.max_tokens

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import tokenizers
 
@@ -20,8 +20,8 @@ from megarl.models.spec import ModelSpec
 class Tokenizer:
     source: str
     backend: tokenizers.Tokenizer
-    bos_token: Optional[str]
-    unknown_id: Optional[int]  # what stands for text the tokenizer cannot represent; None where it represents all
+    bos_token: str | None
+    unknown_id: int | None  # what stands for text the tokenizer cannot represent; None where it represents all
     eos_ids: tuple[int, ...]  # any of them ends a response; the first is taught in SFT; empty if the model states none
 
     @property
@@ -56,7 +56,7 @@ class Tokenizer:
         finally:
             self.backend.encode_special_tokens = False
 
-    def token_id(self, token: str) -> Optional[int]:
+    def token_id(self, token: str) -> int | None:
         """The id of what is one token; None if `token` takes several, or none that the tokenizer knows."""
         ids = self.encode_text(token, special_tokens=True)
         return ids[0] if len(ids) == 1 and ids[0] != self.unknown_id else None
@@ -119,7 +119,7 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
     return problems
 
 
-def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: Optional[str]) -> tuple[int, ...]:
+def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     """The tokenizer's own end-of-text first, then those the model's generation settings add (Llama 3 has three)."""
     own = backend.token_to_id(eos_token) if eos_token else None
     stated = read_json(source, "generation_config.json").get("eos_token_id", read_json(source, "config.json").get("eos_token_id"))
@@ -127,7 +127,7 @@ def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: Optional[str
     return tuple(dict.fromkeys([*([] if own is None else [own]), *stated_ids]))
 
 
-def _token(setting: Any) -> Optional[str]:
+def _token(setting: Any) -> str | None:
     return setting["content"] if isinstance(setting, dict) else setting
 
 
@@ -137,7 +137,7 @@ def read_json(source: str, name: str) -> dict[str, Any]:
     return json.loads(file.read_text()) if file else {}
 
 
-def find_file(source: str, name: str) -> Optional[Path]:
+def find_file(source: str, name: str) -> Path | None:
     """A file of a local folder or of a hub repository; None if it is not there, or the hub cannot be asked."""
     try:
         return _file(source, name)
@@ -145,7 +145,7 @@ def find_file(source: str, name: str) -> Optional[Path]:
         return None
 
 
-def _file(source: str, name: str) -> Optional[Path]:
+def _file(source: str, name: str) -> Path | None:
     if not Path(source).is_dir():
         return hub_file(source, name)
     file = Path(source) / name

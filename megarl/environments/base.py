@@ -83,4 +83,4 @@ def _problems(sample: Sample, max_tokens: int) -> list[str]:
 
 def _finite(number: Any) -> bool:
     """A truth value is no number: it would not be one to the trainer, which is told of rewards in MessagePack."""
-    return type(number) is float and math.isfinite(number) or type(number) is int and abs(number) <= MAX_REWARD
+    return (type(number) is float and math.isfinite(number)) or (type(number) is int and abs(number) <= MAX_REWARD)

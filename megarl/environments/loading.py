@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.named import find_callable
@@ -39,7 +39,7 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
     setting = f"rollout.name={name}"
     found = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
     if inspect.isclass(found):
-        if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):
+        if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  it is whether that is async
             raise ConfigError(f"{setting}: its objects must be callable by an async __call__; see docs/environments.md")
         return functools.partial(found, **check_arguments(found, 1, arguments, setting, "rollout.args"))
     if not inspect.iscoroutinefunction(found):
@@ -48,7 +48,7 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
     return lambda tokenizer: bound
 
 
-def load_reward(config: RunConfig) -> Optional[OwnReward]:
+def load_reward(config: RunConfig) -> OwnReward | None:
     """The reward function of the user's own; None where `reward.name` is a built-in verifier. Raises: ConfigError."""
     if ":" not in config.reward.name:
         return None

@@ -10,9 +10,9 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError
+from megarl.config.named import find_callable
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.base import RolloutContext, ToolError
-from megarl.config.named import find_callable
 from megarl.environments.transcript import Transcript
 from megarl.generator.completions import Sampling
 from megarl.types import Prompt, Sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from megarl.config.schema import RolloutConfig
 from megarl.environments.base import ToolError
@@ -15,7 +15,7 @@ from megarl.workers.pool import CallFailed, WorkerPool
 class ToolProcesses:
     """rollout.tool_workers processes for each function, started at its first call. In one event loop; `close` at the end."""
 
-    def __init__(self, config: RolloutConfig, log_folder: Optional[Path] = None):
+    def __init__(self, config: RolloutConfig, log_folder: Path | None = None):
         """What the functions print goes to `log_folder`/<module>.<function>.<number>.log."""
         self._config, self._log_folder = config, log_folder
         self._pools: dict[str, WorkerPool] = {}

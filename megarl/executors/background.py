@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, Optional, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ class Background:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task] = set()
-        self._failure: Optional[asyncio.Future] = None
+        self._failure: asyncio.Future | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from math import comb
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Sequence
+from typing import Any
 
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
@@ -47,9 +48,7 @@ def scores(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-async def answer_all(
-    rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, reward: RewardConfig
-) -> dict[str, float]:
+async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, reward: RewardConfig) -> dict[str, float]:
     """The set's scores.
 
     No more than `at_once` samples are under way: the deadline of a rollout counts from its beginning, and what waits for a place in an

@@ -101,9 +101,7 @@ async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path)
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
     rollout = plan.config.rollout
-    return Sampling(
-        rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tokenizer.eos_ids, stop=tuple(rollout.stop)
-    )
+    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tokenizer.eos_ids, stop=tuple(rollout.stop))
 
 
 def eval_sampling(held_out: HeldOutSet, tokenizer: Tokenizer) -> Sampling:

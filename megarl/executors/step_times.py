@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from megarl.channels.weights_sender import SyncReport
 from megarl.types import Batch

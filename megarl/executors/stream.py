@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -116,5 +116,5 @@ class RolloutStream:
         """Of the places in flight, those that wait for weights."""
         if self._still:
             return 1.0
-        waits = self._held and not self.admission.exhausted or self.admission.held_back(self.version)
+        waits = (self._held and not self.admission.exhausted) or self.admission.held_back(self.version)
         return self.admission.empty_share if waits else 0.0

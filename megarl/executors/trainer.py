@@ -7,26 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Optional
 
 import torch
 
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
-from megarl.config.errors import RunError
-from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.channels.weights_sender import SyncReport
-from megarl.plan.checkpoints import checkpoint_path, make_room, prune_checkpoints
+from megarl.config.errors import RunError
 from megarl.executors.export import load_checkpoint
 from megarl.executors.step_times import step_times
 from megarl.launch.rendezvous import Rendezvous
+from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.observe.evaluations import NewEvaluations, forget_after
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, probe_limit, told_differences, too_far
 from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
+from megarl.plan.checkpoints import checkpoint_path, make_room, prune_checkpoints
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.rewards.failures import too_many_failures
@@ -96,7 +95,7 @@ class TrainerExecutor:
         """There is no batch: the run is to stop after the steps that are done."""
         self.stopped = True
 
-    def put_sync(self, report: SyncReport, applied: Callable[[], Optional[WeightsApplied]]) -> None:
+    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None:
         """What sending the weights cost; `applied` waits for the generator's word that they are in use, asked for only when reported,
         and gives None where the run stops before it comes."""
         self._sync, self._applied = report, applied
@@ -125,7 +124,7 @@ class TrainerExecutor:
             written = self._write_rollouts(batch) if self.rank == 0 else None
             raise RunError(f"step {batch.step}: {problem}" + (f"\nThe step's samples are in {written}" if written else ""))
 
-    def _write_rollouts(self, batch: Batch) -> Optional[Path]:
+    def _write_rollouts(self, batch: Batch) -> Path | None:
         return write_rollouts(self.plan.config.run_dir, batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
 
     def _write_metrics(self, batch: Batch, result, train_s: float, trained: int) -> None:
@@ -236,7 +235,7 @@ class TrainerExecutor:
         shutdown_distributed()
 
 
-def _applied_metrics(applied: Optional[WeightsApplied]) -> dict[str, float | bool]:
+def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
     if applied is None:
         return {}
     return {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited}

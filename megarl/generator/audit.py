@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from megarl.config.errors import RunError
 from megarl.generator.commands import Changes
 from megarl.reshard.audit import MASK
-from megarl.reshard.map import ReshardMap
 from megarl.reshard.forwarding import Relay
+from megarl.reshard.map import ReshardMap
 
 
 class AuditError(RunError):

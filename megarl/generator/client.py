@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -49,9 +50,7 @@ class EngineClient:
     """Construct inside a running event loop; `close` at the end. `request_s` bounds one generation request. With `routing`, completions
     come with the experts that were chosen."""
 
-    def __init__(
-        self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0, routing: Optional[RoutingFormat] = None
-    ):
+    def __init__(self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0, routing: RoutingFormat | None = None):
         self.url = url
         self._request_s = request_s
         self._routing = routing
@@ -61,7 +60,7 @@ class EngineClient:
         # No limit on connections: continuous batching wants every request at the engine at once, and the caller bounds them.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600))
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1, version: Optional[Version] = None) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1, version: Version | None = None) -> list[Completion]:
         """n independent completions of one prompt, in one request; `complete` says what `version` is.
 
         Raises EngineError when the engine refuses or aborts the request, TimeoutError past `request_s`.
@@ -73,7 +72,7 @@ class EngineClient:
         return completions
 
     async def complete(
-        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version] = None
+        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
     ) -> list[Completion]:
         """One completion of each input, in one request. An aborted one is what was sampled by then, but for the last token.
 
@@ -88,9 +87,7 @@ class EngineClient:
         """For each sequence of L tokens the log-probs of tokens 1 to L-1, each given those before it: [L - 1] values."""
         return scores_of(await self._post("/generate", scoring(sequences), self._user, self._request_s))
 
-    async def wait_ready(
-        self, timeout_s: float, log: Optional[Path] = None, failed: Callable[[], Optional[str]] = lambda: None
-    ) -> None:
+    async def wait_ready(self, timeout_s: float, log: Path | None = None, failed: Callable[[], str | None] = lambda: None) -> None:
         """Returns once the engine takes requests.
 
         Raises TimeoutError past the deadline, RuntimeError as soon as `failed` gives a reason; both quote the end of `log`.
@@ -226,5 +223,5 @@ class EngineClient:
             raise EngineError(f"engine {self.url} must not be used any more: {self._condemned}")
 
 
-def _tail(log: Optional[Path]) -> str:
+def _tail(log: Path | None) -> str:
     return "" if log is None else f"; the end of {log}:\n{log_tail(log)}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 import msgspec
 
-from megarl.messaging.host import Host
 from megarl.reshard.box import Box
 from megarl.reshard.forwarding import Relay
 from megarl.transports.base import Endpoint, Members, RemoteTensor
@@ -117,10 +114,24 @@ class End(_Command, frozen=True):
     """What the engine holds is half-written, and it shall be started again: its processes end. Not answered."""
 
 
-Command = Union[
-    Connect, Describe, Arrange, Divide, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Watch,
-    Recall, Audit, End,
-]  # fmt: skip
+Command = (
+    Connect
+    | Describe
+    | Arrange
+    | Divide
+    | ShareMemory
+    | ShareDevice
+    | ExpectMessages
+    | Receive
+    | Register
+    | Spread
+    | MeetNeighbours
+    | PassOn
+    | Watch
+    | Recall
+    | Audit
+    | End
+)
 
 
 class Watched(msgspec.Struct, frozen=True):
@@ -143,8 +154,9 @@ class Found(msgspec.Struct, frozen=True):
     hashes: dict[str, int] = {}  # of parameters
     changes: Changes = Changes([], -1)
 
+
 Description = list[RemoteTensor]
-Opened = Optional[Endpoint]
+Opened = Endpoint | None
 Unwritten = list[int]
 
 encode = msgspec.msgpack.Encoder().encode

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -77,7 +78,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float, int, Any]] = []
     output_token_sampling_logprobs: list[float] = []
-    input_token_logprobs: list[tuple[Optional[float], int, Any]] = []
+    input_token_logprobs: list[tuple[float | None, int, Any]] = []
     routed_experts: bytes = b""  # base64 in JSON
 
 
@@ -89,7 +90,7 @@ _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 
 
 def generation(
-    inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Optional[Version], routing: Optional[RoutingFormat] = None
+    inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None, routing: RoutingFormat | None = None
 ) -> dict[str, Any]:
     """The request for one completion of each input; `EngineClient.complete` says what `version` is. `routing`: with the experts chosen."""
     body: dict[str, Any] = {
@@ -106,9 +107,7 @@ def generation(
     return body
 
 
-def completions_of(
-    engine: str, answer: bytes, samplings: Sequence[Sampling], routing: Optional[RoutingFormat] = None
-) -> list[Completion]:
+def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling], routing: RoutingFormat | None = None) -> list[Completion]:
     """The answer to `generation`. Raises EngineError, which calls the engine by that name."""
     try:
         answers = [each.meta_info for each in _decode_answers(answer)]
@@ -132,7 +131,7 @@ def scores_of(answer: bytes) -> list[list[float]]:
     return [[value for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
 
 
-def _completion(engine: str, meta: _Meta, sampling: Sampling, routing: Optional[RoutingFormat]) -> Completion:
+def _completion(engine: str, meta: _Meta, sampling: Sampling, routing: RoutingFormat | None) -> Completion:
     if meta.finish_reason.type not in ("stop", "length", ABORT):
         raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
     tokens = [token for _, token, _ in meta.output_token_logprobs]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Iterable, Optional, Sequence
 
 import msgspec
 
@@ -68,9 +68,9 @@ class Fleet:
         self,
         engines: Sequence[EngineClient],
         partial_rollout: str = "block",
-        chunk_tokens: Optional[int] = None,
+        chunk_tokens: int | None = None,
         elastic: bool = False,
-        stops: Optional[StopStrings] = None,
+        stops: StopStrings | None = None,
     ):
         self.engines = list(engines)
         self.serving = set(range(len(self.engines)))
@@ -78,7 +78,7 @@ class Fleet:
         self.lost: dict[int, str] = {}  # and why
         self.intact: set[int] = set()  # of the lost: nobody was writing to them
         self.elastic = elastic
-        self.version: Optional[Version] = None
+        self.version: Version | None = None
         self._partial_rollout, self._chunk_tokens, self._stops = partial_rollout, chunk_tokens, stops
         self._load: Counter[int] = Counter()  # samples by engine
         self._finished: Counter[int] = Counter()  # samples, likewise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Collection, Mapping, Optional
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -21,7 +21,7 @@ Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that
 
 
 async def open_memory(
-    workers: Workers, kind: str, map: Optional[ReshardMap], writers: Optional[Writers] = None, protocol: Optional[str] = None
+    workers: Workers, kind: str, map: ReshardMap | None, writers: Writers | None = None, protocol: str | None = None
 ) -> list[Endpoint]:
     """Makes the live parameters writable by transports of `kind`, once; the endpoint of every generator rank in `writers`.
 
@@ -59,7 +59,7 @@ async def open_memories(
     return endpoints
 
 
-def _of_engine(command: Command, map: Optional[ReshardMap], writers: Writers, ranks: range) -> Command:
+def _of_engine(command: Command, map: ReshardMap | None, writers: Writers, ranks: range) -> Command:
     """With what concerns the ranks of one engine alone: of a large run, all of it is too much to tell every one."""
     own = {rank: writers[rank] for rank in ranks if rank in writers}
     if isinstance(command, Register):

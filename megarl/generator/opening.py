@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Optional, Sequence
 
 import numpy as np
 
@@ -35,7 +35,7 @@ Ways = dict[str, set[int]]  # kind of transport → generator ranks that others 
 class Opened:
     map: ReshardMap  # what the trainer ranks write: all, or what is not passed on
     endpoints: list[Endpoint]  # where they write it, and where engines pass it on to
-    relay: Optional[RelayRule]  # by which engines pass on
+    relay: RelayRule | None  # by which engines pass on
     relays: list[Relay]  # what
 
     @property
@@ -77,7 +77,7 @@ async def open_engines(
 
 def passing_on(
     relay: str, pairs: Pairs, engines: Sequence[Host], map: ReshardMap, tp: int
-) -> tuple[Optional[RelayRule], ReshardMap, list[Relay]]:
+) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
     """Who passes on (None: nobody), what is left of `map` for the trainer to write, and what is passed on.
 
     `relay` is weights.relay, `pairs` the transports from trainer ranks, `tp` the ranks of an engine. `auto` relays when hosts hold several

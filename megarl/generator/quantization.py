@@ -14,7 +14,8 @@ per channel for experts.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the launcher imports this module, and torch takes seconds
     import torch
@@ -33,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantiz
 }
 
 
-def server_arguments(quantization: Optional[str]) -> dict[str, Any]:
+def server_arguments(quantization: str | None) -> dict[str, Any]:
     """What SGLang's server takes for `generator.quantization`; nothing for null."""
     if quantization is None:
         return {}

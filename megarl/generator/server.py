@@ -17,9 +17,9 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, quantization, sockets
@@ -55,26 +55,24 @@ class EngineSettings:
     ep: int = 1  # of the tp ranks: the experts are dealt out over so many
     dp_attention: int = 1  # of the tp ranks: so many replicas of attention, each with its own requests and KV cache
     host: str = "127.0.0.1"
-    quantization: Optional[str] = None  # generator.quantization
-    kv_cache_tokens: Optional[int] = None  # of the engine
+    quantization: str | None = None  # generator.quantization
+    kv_cache_tokens: int | None = None  # of the engine
     mem_fraction: float = 0.85  # of GPU memory
-    device: Optional[str] = None  # None: cuda where there is one, else cpu
+    device: str | None = None  # None: cuda where there is one, else cpu
     cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores this process may use, but for
     cores_taken: int = 0  # so many, of other engines on this host
     base_gpu: int = 0
     parts: int = 1  # nodes that the engine spans; each starts a part, and part 0 answers requests
     part: int = 0
-    group_address: Optional[str] = None  # host:port where the parts meet
+    group_address: str | None = None  # host:port where the parts meet
     return_routing: bool = False  # requests may ask which experts were chosen
-    tokenizer: Optional[str] = None  # where requests have stop strings, which it looks for
+    tokenizer: str | None = None  # where requests have stop strings, which it looks for
     seed: int = 0
     holds_weights: bool = True  # the folder does; else the engine makes up some, and serves when others are written over them
     log_level: str = "warning"
 
 
-def server_command(
-    settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}
-) -> tuple[list[str], dict[str, str]]:
+def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}) -> tuple[list[str], dict[str, str]]:
     """Argument vector of one engine's process, and what to add to its environment.
 
     `extra` (`generator.server_args`) is given to SGLang as it is, and wins over what we would have chosen. The process that

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -65,7 +66,7 @@ class _KeyedContext:
         return socket
 
 
-def _with_key(original: Callable[..., Any], context: zmq.Context, kind: int, endpoint: Optional[str] = None, bind: bool = True) -> Any:
+def _with_key(original: Callable[..., Any], context: zmq.Context, kind: int, endpoint: str | None = None, bind: bool = True) -> Any:
     """Around the making of a socket. Those in the file system have its modes (the folder is this user's alone)."""
     if endpoint is not None and endpoint.startswith("ipc://"):
         return original(context, kind, endpoint, bind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Optional
 
 
 class StopStrings:
@@ -18,7 +17,7 @@ class StopStrings:
         """`decode` gives the text of tokens, special ones included."""
         self._strings, self._decode = strings, decode
 
-    def end(self, token_ids: Sequence[int]) -> Optional[int]:
+    def end(self, token_ids: Sequence[int]) -> int | None:
         """How many tokens it takes until the first stop string is said; None if none is."""
         if not self._said(token_ids):
             return None

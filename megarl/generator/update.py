@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Awaitable, Callable, Collection, Iterable, Mapping, Optional
 
 import msgspec
 
@@ -29,8 +29,8 @@ from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.commands import Audit, End, PassOn, Recall, Receive, Spread
 from megarl.generator.completions import EngineError
 from megarl.generator.workers import Workers
-from megarl.reshard.map import ReshardMap
 from megarl.reshard.forwarding import Relay
+from megarl.reshard.map import ReshardMap
 from megarl.types import Version
 
 ENDED_S = 10.0  # an engine that was told to end has, or is left to its launcher
@@ -56,7 +56,7 @@ class WeightUpdate:
     group: int = 0  # that is being written
     pauses: list[Pause] = field(default_factory=list)
 
-    async def open(self, serving: Optional[Version] = None) -> None:
+    async def open(self, serving: Version | None = None) -> None:
         """Engines stop at a token boundary and open SGLang's update session.
 
         `serving` is the version they must hold by now (-1: none of ours yet). Raises VersionError where one holds another: it is not the
@@ -125,9 +125,7 @@ class WeightUpdate:
         with contextlib.suppress(EngineError, TimeoutError):  # it does not come to answer
             await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
 
-    async def audit(
-        self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()
-    ) -> None:
+    async def audit(self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()) -> None:
         """Compares the senders' hash shares with the hashes of the live parameters, of this group, and what no update writes with what it
         was; raises AuditError naming tensors and ranks. `relays` are the group's."""
         payloads = await self.workers.run_all(Audit(self.group, self.version))

@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from bisect import bisect
-from typing import Any, Iterator, Optional
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class Print:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    hash: Optional[int]
+    hash: int | None
 
 
 class Watch:
@@ -160,12 +161,12 @@ def _span(values: torch.Tensor) -> tuple[int, int]:
     return values.data_ptr(), values.data_ptr() + reach * values.itemsize
 
 
-def _place(values: torch.Tensor) -> tuple[int, Optional[int]]:
+def _place(values: torch.Tensor) -> tuple[int, int | None]:
     """Address, and how often this process has written to it; None where torch does not count that."""
     return values.data_ptr(), None if values.is_inference() else values._version
 
 
-def _untouched(values: torch.Tensor, before: Optional[tuple[int, Optional[int]]]) -> bool:
+def _untouched(values: torch.Tensor, before: tuple[int, int | None] | None) -> bool:
     return _place(values) == before and before[1] is not None
 
 

@@ -10,9 +10,10 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Optional
+from typing import Any
 
 import msgspec
 import torch
@@ -47,8 +48,8 @@ from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.audit import hash_tensor
 from megarl.reshard.box import Box
-from megarl.reshard.map import Copy
 from megarl.reshard.forwarding import Relay
+from megarl.reshard.map import Copy
 from megarl.transports import cuda_ipc
 from megarl.transports.base import Endpoint, RemoteTensor, describe
 from megarl.transports.choice import AUTO, this_host, transport_class
@@ -60,7 +61,6 @@ from megarl.transports.two_sided import TwoSidedReceiver
 Parameters = dict[str, torch.nn.Parameter]
 
 
-
 class Worker:
     """State of one TP worker between commands."""
 
@@ -68,17 +68,17 @@ class Worker:
         self.tp_rank, self.find_host = tp_rank, find_host
         self.rank = -1  # generator rank
         self.host = Host()
-        self.peer: Optional[Peer] = None
+        self.peer: Peer | None = None
         self.reply_address = ""
         self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
         self.groups: dict[str, int] = {}  # by name, where not 0
-        self.arrived: Optional[set[str]] = None  # of an update in groups: what SGLang's post-load work is still to be done for
-        self.unwritten: Optional[Watch] = None
+        self.arrived: set[str] | None = None  # of an update in groups: what SGLang's post-load work is still to be done for
+        self.unwritten: Watch | None = None
         self.audited: dict[str, int] = {}  # what was found at the last audit; nothing of what is being written
         self.since = -1  # the version that was audited last
-        self.file: Optional[MemoryFile] = None
-        self.mooncake: Optional[MooncakeMemory] = None
-        self.neighbours: Optional[PairwiseTransport] = None  # towards other generator ranks
+        self.file: MemoryFile | None = None
+        self.mooncake: MooncakeMemory | None = None
+        self.neighbours: PairwiseTransport | None = None  # towards other generator ranks
         self.relays: list[Relay] = []
         self.receivers: dict[str, TwoSidedReceiver] = {}  # by kind of transport
 
@@ -140,7 +140,7 @@ class Worker:
     def share_device(self, parameters: Parameters, command: ShareDevice) -> Endpoint:
         return cuda_ipc.export(self.tensors(parameters), self.rank, self.host, cuda_ipc.CudaMemory())
 
-    def expect_messages(self, parameters: Parameters, command: ExpectMessages) -> Optional[Endpoint]:
+    def expect_messages(self, parameters: Parameters, command: ExpectMessages) -> Endpoint | None:
         if self.rank not in command.members.generators:
             return None
         open_group, incoming = transport_class(command.kind).open_group, command.incoming[self.rank]
@@ -180,9 +180,7 @@ class Worker:
             values = tensors[relay.tensor]
             whole = Box((0,) * values.dim(), tuple(values.shape))
             dtype = str(values.dtype).removeprefix("torch.")
-            copy = Copy(
-                self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth
-            )
+            copy = Copy(self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth)
             self.neighbours.write(copy, values)
         if self.neighbours is None:
             return []
@@ -248,7 +246,7 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
 }
 
 
-def as_arranged(values: torch.Tensor, shape: Optional[tuple[int, ...]]) -> torch.Tensor:
+def as_arranged(values: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
     """The same memory in another shape. Raises RuntimeError where it cannot be: the values must lie without gaps."""
     if shape is None:
         return values

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 import torch.distributed as dist

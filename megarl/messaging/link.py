@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -96,7 +96,7 @@ class _Endpoint:
         self.name = name
         self._socket = socket
         self._inbox = _Inbox()
-        self._broken: Optional[Exception] = None  # nothing is read any more
+        self._broken: Exception | None = None  # nothing is read any more
 
     def _read(self) -> tuple[str, Message]:
         """The next message. Raises zmq.Again when none has arrived, UnknownMessage."""
@@ -185,7 +185,7 @@ class Hub(_Endpoint):
         self.address = socket.last_endpoint.decode()
         self._refusals = socket.get_monitor_socket(REFUSALS)
         self._refused = 0
-        self._loop: Optional[asyncio.AbstractEventLoop] = None  # where tasks wait for messages
+        self._loop: asyncio.AbstractEventLoop | None = None  # where tasks wait for messages
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
@@ -211,7 +211,7 @@ class Hub(_Endpoint):
         if self._loop is not None:
             self._take_in()
 
-    async def arrival(self, kind: type[M], timeout_s: Optional[float], awaited: str) -> tuple[str, M]:
+    async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str) -> tuple[str, M]:
         """As `receive`, while other tasks of the event loop go on. None waits for as long as the task lives.
 
         Several tasks may wait at once, each for a type of its own.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 import msgspec
 
 from megarl.messaging.host import Host
@@ -37,7 +35,7 @@ class WeightsGrant(_Message, frozen=True):
     version: int
     endpoints: list[str]
     engines: int = -1
-    relay: Optional[tuple[str, int]] = None  # a RelayRule (reshard.relays), where engines pass on a part
+    relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), where engines pass on a part
     plan_hash: str = ""  # of the map that leaves out what they pass on
     group: int = 0
 
@@ -127,9 +125,9 @@ class WorkerReply(_Message, frozen=True):
     payload: bytes
 
 
-Weights = Union[Hello, WeightsOffer, WeightsWanted, WeightsGrant, WeightsWritten, WeightsApplied, ProbeReady, WorkerReply]
-Rollouts = Union[GenerateFrom, GroupsStarted, GroupReady, Regenerate]
-Message = Union[Weights, Rollouts]
+Weights = Hello | WeightsOffer | WeightsWanted | WeightsGrant | WeightsWritten | WeightsApplied | ProbeReady | WorkerReply
+Rollouts = GenerateFrom | GroupsStarted | GroupReady | Regenerate
+Message = Weights | Rollouts
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -29,20 +29,20 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     if problems:
         raise ConfigError(problems)
     theta, scaling = reader.rope()
-    fields = dict(
-        num_layers=reader.integer("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=reader.integer("intermediate_size"),
-        num_attention_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=reader.integer("head_dim", hidden // heads),
-        vocab_size=reader.integer("vocab_size"),
-        max_position_embeddings=reader.integer("max_position_embeddings"),
-        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-    )
+    fields = {
+        "num_layers": reader.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": reader.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": reader.integer("head_dim", hidden // heads),
+        "vocab_size": reader.integer("vocab_size"),
+        "max_position_embeddings": reader.integer("max_position_embeddings"),
+        "tie_word_embeddings": reader.flag("tie_word_embeddings", False),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
     return ModelSpec(family=family, **(fields | own))
 
 

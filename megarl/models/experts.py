@@ -5,8 +5,6 @@ Checkpoints differ in names alone: `module` is "mlp" (gate_proj, up_proj, down_p
 
 from __future__ import annotations
 
-from typing import Optional
-
 from megarl.config.errors import ConfigError
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
@@ -23,7 +21,7 @@ def quantised(module: str) -> tuple[str, ...]:
     return f"{_L}{module}.experts.w13_weight", f"{_L}{module}.experts.w2_weight"
 
 
-def logical(spec: ModelSpec, module: str = "mlp", layers: Optional[Layers] = None) -> list[LogicalTensor]:
+def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) -> list[LogicalTensor]:
     gate, up, down = _names(module)
     count, rows, hidden = spec.num_experts, spec.expert_intermediate_size, spec.hidden_size
     tensors = [LogicalTensor(_router(module), (count, hidden), LAYER, layers)]
@@ -35,7 +33,7 @@ def logical(spec: ModelSpec, module: str = "mlp", layers: Optional[Layers] = Non
 
 
 def megatron(
-    spec: ModelSpec, topology: TrainerTopology, norm_names: str, module: str = "mlp", layers: Optional[Layers] = None
+    spec: ModelSpec, topology: TrainerTopology, norm_names: str, module: str = "mlp", layers: Layers | None = None
 ) -> list[Parameter]:
     """Raises ConfigError when `ep` does not divide the experts, or `etp` their rows."""
     problems = indivisible("trainer.ep", topology.ep, num_experts=spec.num_experts)
@@ -54,9 +52,7 @@ def megatron(
     ]
 
 
-def sglang(
-    spec: ModelSpec, topology: GeneratorTopology, device: str, module: str = "mlp", layers: Optional[Layers] = None
-) -> list[Parameter]:
+def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, module: str = "mlp", layers: Layers | None = None) -> list[Parameter]:
     """Contiguous runs of experts over `ep`, each cut over the tp / ep ranks that share it (moe tp)."""
     problems = indivisible("generator.ep", topology.ep, **{"generator.tp": topology.tp, "num_experts": spec.num_experts})
     if problems:

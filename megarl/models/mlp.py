@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
 from megarl.models.spec import ModelSpec
@@ -18,18 +16,18 @@ QUANTISED_SHARED = tuple(name.replace(MLP, SHARED) for name in QUANTISED)
 MLP_NORM_NAMES = {"local": "pre_mlp_layernorm.weight", "te": "mlp.linear_fc1.layer_norm_weight"}
 
 
-def logical(spec: ModelSpec, rows: int, module: str = MLP, layers: Optional[Layers] = None) -> list[LogicalTensor]:
+def logical(spec: ModelSpec, rows: int, module: str = MLP, layers: Layers | None = None) -> list[LogicalTensor]:
     """`rows`: intermediate size."""
     gate, up, down = _names(module)
     wide, narrow = (rows, spec.hidden_size), (spec.hidden_size, rows)
     return [LogicalTensor(name, shape, LAYER, layers) for name, shape in ((gate, wide), (up, wide), (down, narrow))]
 
 
-def norm(spec: ModelSpec, layers: Optional[Layers] = None) -> LogicalTensor:
+def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
     return LogicalTensor(POST_NORM, (spec.hidden_size,), LAYER, layers)
 
 
-def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Optional[Layers] = None) -> list[Parameter]:
+def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
     """Megatron uses the same module names. Raises ConfigError when `tp` does not divide the rows."""
     tp = topology.tp
     if problems := indivisible("trainer.tp", tp, intermediate_size=rows):
@@ -42,14 +40,12 @@ def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Op
     ]
 
 
-def megatron_norm(norm_names: str, layers: Optional[Layers] = None) -> Parameter:
+def megatron_norm(norm_names: str, layers: Layers | None = None) -> Parameter:
     """Before a dense MLP; before experts it is an own module in both layer specs: norm_names "local"."""
     return whole("decoder.layers.{layer}." + MLP_NORM_NAMES[norm_names], LAYER, POST_NORM, layers=layers)
 
 
-def sglang(
-    topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Optional[Layers] = None
-) -> list[Parameter]:
+def sglang(topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
     """Raises ConfigError where GPU engines refuse `tp`; CPU engines pad the rows."""
     tp = topology.tp
     if device == "cpu":
@@ -64,7 +60,7 @@ def sglang(
     ]
 
 
-def sglang_norm(layers: Optional[Layers] = None) -> Parameter:
+def sglang_norm(layers: Layers | None = None) -> Parameter:
     return whole(POST_NORM, LAYER, POST_NORM, layers=layers)
 
 

@@ -17,7 +17,6 @@ tensor per expert in the engine too; otherwise the engine stacks its experts alo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 FIRST, LAYER, LAST = "first", "layer", "last"
 LAYER_FIELD = "{layer}"  # stands for the global layer number in names of place LAYER
@@ -33,9 +32,9 @@ class LogicalTensor:
     name: str
     shape: tuple[int, ...]  # of one layer's, one expert's tensor
     place: str  # FIRST | LAYER | LAST: the pipeline stage that needs it
-    layers: Optional[Layers] = None  # which layers have it; None: all
+    layers: Layers | None = None  # which layers have it; None: all
     experts: int = 0  # how many experts have one each; 0: not of an expert
-    dtype: Optional[str] = None  # where it is not the checkpoint's
+    dtype: str | None = None  # where it is not the checkpoint's
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Part:
     """
 
     logical_name: str
-    padded: Optional[int] = None
+    padded: int | None = None
     replicas: int = 1
 
 
@@ -58,10 +57,10 @@ class Parameter:
     name: str
     place: str  # FIRST | LAYER | LAST
     parts: tuple[Part, ...]
-    dim: Optional[int] = None
+    dim: int | None = None
     groups: int = 1
-    layers: Optional[Layers] = None  # which layers have it; None: all
-    dtype: Optional[str] = None  # where it is not the layout's
+    layers: Layers | None = None  # which layers have it; None: all
+    dtype: str | None = None  # where it is not the layout's
     of_attention: bool = False  # cut over the ranks that share attention, where an engine runs attention data-parallel
 
     @property
@@ -69,7 +68,7 @@ class Parameter:
         return EXPERT_FIELD in self.parts[0].logical_name
 
 
-def whole(name: str, place: str, *logical_names: str, layers: Optional[Layers] = None, dtype: Optional[str] = None) -> Parameter:
+def whole(name: str, place: str, *logical_names: str, layers: Layers | None = None, dtype: str | None = None) -> Parameter:
     """A parameter that every shard holds in full."""
     return Parameter(name, place, tuple(Part(logical_name) for logical_name in logical_names), layers=layers, dtype=dtype)
 

@@ -10,9 +10,10 @@ import functools
 import importlib
 import json
 import pkgutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Mapping, Optional, Union
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.hub import HubError, hub_file
@@ -26,7 +27,7 @@ class ConfigReader:
         self.source = source
         self.values = values
 
-    def integer(self, key: str, default: Optional[int] = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         if value is None:
             value = default
@@ -52,7 +53,7 @@ class ConfigReader:
             raise ConfigError(f"{self.source}: {key} = {value!r} is neither true nor false")
         return value
 
-    def rope(self) -> tuple[float, Optional[Mapping[str, Any]]]:
+    def rope(self) -> tuple[float, Mapping[str, Any] | None]:
         """(theta, scaling or None) from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
         values = self.values.get("rope_parameters") or {}
         theta = values.get("rope_theta") or self.number("rope_theta", 10000.0)
@@ -68,7 +69,7 @@ class ConfigReader:
             raise ConfigError(f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is")
 
 
-def load_spec(model: Union[str, Path, Mapping[str, Any]], setting: str = "model.path") -> ModelSpec:
+def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path") -> ModelSpec:
     """The shape of a model from a checkpoint folder, a config.json, a hub name, or the config's contents.
 
     `setting` is what has named it, for messages. Raises ConfigError naming file and key when something is missing or the architecture is

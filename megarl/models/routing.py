@@ -57,7 +57,7 @@ class RoutingFormat:
         Raises ValueError where these cannot be the ids of `top_k` experts of each layer.
         """
         ids = np.frombuffer(answered, "<i4").reshape(-1, self.layers, self.top_k)[:, self.dense_layers :]
-        if ids.size and not (0 <= ids.min() and ids.max() < self.num_experts):
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.num_experts):
             raise ValueError(f"expert ids from {ids.min()} to {ids.max()}, of {self.num_experts} experts")
         if self.top_k > 1 and (ids[..., 0] == ids[..., 1]).any():
             layer = int((ids[..., 0] == ids[..., 1]).any(axis=0).argmax()) + self.dense_layers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping, Optional
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Optional[Mapping[str, Any]] = None
+    rope_scaling: Mapping[str, Any] | None = None
 
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head

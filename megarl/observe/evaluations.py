@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from megarl.files import write_whole
 from megarl.observe.metrics import METRICS_FILE, add_to_last_row, read_metrics
@@ -36,7 +36,7 @@ def damaged_results(run_dir: Path | str) -> list[Path]:
     return [path for path, result in _results(run_dir) if result is None]
 
 
-def _results(run_dir: Path | str) -> Iterator[tuple[Path, Optional[Evaluation]]]:
+def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
     for path in sorted((Path(run_dir) / "eval").glob("version_*.json")):
         try:
             result = json.loads(path.read_text())

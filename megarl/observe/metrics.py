@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +35,7 @@ class MetricsWriter:
         if tensorboard:
             self._board = summary_writer(run_dir, purge_step=resume_step)
 
-    def write(
-        self, step: int, values: Mapping[str, float | int | bool | None], distributions: Mapping[str, Sequence[float]] = {}
-    ) -> None:
+    def write(self, step: int, values: Mapping[str, float | int | bool | None], distributions: Mapping[str, Sequence[float]] = {}) -> None:
         """Appends one line. A None is a key without a value on this step, and is left out; NaN and infinities become null.
 
         `distributions` are drawn as histograms by TensorBoard; the line has their quantiles.
@@ -124,7 +122,7 @@ def cut_from(path: Path, step: int) -> None:
     os.truncate(path, keep_bytes)
 
 
-def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Optional[Row]]]:
+def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Row | None]]:
     """(offset of its end, row) of each whole line; what follows the last newline is still being written. The row of a line that is damaged
     is None."""
     for line in data.splitlines(keepends=True):
@@ -134,7 +132,7 @@ def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Optional[Ro
         yield offset, parse_row(line)
 
 
-def parse_row(line: bytes) -> Optional[Row]:
+def parse_row(line: bytes) -> Row | None:
     """None of what is not a JSON object with the number of a step."""
     try:
         row = json.loads(line)
@@ -168,7 +166,7 @@ def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
     return f"{path}: the record of {which} was torn or lost"
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Optional[Row]]]:
+def _lines(path: Path) -> Iterator[tuple[int, Row | None]]:
     return parse_lines(path.read_bytes()) if path.exists() else iter(())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the display need not import all that makes a plan
     from megarl.plan.resolve import RunPlan
@@ -29,7 +29,7 @@ def probe_limit(plan: RunPlan) -> float:
     return limit * (OWN_ROUTING if plan.spec.num_experts and not config.trainer.routing_replay else 1)
 
 
-def too_far(difference: float, limit: float) -> Optional[str]:
+def too_far(difference: float, limit: float) -> str | None:
     """Why to stop, where the run cannot go on with such a mean difference."""
     if math.isfinite(difference) and difference <= FAR * limit:
         return None

@@ -6,8 +6,8 @@ Each check is a small function that yields problems: the key, its value, what is
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Callable, Iterable
 
 from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems

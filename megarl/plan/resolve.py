@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterable, Optional
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
@@ -41,13 +41,13 @@ class RunPlan:
         return self.config.model.dtype if self.config.generator.quantization is None else "bfloat16"
 
     @property
-    def group_bytes(self) -> Optional[int]:
+    def group_bytes(self) -> int | None:
         """What a generator rank is written in one pause, in whole layers; None: all weights."""
         weights = self.config.weights
         return weights.group_bytes if weights.apply == "in_flight" else None
 
 
-def resolve(config: RunConfig, command: Optional[str] = None) -> RunPlan:
+def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     """Check `config` as a whole and fix what follows from it. Nothing is started, nothing is written.
 
     `command` ("train", "sft", "eval", …) adds the checks that concern this command alone; "dry-run" those of "train", but that weights
@@ -89,7 +89,7 @@ def as_warm_start(config: RunConfig) -> RunConfig:
     if not own:
         return config
     sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | own
-    plain = dict(first_stage_layers=None, last_stage_layers=None, fsdp=None)
+    plain = {"first_stage_layers": None, "last_stage_layers": None, "fsdp": None}
     sequence_parallel = config.trainer.sequence_parallel and sizes["tp"] > 1
     return replace(config, trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel))
 

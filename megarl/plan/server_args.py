@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -27,8 +28,23 @@ BY_KEY = {
     "enable_return_routed_experts": "trainer.routing_replay",
 }
 KEPT = frozenset(
-    "host port api_key admin_api_key base_gpu_id custom_weight_loader weight_version skip_tokenizer_init sampling_defaults device nnodes "
-    "node_rank dist_init_addr context_length disable_shared_experts_fusion".split()
+    [
+        "host",
+        "port",
+        "api_key",
+        "admin_api_key",
+        "base_gpu_id",
+        "custom_weight_loader",
+        "weight_version",
+        "skip_tokenizer_init",
+        "sampling_defaults",
+        "device",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "context_length",
+        "disable_shared_experts_fusion",
+    ]
 )
 _MOVED = "weights are written to the experts where the layout has them, and it would "
 _NO_LAYOUT = "the layout that weights are written by does not know it"

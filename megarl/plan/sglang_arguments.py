@@ -8,9 +8,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Optional
+from typing import Any
 
 DECLARED_IN = "srt/arg_groups/fields"  # one class for each namespace of sglang.srt.server_args.ServerArgs
 CHOICES_IN = "srt/arg_groups/choices.py"
@@ -21,7 +22,7 @@ class Argument:
     """One field of ServerArgs. Where its annotation names what is SGLang's own, the type is Any; where its choices do, they are None."""
 
     type: Any
-    choices: Optional[tuple[Any, ...]]
+    choices: tuple[Any, ...] | None
     aliases: tuple[str, ...]  # other names of its flag
 
 
@@ -66,7 +67,7 @@ def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argum
             yield field.target.id, Argument(_type(hint), None if choices is None else tuple(choices), tuple(flags))
 
 
-def _value(node: Optional[ast.expr], names: Mapping[str, Any]) -> Any:
+def _value(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
     """A literal, or a list by its name; None for anything else."""
     if isinstance(node, ast.Name):
         return names.get(node.id)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings, value_at
@@ -36,14 +36,14 @@ class Weights:
     @property
     def are_there(self) -> bool:
         """A hub name is no folder of ours; the hub is asked when it is read."""
-        return holds_weights(self.path) or not self.warm_start and not Path(self.path).is_dir()
+        return holds_weights(self.path) or (not self.warm_start and not Path(self.path).is_dir())
 
     def __str__(self) -> str:
         where = f"the warm start in sft.output={self.path}" if self.warm_start else f"model.path={self.path}"
         return f"{where}; {self.remark}" if self.remark else where
 
 
-def find_weights(config: RunConfig, command: Optional[str]) -> Weights:
+def find_weights(config: RunConfig, command: str | None) -> Weights:
     """What `command` begins with; None: what a run would that begins."""
     model = Weights(config.model.path)
     if command in ("sft", "export"):  # neither needs what megarl sft made
@@ -71,7 +71,7 @@ def _chosen(config: RunConfig) -> Weights:
     return Weights(output, warm_start=True, remark=f"megarl sft made it of model.path={path}")
 
 
-def missing_weights(config: RunConfig, command: Optional[str]) -> Iterable[str]:
+def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     """A problem, where `command` needs weights that are not there."""
     weights = find_weights(config, command)
     if weights.are_there or weights.are_gone or command not in ("sft", "train", "eval", "dry-run"):
@@ -117,7 +117,7 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
             yield f"{key}={json.dumps(now)}: the warm start in sft.output={output} was made with {json.dumps(made_by.get(key))}; {instead}"
 
 
-def read_warm_start(output: str) -> Optional[Mapping[str, Any]]:
+def read_warm_start(output: str) -> Mapping[str, Any] | None:
     """The settings that made the warm start at `output`; None where megarl sft made none there. Raises ConfigError where they cannot be
     read."""
     return _read(Path(output) / WARM_START, "model.path")
@@ -129,13 +129,13 @@ def begin_with(config: RunConfig, weights: Weights, fingerprint: str) -> None:
     write_whole(Path(config.run_dir) / BEGUN_WITH, json.dumps(begun))
 
 
-def read_begun_with(config: RunConfig) -> Optional[Weights]:
+def read_begun_with(config: RunConfig) -> Weights | None:
     """None where an earlier version of this program began the run. Raises ConfigError where it cannot be read."""
     begun = _read(Path(config.run_dir) / BEGUN_WITH, "path")
     return begun and Weights(begun["path"], begun.get("warm_start", False), fingerprint=begun.get("fingerprint", ""))
 
 
-def _read(path: Path, needed: str) -> Optional[dict[str, Any]]:
+def _read(path: Path, needed: str) -> dict[str, Any] | None:
     try:
         values = json.loads(path.read_text())
         values[needed] + ""

@@ -6,12 +6,13 @@ memory fits, the fastest counts, so that the speed-up is over the best that such
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Iterator, Optional
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.models import ModelSpec
+from megarl.plan.model_checks import check_experts, check_pipeline, check_tensor_parallel
 from megarl.planner.constants import Constants, constants_of
 from megarl.planner.generate_time import GenerateModel
 from megarl.planner.generator_memory import generator_memory
@@ -19,7 +20,6 @@ from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.train_time import TrainModel
 from megarl.planner.trainer_memory import trainer_memory
 from megarl.planner.workload import Workload
-from megarl.plan.model_checks import check_experts, check_pipeline, check_tensor_parallel
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -30,14 +30,14 @@ class Baseline:
     step_s: float
 
 
-def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int, constants: Optional[Constants] = None) -> Optional[Baseline]:
+def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int, constants: Constants | None = None) -> Baseline | None:
     """On `gpus` GPUs; None where no m fits."""
     constants = constants or constants_of(config.cluster.gpu)
     found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m, constants)) is not None]
     return min(found, key=lambda baseline: baseline.step_s, default=None)
 
 
-def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int, constants: Constants) -> Optional[float]:
+def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int, constants: Constants) -> float | None:
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     reference = config.algorithm.kl_coef > 0
     times = []
@@ -75,7 +75,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
         yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None)
 
 
-def even_stages(layers: int, pp: int) -> tuple[Optional[int], Optional[int]]:
+def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
     """Layers of the first and the last stage where pp does not divide the layers: fewer than the others', which are equal."""
     if pp == 1 or layers % pp == 0:
         return None, None

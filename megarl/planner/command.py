@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Optional
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.plan.resolve import RunPlan, resolve
@@ -19,8 +19,8 @@ def run(
     config_path: str,
     *,
     searching: bool = False,
-    gpus: Optional[int] = None,
-    picture: Optional[str] = None,
+    gpus: int | None = None,
+    picture: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Prints the plan, or with `searching` that of the best config on `gpus` GPUs. Raises ConfigError for what cannot be planned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from megarl.channels.admission import run_ahead
 from megarl.config.schema import RunConfig
@@ -66,7 +66,7 @@ class Estimate:
         return max(slower, key=lambda name: slower[name])
 
 
-def estimate(config: RunConfig, spec: ModelSpec, constants: Optional[Constants] = None) -> Estimate:
+def estimate(config: RunConfig, spec: ModelSpec, constants: Constants | None = None) -> Estimate:
     """Raises ConfigError where the parallel sizes do not divide the model."""
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants = constants or constants_of(cluster.gpu.name)
@@ -110,7 +110,7 @@ def generate_parts(time: GenerateTime) -> dict[str, float]:
     return {"prefill": time.prefill, "decoding at full concurrency": time.full, "the longest responses": time.tail}
 
 
-def to_json(found: Estimate, baseline_s: Optional[float]) -> dict[str, Any]:
+def to_json(found: Estimate, baseline_s: float | None) -> dict[str, Any]:
     """The interface of `megarl plan --json`."""
     return {
         "fits": not found.overfull,

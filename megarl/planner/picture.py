@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Optional
+from collections.abc import Mapping
 
 import matplotlib
 
@@ -13,7 +13,7 @@ from megarl.planner.report import gib_parts
 LETTER = 0.0085  # of the longest bar: parts without room for their name are in the legend only
 
 
-def draw(found: Estimate, baseline: Optional[Baseline], path: str, title: str) -> None:
+def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> None:
     """Writes `path`, an .svg or .png."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -33,7 +33,7 @@ def draw(found: Estimate, baseline: Optional[Baseline], path: str, title: str) -
     plt.close(figure)
 
 
-def _bars(axes: "matplotlib.axes.Axes", rows: Mapping[str, Mapping[str, float]]) -> None:
+def _bars(axes: matplotlib.axes.Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
     """One stacked bar per row; a part has the same colour in all. Parts that take nothing are left out."""
     rows = {row: {name: value for name, value in parts.items() if value > 0} for row, parts in rows.items()}
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Iterator
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, Optional
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megarl.config.keys import value_at
 from megarl.config.schema import RunConfig
@@ -14,7 +15,7 @@ from megarl.planner.remedies import Remedy
 from megarl.planner.search import Found, Side
 
 
-def render(found: Estimate, baseline: Optional[Baseline], remedies: Iterable[Remedy]) -> Iterator[str]:
+def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:
     yield from _memory(found)
     yield from _time(found, baseline)
     yield f"binds      {found.binding}"
@@ -35,7 +36,7 @@ def _memory(found: Estimate) -> Iterator[str]:
     yield f"           engines' weights and KV cache take {static} GiB of generator.mem_fraction"
 
 
-def _time(found: Estimate, baseline: Optional[Baseline]) -> Iterator[str]:
+def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
     w = found.workload
     lengths = f"{w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, to prompts of {w.prompt_tokens:g}"
     yield f"time       seconds a step; {w.sequences} responses of {lengths}"
@@ -97,7 +98,7 @@ def render_search(found: Found, gpus: int, asked: RunConfig, config_path: str) -
     yield f"           {config_path} {written(changed)}"
 
 
-def _beyond(chosen: Side, larger: Optional[Side]) -> str:
+def _beyond(chosen: Side, larger: Side | None) -> str:
     if larger is None:
         return "no shape that memory rules out would be faster"
     changed = {key: value for key, value in larger.settings.items() if chosen.settings[key] != value}
@@ -108,7 +109,7 @@ def gib_parts(memory: Any) -> dict[str, float]:
     return {name.replace("_", " ").replace("kv cache", "KV cache"): value / GIB for name, value in vars(memory).items()}
 
 
-def details(found: Estimate, baseline: Optional[Baseline], remedies: Iterable[Remedy]) -> dict[str, Any]:
+def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> dict[str, Any]:
     """What `megarl plan --json` says beyond its fixed keys."""
     return {
         "gpu": found.cluster.gpu.name,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Iterator, Optional
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
@@ -29,6 +30,7 @@ from megarl.planner.trainer_memory import trainer_memory
 from megarl.planner.workload import Workload
 from megarl.reshard.relays import ENGINES
 
+
 @dataclass(frozen=True)
 class Side:
     """One shape of one side."""
@@ -45,8 +47,8 @@ class Found:
     generator: Side
     theta: float  # share of the GPUs that trains
     balanced_theta: float  # lemma B.3: where both sides take equally long, by their GPU-seconds
-    trainer_too_large: Optional[Side]  # would be faster, but does not fit
-    generator_too_large: Optional[Side]
+    trainer_too_large: Side | None  # would be faster, but does not fit
+    generator_too_large: Side | None
 
 
 @dataclass
@@ -56,8 +58,8 @@ class Search:
     config: RunConfig
     spec: ModelSpec
     gpus: int
-    trainers: dict[int, Optional[Side]] = field(default_factory=dict)
-    generators: dict[int, Optional[Side]] = field(default_factory=dict)
+    trainers: dict[int, Side | None] = field(default_factory=dict)
+    generators: dict[int, Side | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cluster, self.workload = Cluster.of(self.config), Workload.of(self.config)
@@ -110,13 +112,13 @@ class Search:
         seconds = [side.seconds if side else math.inf for side in sides]
         return seconds[0], seconds[1]
 
-    def trainer(self, gpus: int) -> Optional[Side]:
+    def trainer(self, gpus: int) -> Side | None:
         """The fastest that fits; None where none does."""
         if gpus not in self.trainers:
             self.trainers[gpus] = min(self._trainers(gpus, fitting=True), key=lambda side: side.seconds, default=None)
         return self.trainers[gpus]
 
-    def generator(self, gpus: int) -> Optional[Side]:
+    def generator(self, gpus: int) -> Side | None:
         if gpus not in self.generators:
             self.generators[gpus] = min(self._generators(gpus, fitting=True), key=lambda side: side.seconds, default=None)
         return self.generators[gpus]
@@ -145,9 +147,7 @@ class Search:
             generator = replace(shape, engines=min(gpus // shape.tp, self.workload.sequences))
             landing = landing_bytes(self.spec, finest, generator, self.dtype) if may_land(self.config, self.gpus, self.cluster) else 0
             memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, landing)
-            over = max(
-                (memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib
-            )
+            over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
             if (over <= 0) == fitting:
                 model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
                 time = model.seconds(self.workload, carried_over=carries_over(self.config)).total
@@ -160,7 +160,7 @@ class Search:
         return f"not even all of them hold the {' or the '.join(missing)}" if missing else "each side alone would fit, both do not"
 
 
-def _fastest_too_large(best: Side, others: Iterator[Side]) -> Optional[Side]:
+def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
     """What memory alone rules out: faster than the best that fits. Of those, the nearest to fitting."""
     return min((side for side in others if side.seconds < 0.95 * best.seconds), key=lambda side: side.over_gib, default=None)
 

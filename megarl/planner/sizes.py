@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Optional
 
 import numpy as np
 
@@ -117,14 +116,14 @@ def _trainer_held(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> lis
 
 
 @functools.lru_cache(maxsize=4096)
-def _stage_layers(spec: ModelSpec, pp: int, vpp: int, first: Optional[int], last: Optional[int]) -> tuple[tuple[int, int], ...]:
+def _stage_layers(spec: ModelSpec, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[tuple[int, int], ...]:
     stages = stage_of_layer(spec.num_layers, TrainerTopology(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last))
     dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
     return tuple((stages[:dense].count(stage), stages[dense:].count(stage)) for stage in range(pp))
 
 
 @functools.lru_cache(maxsize=4096)
-def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantization: Optional[str], dtype: str) -> GeneratorWeights:
+def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantization: str | None, dtype: str) -> GeneratorWeights:
     layout = generator_layout(spec, topology, dtype, quantization=quantization)
     embedding = expert = streamed = 0
     for kind in layout.kinds:
@@ -139,7 +138,7 @@ def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantizatio
 
 
 @functools.lru_cache(maxsize=4096)
-def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorTopology, quantization: Optional[str], dtype: str) -> int:
+def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorTopology, quantization: str | None, dtype: str) -> int:
     map = ReshardMap.build(trainer_layout(spec, trainer, dtype), generator_layout(spec, engine, dtype, quantization=quantization))
     return sum(copy.bytes for copy in landings(map, 0))
 

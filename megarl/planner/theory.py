@@ -9,8 +9,9 @@ with the batch. It is smallest at b = sqrt(C f / (A p)), and there (sqrt(C p) + 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Protocol
+from typing import Protocol
 
 
 class Eta(Protocol):

@@ -157,4 +157,3 @@ def attention_flops(spec: ModelSpec, length: float) -> float:
     """Per token and layer, forward: scores and weighted values; the causal mask leaves half of them."""
     values = spec.v_head_dim or spec.head_dim
     return 2 * spec.num_attention_heads * (spec.head_dim + values) * length / 2
-

@@ -45,9 +45,7 @@ def trainer_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu
     return max(stages, key=lambda memory: memory.total)
 
 
-def stage_memory(
-    spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False
-) -> list[TrainerMemory]:
+def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False) -> list[TrainerMemory]:
     """Of the fullest rank of each stage, [pp]."""
     item = ITEM_BYTES[dtype]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
@@ -97,4 +95,3 @@ def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
         return trainer.pp - stage
     chunks = 2 * (trainer.pp - stage - 1) + (trainer.vpp - 1) * trainer.pp + 1
     return chunks / trainer.vpp
-

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Optional, Sequence
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def results(constants: Constants = CONSTANTS) -> list[list[Result]]:
     return found
 
 
-def fit(rounds: int = 12, start: Optional[Constants] = None) -> Constants:
+def fit(rounds: int = 12, start: Constants | None = None) -> Constants:
     """Gauss-Newton in the logarithms of the constants; reads rows that are not held out and no others. `start`: else the guesses."""
     guess = np.log([GUESSES[name][0] for name in FITTED])
     width = np.log([GUESSES[name][1] for name in FITTED])

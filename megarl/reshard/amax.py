@@ -13,8 +13,8 @@ the ranks that together hold one whole model; so it does not matter which replic
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator
 
 import numpy as np
 

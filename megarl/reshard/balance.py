@@ -7,8 +7,8 @@ are a lower bound on the busiest sender. The sets looked at: the holders of each
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator
 
 import numpy as np
 from msgspec import structs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Iterator, Optional
+from collections.abc import Iterator
 
 import msgspec
 
@@ -26,7 +26,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         """Index of the box: `tensor[box.slices()]` is a view."""
         return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape))
 
-    def intersect(self, other: Box) -> Optional[Box]:
+    def intersect(self, other: Box) -> Box | None:
         """The common elements, or None."""
         start, shape = [], []
         for a, m, b, n in zip(self.start, self.shape, other.start, other.shape):
@@ -70,7 +70,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
                 yield Box(tuple(start[:d] + [common.end[d]] + start[d + 1 :]), tuple(shape[:d] + [after] + shape[d + 1 :]))
             start[d], shape[d] = common.start[d], common.shape[d]
 
-    def join(self, other: Box) -> Optional[tuple[int, Box]]:
+    def join(self, other: Box) -> tuple[int, Box] | None:
         """(dim, union) when `other` continues this box along exactly one dim, else None."""
         differing = [d for d in range(len(self.start)) if (self.start[d], self.shape[d]) != (other.start[d], other.shape[d])]
         if len(differing) != 1:

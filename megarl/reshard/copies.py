@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from msgspec import Struct
 
 from megarl.reshard.box import Box
@@ -29,15 +27,15 @@ class Copy(Struct, frozen=True, gc=False):
     """
 
     source_rank: int
-    source_tensor: Optional[str]
-    source_box: Optional[Box]
+    source_tensor: str | None
+    source_box: Box | None
     destination_rank: int
     destination_tensor: str
     destination_box: Box
     transform: str
     dtype: str  # of the destination, and on the wire
     depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
-    quantisation: Optional[Quantisation] = None
+    quantisation: Quantisation | None = None
 
     @property
     def bytes(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Iterable, Mapping, Optional
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
@@ -50,9 +51,7 @@ class AmaxTable:
         return merge_amax(self._known[tiles_of], tiles)
 
 
-def apply_copy(
-    copy: Copy, source_tensor: Optional[torch.Tensor], destination_tensor: torch.Tensor, amax: Optional[AmaxTable] = None
-) -> None:
+def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tensor: torch.Tensor, amax: AmaxTable | None = None) -> None:
     """Writes the copy's box of `destination_tensor`, both tensors whole as the layouts state them.
 
     A cast rounds to nearest even, as `Tensor.to` does. `source_tensor` is not looked at for zeros.
@@ -78,7 +77,7 @@ class Payloads:
         self._views = {name: views for name, views in self._views.items() if places.get(name) == self._places[name]}
         self._sources, self._places = sources, places
 
-    def of(self, copy: Copy, amax: Optional[AmaxTable] = None) -> torch.Tensor:
+    def of(self, copy: Copy, amax: AmaxTable | None = None) -> torch.Tensor:
         if copy.source_tensor is None or copy.source_box is None:
             return payload(copy, None, amax).to(next(iter(self._sources.values())).device)  # a stream of the GPU can only copy from there
         views = self._views.setdefault(copy.source_tensor, {})
@@ -92,7 +91,7 @@ class Payloads:
         return values
 
 
-def payload(copy: Copy, source_tensor: Optional[torch.Tensor], amax: Optional[AmaxTable] = None) -> torch.Tensor:
+def payload(copy: Copy, source_tensor: torch.Tensor | None, amax: AmaxTable | None = None) -> torch.Tensor:
     """What the copy puts into its destination box, in its shape and dtype: a view of the source where possible.
 
     `amax` is needed where `copy.quantisation.cut`. Raises ValueError when it, or the source tensor, is missing.
@@ -110,7 +109,7 @@ def payload(copy: Copy, source_tensor: Optional[torch.Tensor], amax: Optional[Am
     return values.to(dtype).reshape(copy.destination_box.shape)
 
 
-def _quantised(copy: Copy, values: torch.Tensor, amax: Optional[AmaxTable]) -> torch.Tensor:
+def _quantised(copy: Copy, values: torch.Tensor, amax: AmaxTable | None) -> torch.Tensor:
     from megarl import kernels
     from megarl.reshard.quantise import scales_of
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Iterator
 
 import numpy as np
 from msgspec import Struct

@@ -8,9 +8,9 @@ asked for. In the statement of a shard, experts are a leading dim of both boxes,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Iterator, Optional
 
 import msgspec
 import numpy as np
@@ -47,11 +47,11 @@ class LocalTensor:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-    engine_shape: Optional[tuple[int, ...]] = None  # where the engine shows the same memory in another shape: transposed, a scalar
-    flat: Optional[tuple[int, int]] = None
-    experts: Optional[tuple[int, int]] = None  # first and end of a shard's experts, in the statement of an expert kind
+    engine_shape: tuple[int, ...] | None = None  # where the engine shows the same memory in another shape: transposed, a scalar
+    flat: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None  # first and end of a shard's experts, in the statement of an expert kind
 
-    def expand(self, layer: Optional[int]) -> tuple[LocalTensor, ...]:
+    def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
         """The tensors that this statement stands for at one layer: names resolved, experts one by one."""
         if layer is None:
             return (self,)
@@ -99,9 +99,9 @@ class Kind:
     stages: np.ndarray  # [instances]
     ranks: np.ndarray  # [stages, S, replicas]
     first_layer: int = 0
-    rule: Optional[Rule] = None  # of quantisation; the shards are then e4m3, and kind number `scales` holds their scales
-    scales: Optional[int] = None
-    scales_of: Optional[int] = None  # number of the kind that these are the scales of
+    rule: Rule | None = None  # of quantisation; the shards are then e4m3, and kind number `scales` holds their scales
+    scales: int | None = None
+    scales_of: int | None = None  # number of the kind that these are the scales of
 
     @property
     def instances(self) -> int:
@@ -118,10 +118,10 @@ class Kind:
         return sum(sizes) * self.instances * self.replicas
 
     @property
-    def layers(self) -> Optional[Layers]:
+    def layers(self) -> Layers | None:
         return (self.first_layer, self.first_layer + self.instances) if self.place == LAYER else None
 
-    def layer(self, instance: int) -> Optional[int]:
+    def layer(self, instance: int) -> int | None:
         return self.first_layer + instance if self.place == LAYER else None
 
     def name_of(self, instance: int) -> str:
@@ -196,7 +196,7 @@ class Layout:
     def shared_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece, int, int]]:
         """(tensor, piece, replica, replicas) of the pieces that `rank` answers for together with its replicas: those of `owned_pieces`,
         on every replica."""
-        owner: dict[tuple[str, Optional[Layers]], str] = {}
+        owner: dict[tuple[str, Layers | None], str] = {}
         for kind in self.kinds:
             for shard in kind.shards:
                 for piece in shard.pieces:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Optional, Sequence, Union
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def generator_layout(
     topology: GeneratorTopology,
     dtype: str,
     device: str = "cuda",
-    quantization: Optional[Union[str, Rule]] = None,
+    quantization: str | Rule | None = None,
 ) -> Layout:
     """SGLang's names on every generator rank; each engine is one replica.
 

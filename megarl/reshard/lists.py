@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Optional
 
 import numpy as np
 
@@ -43,7 +42,7 @@ def received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
 def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
     """Appends what `rank` of the source sends to the lists that `shelf` gives: each list has its copies as rows stand."""
     seats = turns.source.seats(rank)
-    own = [row for row in rows if any([(holder.kind, holder.shard) in seats for holder in row.holders])]
+    own = [row for row in rows if any((holder.kind, holder.shard) in seats for holder in row.holders)]
     _write(turns, own, shelf, lambda row: _given(turns, rank, seats, row))
 
 
@@ -159,7 +158,7 @@ def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
             put(Copy(s, source_name, here, r, name, box, row.transform, dtype, depth, how))
 
 
-def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Optional[Quantisation]]:
+def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None]:
     if row.logical is None:
         return [None] * len(share.layers)
     weights = turns.destination.kinds[row.weights]
@@ -168,8 +167,8 @@ def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Optional[Quantisati
 
 
 def _of_each_expert(
-    turns: Turns, row: Row, held: Holder, source_name: str, name: str, how: Optional[Quantisation]
-) -> Iterator[tuple[str, Box, str, Box, Optional[Quantisation]]]:
+    turns: Turns, row: Row, held: Holder, source_name: str, name: str, how: Quantisation | None
+) -> Iterator[tuple[str, Box, str, Box, Quantisation | None]]:
     """(source tensor, its box, destination tensor, its box, how) of the row's experts at one layer."""
     here, there = turns.source.kinds[held.kind].shards[held.shard], turns.destination.kinds[row.kind].shards[row.shard]
     assert held.box is not None

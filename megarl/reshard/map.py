@@ -6,7 +6,6 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Optional
 
 import numpy as np
 
@@ -46,10 +45,10 @@ class ReshardMap:
     destination: Layout
     rows: tuple[Row, ...] = field(repr=False)
     build_s: float = 0.0
-    nodes: Optional[Nodes] = None
+    nodes: Nodes | None = None
 
     @classmethod
-    def build(cls, source: Layout, destination: Layout, nodes: Optional[Nodes] = None) -> ReshardMap:
+    def build(cls, source: Layout, destination: Layout, nodes: Nodes | None = None) -> ReshardMap:
         """Pure arithmetic on the two layouts: equal inputs give equal maps on every rank. Raises ValueError when they do not fit.
 
         With `nodes`, receivers take from a sender on their own node where there is one.

@@ -8,9 +8,9 @@ a short table however many layers and receivers there are, and every rank arrive
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Iterable, Optional, Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Ordering:
     def _charges(self) -> bool:
         return bool(self._charged.any())
 
-    def group(self, row: Row) -> Optional[_Key]:
+    def group(self, row: Row) -> _Key | None:
         """What the row's order is kept under; None: round robin."""
         kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
         return None if len(row.holders) > 1 or self._is_even(kind, shard, row.kind) else _key(row)

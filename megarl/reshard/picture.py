@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -26,7 +26,7 @@ def traffic(map: ReshardMap, most_cells: int = MOST_CELLS) -> np.ndarray:
     return matrix.reshape(shape)
 
 
-def draw(map: ReshardMap, path: str, title: str, forwarding: Optional[Forwarding] = None) -> None:
+def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None = None) -> None:
     """Writes `path`, an .svg or .png: the matrix in the middle, each sender's bytes on its left, each receiver's above.
 
     Of what the trainer sends; what engines pass on is told in the title.

@@ -9,8 +9,8 @@ own tile, and that whoever quantises part of a tile is told so.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Iterable, Optional, Sequence
 
 import numpy as np
 
@@ -33,9 +33,9 @@ class _Write:
     transform: str
     tensor: LocalTensor  # destination
     box: Box
-    held: Optional[LocalTensor]  # source
-    origin: Optional[Box]
-    rule: Optional[Rule]
+    held: LocalTensor | None  # source
+    origin: Box | None
+    rule: Rule | None
     cut: bool
     extents: dict[str, tuple[int, ...]]  # shapes of the logical tensors
 
@@ -128,7 +128,7 @@ def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> No
         raise ProofError(f"{where}: {missing} elements are never written")
 
 
-def _overlap(boxes: Sequence[Box]) -> Optional[tuple[Box, Box]]:
+def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes with a common element, or None. Sweeps the dim with most cuts, so that few boxes are open at a time."""
     if len(boxes) < 2:
         return None
@@ -143,7 +143,7 @@ def _overlap(boxes: Sequence[Box]) -> Optional[tuple[Box, Box]]:
     return None
 
 
-def _check_content(write: _Write) -> Optional[Piece]:
+def _check_content(write: _Write) -> Piece | None:
     """The box of the destination tensor receives its own logical elements: from `origin` of the tensor `held`, or zeros.
 
     Of quantised weights and of scales, returns the weights they are made from.

@@ -26,7 +26,6 @@ by one unit in the last place from their own on a CPU. Here a division is a divi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Optional
 
 from megarl.reshard.box import Box
 
@@ -36,8 +35,8 @@ E4M3_MAX = 448.0
 @dataclass(frozen=True, slots=True)
 class Rule:
     name: str
-    rows: Optional[int]  # of one tile; None: all rows of the tensor
-    cols: Optional[int]  # of one tile; None: all columns of the tensor
+    rows: int | None  # of one tile; None: all rows of the tensor
+    cols: int | None  # of one tile; None: all columns of the tensor
     floor: float  # a smaller amax counts as this: keeps the scale of a tile of zeros from being 0
     reciprocal: bool  # x * (1 / scale) instead of x / scale
 
@@ -70,11 +69,11 @@ def block_rule(rows: int, cols: int) -> Rule:
     return replace(BLOCK, name=f"block{rows}x{cols}", rows=rows, cols=cols)
 
 
-def _count(extent: int, size: Optional[int]) -> int:
+def _count(extent: int, size: int | None) -> int:
     return 1 if size is None else -(-extent // size)
 
 
-def _span(start: int, extent: int, size: Optional[int]) -> tuple[int, int]:
+def _span(start: int, extent: int, size: int | None) -> tuple[int, int]:
     """(first tile, number of tiles) of elements start .. start + extent."""
     if size is None:
         return 0, 1
@@ -82,5 +81,5 @@ def _span(start: int, extent: int, size: Optional[int]) -> tuple[int, int]:
     return first, -(-(start + extent) // size) - first
 
 
-def _on_edge(position: int, extent: int, size: Optional[int]) -> bool:
+def _on_edge(position: int, extent: int, size: int | None) -> bool:
     return position in (0, extent) or (size is not None and position % size == 0)

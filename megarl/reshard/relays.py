@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from megarl.reshard.fleet import between_engines, passed_on
 from megarl.reshard.forwarding import Forwarding, inside_hosts
@@ -36,13 +36,13 @@ def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
     return replace(map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin), forwarding
 
 
-def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Optional[Forwarding]]:
+def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
     """As `relayed`, as far as it is settled before a run: `relay` is weights.relay, `tp` the ranks of an engine. What is passed on inside
     hosts hangs on where engines come to run."""
     return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
 
 
-def summary(map: ReshardMap, forwarding: Optional[Forwarding]) -> Summary:
+def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
     """Of both parts together; copies and writes are the trainer's."""
     if forwarding is None:
         return map.summary()
@@ -58,7 +58,7 @@ def summary(map: ReshardMap, forwarding: Optional[Forwarding]) -> Summary:
     )
 
 
-def busiest_bytes(map: ReshardMap, forwarding: Optional[Forwarding]) -> int:
+def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
     """Of the rank that sends or receives most while the trainer writes, and then of that which does while engines pass on."""
     written = max(int(side.max()) for side in map.rank_bytes())
     return written if forwarding is None else written + max(int(side.max()) for side in forwarding.rank_bytes())

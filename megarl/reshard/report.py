@@ -6,7 +6,8 @@ import dataclasses
 import json
 import statistics
 import time
-from typing import Any, Iterator, Optional
+from collections.abc import Iterator
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.reshard.balance import sender_bound
@@ -22,9 +23,7 @@ from megarl.reshard.table import size, sum_messages
 LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC a rank
 
 
-def to_json(
-    map: ReshardMap, forwarding: Optional[Forwarding] = None, link_bytes_per_s: float = LINK_BYTES_PER_S
-) -> dict[str, Any]:
+def to_json(map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_per_s: float = LINK_BYTES_PER_S) -> dict[str, Any]:
     """Summary numbers of a map, once proven, and of what is passed on beside it.
 
     `build_s`: planning and proof. `predicted_s`: the busiest rank's bytes, sent or received, over `link_bytes_per_s` (`busiest_bytes`); no
@@ -125,10 +124,10 @@ def copy_fields(copy: Copy) -> dict[str, Any]:
     return fields
 
 
-def _pair(box: Optional[Box]) -> Optional[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _pair(box: Box | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return None if box is None else (box.start, box.shape)
 
 
-def _indices(box: Optional[Box]) -> str:
+def _indices(box: Box | None) -> str:
     assert box is not None
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.end)) + "]"

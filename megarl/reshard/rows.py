@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Iterable, Optional
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
@@ -96,7 +96,7 @@ def _lacking(source: Layout, destination: Layout, kind: Kind, piece: Piece) -> s
 
 
 def _span(kind: Kind) -> str:
-    return "one" if kind.layers is None else "layers {} to {}".format(kind.layers[0], kind.layers[1] - 1)
+    return "one" if kind.layers is None else f"layers {kind.layers[0]} to {kind.layers[1] - 1}"
 
 
 def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
@@ -131,7 +131,7 @@ def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
     return tuple(result)
 
 
-def _joined(a: Row, b: Row) -> Optional[Row]:
+def _joined(a: Row, b: Row) -> Row | None:
     target = a.box.join(b.box)
     if target is None or a.logical_name != b.logical_name or a.cut != b.cut:  # amax is exchanged of cut rows alone
         return None

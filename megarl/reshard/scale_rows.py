@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from msgspec.structs import replace
 
 from megarl.reshard.box import Box
@@ -21,9 +19,7 @@ def with_cuts(kind: Kind, found: list[Row]) -> list[Row]:
     fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
     whole = kind.rule.whole_tiles
     return [
-        replace(row, cut=True)
-        if (of_whole_tensor(kind.rule) and fused) or not whole(row.logical, extents[row.logical_name].end)
-        else row
+        replace(row, cut=True) if (of_whole_tensor(kind.rule) and fused) or not whole(row.logical, extents[row.logical_name].end) else row
         for row in found
     ]
 
@@ -51,7 +47,7 @@ def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
     return rows
 
 
-def _owned(kind: Kind, piece: Piece, number: int, logical: Box) -> Optional[tuple[Box, Box]]:
+def _owned(kind: Kind, piece: Piece, number: int, logical: Box) -> tuple[Box, Box] | None:
     """(what of `logical` lies in tiles whose scale this row writes, those tiles); None where it writes no scale."""
     rule, start, shape = kind.rule, list(logical.start), list(logical.shape)
     if of_whole_tensor(rule) and number:

@@ -11,8 +11,8 @@ After loading, SGLang keeps the weights of the latter two transposed (dense laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Mapping, Sequence
 
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LogicalTensor

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Optional, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -90,7 +90,7 @@ def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, .
     return _runs(depth_bytes(map), wave_bytes)
 
 
-def groups(map: ReshardMap, group_bytes: Optional[int]) -> tuple[int, ...]:
+def groups(map: ReshardMap, group_bytes: int | None) -> tuple[int, ...]:
     """Group of each depth, in which an update is applied: whole layers, put together until a receiver gets `group_bytes` in one.
 
     What comes before the first layer goes with it, and what comes after the last with that. None: all are one group. Equal on both

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Iterator, Mapping
 
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LogicalTensor, Parameter
@@ -12,9 +12,7 @@ from megarl.reshard.box import Box, whole_box
 from megarl.reshard.kinds import Kind, LocalTensor, Piece
 
 
-def local_tensor(
-    parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str
-) -> LocalTensor:
+def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str) -> LocalTensor:
     """Shard number `shard` of (expert shards, shards of each tensor) = `cut`: contiguous chunks, the latter running faster."""
     expert_shard, tensor_shard = divmod(shard, cut[1])
     tensor = _whole(parameter, logical, dtype) if parameter.dim is None else _chunk(parameter, logical, tensor_shard, cut[1], dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Iterator, Optional, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -27,7 +27,7 @@ run       bytes that lie together in the receiver's memory; messages: what one-s
           runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the receiver spreads them"""
 
 
-def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Optional[Forwarding] = None) -> str:
+def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | None = None) -> str:
     """One line per destination parameter, totals over all ranks, how evenly ranks share them, and what is meant by it all.
 
     The lines are of what the trainer writes; what engines pass on (`forwarding`) is summed up behind them.
@@ -70,13 +70,16 @@ def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Li
     return _short(kind.name), own, names, shards, *numbers
 
 
-def _facts(map: ReshardMap, forwarding: Optional[Forwarding], link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
+def _facts(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
     (sent, received), bound, found = map.rank_bytes(), sender_bound(map), summary(map, forwarding)
     yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}"
     yield "receivers", f"{_shared(received)}: max/mean {received.max() / received.mean():.4f}"
-    yield "", (
-        f"of the senders' {found.sender_max_over_mean:.4f} the trainer's layout forces {bound.max_over_mean:.4f}, "
-        f"the sizes of its pipeline stages alone {bound.of_stages:.4f}"
+    yield (
+        "",
+        (
+            f"of the senders' {found.sender_max_over_mean:.4f} the trainer's layout forces {bound.max_over_mean:.4f}, "
+            f"the sizes of its pipeline stages alone {bound.of_stages:.4f}"
+        ),
     )
     count = sum_messages(map, map.write_rows)
     yield "messages", f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average"

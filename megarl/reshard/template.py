@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from typing import Iterator, Optional
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -14,7 +14,7 @@ from megarl.reshard.kinds import Layout
 
 IDENTITY, CAST, ZEROS, QUANTISE, SCALE = "identity", "cast", "zeros", "quantise", "scale"
 
-LogicalKey = tuple[str, Optional[Layers]]
+LogicalKey = tuple[str, Layers | None]
 Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
 
 
@@ -23,7 +23,7 @@ class Holder(Struct, frozen=True, gc=False):
 
     kind: int  # index into source.kinds
     shard: int
-    box: Optional[Box]
+    box: Box | None
 
 
 class Row(Struct, frozen=True, gc=False):
@@ -42,9 +42,9 @@ class Row(Struct, frozen=True, gc=False):
     fan: int = 1
     index: int = 0
     logical_name: str = ""
-    logical: Optional[Box] = None
+    logical: Box | None = None
     cut: bool = False
-    travels_with: Optional[int] = None  # kind of the weights that a row of scales belongs to
+    travels_with: int | None = None  # kind of the weights that a row of scales belongs to
 
     @property
     def weights(self) -> int:
@@ -75,11 +75,11 @@ class SortedStripes:
         first = self.sorted[0][0]
         others = [box for box, _ in self.sorted]
         dims = range(len(first.start))
-        cut = [d for d in dims if any([box.start[d] != first.start[d] or box.shape[d] != first.shape[d] for box in others])]
+        cut = [d for d in dims if any(box.start[d] != first.start[d] or box.shape[d] != first.shape[d] for box in others)]
         self.dim = cut[0] if cut else 0
         self.starts = [box.start[self.dim] for box in others] if cut else [0]
         self.ends = [box.start[self.dim] + box.shape[self.dim] for box in others] if cut else [1]
-        self.ordered = len(cut) == 1 and all([a <= b for a, b in zip(self.ends, self.starts[1:])])
+        self.ordered = len(cut) == 1 and all(a <= b for a, b in zip(self.ends, self.starts[1:]))
 
     def within(self, box: Box) -> Iterator[tuple[Box, list[Holder], Box]]:
         """(stripe, its holders, what it has in common with `box`)"""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Optional
 
 import numpy as np
 
@@ -41,10 +40,10 @@ class Turns:
     source: Layout
     destination: Layout
     rows: tuple[Row, ...]
-    nodes: Optional[Nodes]
+    nodes: Nodes | None
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
-    def service(self, row: Row, replica: Optional[int] = None, stages: Optional[list[int]] = None) -> Service:
+    def service(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Service:
         """Of all destination replicas, or of one; of all instances, or of those that these stages of the first holder's kind hold."""
         target, held = self.destination.kinds[row.kind], row.holders[0].kind
         orders = self._ordering.of(row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Optional
 
 MAX_ANSWER_CHARS = 512
 
@@ -31,7 +30,7 @@ _NUMBER_OF_DEGREES = re.compile(rf"\A(-?{_NUMBER})\s*(?:\^\s*\\circ|\^\s*\{{\s*\
 _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
 
-def marked_answer(text: str) -> Optional[str]:
+def marked_answer(text: str) -> str | None:
     """The answer that the text marks as such, cleaned: in its last \\boxed{}, after its last "####" (GSM8K), or after its last
     "answer is", in this order of precedence. None if it marks none; empty if what it marks is empty, too long or never closed."""
     start = _last_box(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Optional
 
 from megarl.config.schema import RewardConfig
 from megarl.types import Sample
@@ -21,7 +20,7 @@ def failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {**by_kind, FAILED_FRACTION: counts.total() / len(samples)}
 
 
-def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> Optional[str]:
+def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> str | None:
     """Why to stop, where more than `reward.max_failed_fraction` of the samples' scores failed: kinds, share and an example."""
     counts = _counts(samples)
     if counts.total() <= config.max_failed_fraction * len(samples):
@@ -30,7 +29,7 @@ def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> Option
     example = next(sample for sample in samples if sample.failure is not None)
     text = example.text if len(example.text) <= _EXAMPLE_CHARS else example.text[:_EXAMPLE_CHARS] + "…"
     limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
-    return f"reward.name={config.name}: {share}, {limit}; for example {ascii(text)}: {example.failure.reason}"
+    return f"reward.name={config.name}: {share}, {limit}; for example {text!a}: {example.failure.reason}"
 
 
 def told_failures(rows: Sequence[Mapping[str, float]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from megarl.rewards.limits import MAX_DIGITS
 
@@ -20,7 +20,7 @@ class PlainNumber(NamedTuple):
     is_decimal: bool
 
 
-def plain_number(text: str) -> Optional[PlainNumber]:
+def plain_number(text: str) -> PlainNumber | None:
     """An integer, decimal or quotient of integers, thousands separated or not, as an exact rational; None for anything else."""
     if len(text) > MAX_DIGITS:
         return None
@@ -39,7 +39,7 @@ def plain_number(text: str) -> Optional[PlainNumber]:
     return PlainNumber(-value if sign == "-" else value, decimals is not None)
 
 
-def plain_equal(a: Optional[PlainNumber], b: Optional[PlainNumber]) -> Optional[bool]:
+def plain_equal(a: PlainNumber | None, b: PlainNumber | None) -> bool | None:
     """Equality by exact arithmetic, up to the sixth place where one is a decimal; None where one is no plain number."""
     if a is None or b is None:
         return None

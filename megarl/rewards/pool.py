@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
 import msgspec
 
@@ -30,7 +29,7 @@ class RewardPool(WorkerPool):
     it. What it prints goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event loop.
     """
 
-    def __init__(self, config: RewardConfig, parameters: Sequence[str] = OF_VERIFIERS, log_folder: Optional[Path] = None):
+    def __init__(self, config: RewardConfig, parameters: Sequence[str] = OF_VERIFIERS, log_folder: Path | None = None):
         self._config, self._parameters = config, parameters
         self._most_chars = MAX_TEXT_CHARS if config.name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
@@ -61,4 +60,4 @@ class RewardPool(WorkerPool):
 def mistake(config: RewardConfig, told: str, request: ScoreRequest) -> str:
     """What the run ends with, when the user's function made a mistake over a response."""
     text = request.response if len(request.response) <= 200 else request.response[:200] + "…"
-    return f"reward.name={config.name}: {told}\nIt was given the response {ascii(text)}; its output is in the run's logs/reward.*.log"
+    return f"reward.name={config.name}: {told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log"

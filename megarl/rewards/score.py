@@ -9,7 +9,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 
@@ -44,7 +44,7 @@ class Score(msgspec.Struct, frozen=True):
 
     reward: float
     parts: dict[str, float] = {}
-    failure: Optional[Failure] = None
+    failure: Failure | None = None
 
 
 def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:

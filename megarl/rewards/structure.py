@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from megarl.rewards.limits import Refused, check_value
 from megarl.rewards.plain_numbers import plain_number
@@ -136,7 +136,7 @@ def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
     return [*pieces, text[start:]], found
 
 
-def _bracketed(text: str) -> Optional[tuple[str, str, str]]:
+def _bracketed(text: str) -> tuple[str, str, str] | None:
     """Opening, content and closing of a text that one pair of brackets holds together."""
     if text.startswith("\\{") and text.endswith("\\}"):
         opening, content, closing = "{", text[2:-2], "}"
@@ -190,7 +190,7 @@ def _expression(text: str, checked: bool) -> Any:
     from sympy import I
 
     imaginary = [symbol for symbol in getattr(found[0], "free_symbols", ()) if symbol.name == "i"]
-    return found[0].subs({symbol: I for symbol in imaginary}) if imaginary else found[0]
+    return found[0].subs(dict.fromkeys(imaginary, I)) if imaginary else found[0]
 
 
 def is_function(structure: Any) -> bool:

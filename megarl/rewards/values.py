@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, Optional
+from typing import Any
 
 from megarl.rewards.plain_numbers import SAME_DECIMALS
 
@@ -52,7 +52,7 @@ def _coordinate(point: int, number: int) -> Fraction:
     return size if (point + number) % 2 == 0 else -size
 
 
-def _value(expression: Any, where: dict[str, Fraction]) -> Optional[Value]:
+def _value(expression: Any, where: dict[str, Fraction]) -> Value | None:
     """None where it has no finite value."""
     import sympy
 
@@ -64,10 +64,10 @@ def _value(expression: Any, where: dict[str, Fraction]) -> Optional[Value]:
     return None if None in found else (found[0], found[1])
 
 
-def _fraction(number: Any) -> Optional[Fraction]:
+def _fraction(number: Any) -> Fraction | None:
     if number.is_Rational:
         return Fraction(int(number.p), int(number.q))
     sign, mantissa, exponent, bits = number._mpf_
-    if not mantissa and exponent or abs(exponent) + bits > _MAX_BITS:  # infinite or no number; or too large to write down
+    if (not mantissa and exponent) or abs(exponent) + bits > _MAX_BITS:  # infinite or no number; or too large to write down
         return None
     return Fraction(int(-mantissa if sign else mantissa)) * Fraction(2) ** int(exponent)

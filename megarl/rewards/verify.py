@@ -14,6 +14,7 @@ from megarl.rewards.limits import Refused, check_characters
 
 MAX_TEXT_CHARS = 1 << 18
 
+
 def math_reward(text: str, answer: str) -> float:
     """Whether the final answer of `text` equals `answer` mathematically (megarl.rewards.equality).
 

@@ -101,7 +101,7 @@ def _forbid_side_effects() -> None:
             if in_sympy_parser and not (isinstance(source, bytes) and _NUMBER_SOURCE.fullmatch(source)):
                 raise PermissionError("evaluating Python from text is not allowed here")
         elif event == "open":
-            if isinstance(args[1], str) and not args[1].startswith("r") or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            if (isinstance(args[1], str) and not args[1].startswith("r")) or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 raise PermissionError("writing files is not allowed here")
         elif event.startswith(_FORBIDDEN_EVENTS) and event not in _HARMLESS_EVENTS:
             raise PermissionError(f"{event} is not allowed here")

@@ -16,7 +16,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], file
     with written_together(path, _size_bytes(trainer)) as folder:
         boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
         mine = together(lambda: write_boxes(folder / tensor_file(rank), rank, boxes))
-        parts: Optional[list[Any]] = [None] * ranks if rank == 0 else None
+        parts: list[Any] | None = [None] * ranks if rank == 0 else None
         dist.gather_object(mine, parts)
 
         def conclude() -> None:
@@ -119,7 +119,7 @@ def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
     return held.totals(trainer, [*held.held_boxes(trainer), *held.live_boxes(trainer)])
 
 
-def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> Optional[str]:
+def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> str | None:
     """What is wrong where the `totals` that the ranks hold are not a whole number of times what the index has."""
     shapes = held.logical_shapes(trainer)
     for name, (count, total) in totals.items():

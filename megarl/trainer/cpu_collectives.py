@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ def gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
     """For megatron.core.tensor_parallel.mappings._gather_along_first_dim: sends all parts at the length of the longest."""
 
     @functools.wraps(original)
-    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: Optional[list[int]] = None, *args: Any) -> torch.Tensor:
+    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return original(x, group, sizes, *args)
         padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, max(sizes) - x.size(0)))
@@ -30,7 +30,7 @@ def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[...
     """For megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim: sums everything, and takes this rank's part."""
 
     @functools.wraps(original)
-    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: Optional[list[int]] = None, *args: Any) -> torch.Tensor:
+    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return original(x, group, sizes, *args)
         total = x.clone()

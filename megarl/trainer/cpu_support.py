@@ -25,14 +25,34 @@ from megarl.trainer.cpu_collectives import gather_uneven, reduce_scatter_uneven
 _CPU = torch.device("cpu")
 
 # Imported by install(), so that no module of Megatron escapes the proxy by being imported late.
-_MODULES = """
-  distributed distributed.finalize_model_grads distributed.param_and_grad_buffer models.gpt models.gpt.gpt_layer_specs
-  optimizer optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer optimizer_param_scheduler
-  parallel_state pipeline_parallel.p2p_communication pipeline_parallel.schedules tensor_parallel.layers
-  tensor_parallel.mappings tensor_parallel.random transformer.moe.experts transformer.moe.moe_layer transformer.moe.moe_utils
-  transformer.moe.router transformer.moe.shared_experts transformer.moe.token_dispatcher transformer.multi_latent_attention
-  transformer.transformer_block transformer.utils utils
-""".split()
+_MODULES = [
+    "distributed",
+    "distributed.finalize_model_grads",
+    "distributed.param_and_grad_buffer",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "optimizer",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.optimizer",
+    "optimizer_param_scheduler",
+    "parallel_state",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "transformer.moe.experts",
+    "transformer.moe.moe_layer",
+    "transformer.moe.moe_utils",
+    "transformer.moe.router",
+    "transformer.moe.shared_experts",
+    "transformer.moe.token_dispatcher",
+    "transformer.multi_latent_attention",
+    "transformer.transformer_block",
+    "transformer.utils",
+    "utils",
+]
 
 # Compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
 _CHECK_TYPE_NAMES = (
@@ -58,7 +78,7 @@ class _NullStream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, *args: Any) -> "_NullStream":
+    def record_event(self, *args: Any) -> _NullStream:
         return self
 
 

@@ -10,7 +10,6 @@ import re
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import Optional
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -31,7 +30,7 @@ def naming_peers(role: str, rank: int) -> Iterator[None]:
         raise TimeoutError(f"{role}.{rank} waited {waited_s:.0f} s for {_awaited(late, role)}") from error
 
 
-def _expired(error: BaseException) -> Optional[tuple[BaseException, float]]:
+def _expired(error: BaseException) -> tuple[BaseException, float] | None:
     """The error of gloo's deadline that `error` is or comes from, and the deadline in seconds."""
     seen: list[BaseException] = []
     within = [error]
@@ -39,9 +38,9 @@ def _expired(error: BaseException) -> Optional[tuple[BaseException, float]]:
         each = within.pop()
         if each in seen:
             continue
-        if match := _EXPIRED.search(str(each)):
-            if each.__cause__ is None or _EXPIRED.search(str(each.__cause__)) is None:
-                return each, int(match[1]) / 1000
+        told = each.__cause__ is not None and _EXPIRED.search(str(each.__cause__)) is not None
+        if (match := _EXPIRED.search(str(each))) and not told:
+            return each, int(match[1]) / 1000
         seen.append(each)
         within += [other for other in (each.__context__, each.__cause__) if other is not None]
     return None

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Optional, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -33,12 +33,12 @@ def together(
 
     `raises`, on every rank, where one of `failures` came up on any.
     """
-    failure: Optional[Exception] = None
+    failure: Exception | None = None
     try:
         result = action()
     except failures as error:
         failure = error
-    told: list[Optional[str]] = [None] * dist.get_world_size()
+    told: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, None if failure is None else str(failure) or repr(failure))
     problems = {text: rank for rank, text in reversed(list(enumerate(told))) if text is not None}
     if not problems:

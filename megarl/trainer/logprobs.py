@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,7 +16,7 @@ def token_logprobs(
     group: dist.ProcessGroup,
     vocab_size: int,
     temperature: float = 1.0,
-    cp_group: Optional[dist.ProcessGroup] = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """[b, s] float32: entry i is log p(token i | tokens < i), and 0 at i = 0. The same on all ranks of both groups.
 
@@ -32,7 +30,7 @@ def token_logprobs(
 
 
 def token_entropy(
-    logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0, cp_group: Optional[dist.ProcessGroup] = None
+    logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0, cp_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """[b, s] float32: entry i is the entropy, in nats, at the choice of token i, and 0 at i = 0. As `token_logprobs`; no gradient."""
     entropy = vocab_parallel_entropy(logits, group, vocab_size, temperature)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
 
 import numpy as np
 import torch
 
 from megarl.models.routing import RoutingFormat
 from megarl.types import TrainSequence
+
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
@@ -42,8 +42,8 @@ class MicroBatch:
     loss_mask: torch.Tensor  # [b, s] bool, False where padded
     mu_logprobs: torch.Tensor  # [b, s] float32, 0 where masked
     advantages: torch.Tensor  # [b, s] float32, 0 where masked
-    reference_logprobs: Optional[torch.Tensor]  # [b, s] float32, if train_step was given them
-    routing: Optional[torch.Tensor]  # [b, s - 1, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
+    reference_logprobs: torch.Tensor | None  # [b, s] float32, if train_step was given them
+    routing: torch.Tensor | None  # [b, s - 1, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     indices: tuple[int, ...]  # position of each row in train_step's `sequences`; empty when all rows are padding
 
 
@@ -87,8 +87,8 @@ def build(
     plan: MicrobatchPlan,
     sequences: Sequence[TrainSequence],
     device: torch.device,
-    reference_logprobs: Optional[Sequence[Sequence[float]]] = None,
-    routing: Optional[RoutingFormat] = None,
+    reference_logprobs: Sequence[Sequence[float]] | None = None,
+    routing: RoutingFormat | None = None,
 ) -> MicroBatch:
     """The tensors of one microbatch, on `device`; `routing` is that of the sequences, where it is to be replayed."""
     chosen = [sequences[i] for i in plan.indices]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the decoder; fused CUDA kernels are asked for only where CUDA is."""
     cuda, fused = torch.cuda.is_available(), norm_names() == "te"
-    recompute_all: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    recompute_all: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -102,28 +102,28 @@ def transformer_config(
 def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, Any]:
     """No loss but the algorithm's: neither load balancing nor a z-loss, and no token is dropped."""
     limited = spec.topk_groups < spec.num_expert_groups
-    return dict(
-        num_moe_experts=spec.num_experts,
-        moe_ffn_hidden_size=spec.expert_intermediate_size,
-        moe_router_topk=spec.experts_per_token,
-        moe_router_score_function=spec.score_function,
-        moe_router_pre_softmax=not spec.norm_topk_prob,  # softmax over all experts; else over the chosen ones
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_grouped_gemm=norm_names() == "te",
-        expert_model_parallel_size=topology.ep,
-        expert_tensor_parallel_size=topology.etp,
+    return {
+        "num_moe_experts": spec.num_experts,
+        "moe_ffn_hidden_size": spec.expert_intermediate_size,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_router_score_function": spec.score_function,
+        "moe_router_pre_softmax": not spec.norm_topk_prob,  # softmax over all experts; else over the chosen ones
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": norm_names() == "te",
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.etp,
         # (A list, even of ones, would change how checkpoints name layers.)
-        moe_layer_freq=[int(layer >= spec.first_dense_layers) for layer in range(spec.num_layers)] if spec.first_dense_layers else 1,
-        moe_shared_expert_intermediate_size=spec.shared_intermediate_size or None,
-        moe_router_num_groups=spec.num_expert_groups if limited else None,
-        moe_router_group_topk=spec.topk_groups if limited else None,
-        moe_router_topk_scaling_factor=spec.routed_scaling_factor,
+        "moe_layer_freq": [int(layer >= spec.first_dense_layers) for layer in range(spec.num_layers)] if spec.first_dense_layers else 1,
+        "moe_shared_expert_intermediate_size": spec.shared_intermediate_size or None,
+        "moe_router_num_groups": spec.num_expert_groups if limited else None,
+        "moe_router_group_topk": spec.topk_groups if limited else None,
+        "moe_router_topk_scaling_factor": spec.routed_scaling_factor,
         # The bias balanced the experts while the model was pretrained; here it stays as it is.
-        moe_router_enable_expert_bias=spec.router_bias,
-        moe_router_bias_update_rate=0.0,
-    )
+        "moe_router_enable_expert_bias": spec.router_bias,
+        "moe_router_bias_update_rate": 0.0,
+    }
 
 
 def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: Transformer
     return chunks
 
 
-def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: Optional[int]) -> GPTModel:
+def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) -> GPTModel:
     scaling = dict(spec.rope_scaling or {})
     model = GPTModel(
         config=config,
@@ -202,11 +202,11 @@ def _global_expert(name: str, layer: torch.nn.Module) -> str:
     return f"{found[1]}{layer.mlp.local_expert_indices[int(found[2])]}{found[3]}" if found else name
 
 
-def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: Optional[int]) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     if norm_names() == "te":
         if spec.first_dense_layers:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-        own = dict(num_experts=spec.num_experts or None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
+        own = {"num_experts": spec.num_experts or None, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}
         return get_gpt_layer_with_transformer_engine_spec(**own, multi_latent_attention=spec.kv_lora_rank > 0)
     first, count = get_transformer_layer_offset(config, vp_stage=stage), get_num_layers_to_build(config, vp_stage=stage)
     dense, sparse = (_local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None))
@@ -214,7 +214,7 @@ def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: Optional[int]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: Optional[int]) -> ModuleSpec:
+def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int | None) -> ModuleSpec:
     """One layer of Megatron's own modules, with our norms and attention."""
     latent = spec.kv_lora_rank > 0
     layer = get_gpt_layer_local_spec(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ class LayerReplay(RouterReplay):
 
     def __init__(self) -> None:
         # (The parent's own would enter this into a list that outlives the trainer.)
-        self._ids: Optional[torch.Tensor] = None
+        self._ids: torch.Tensor | None = None
         self._again: deque[torch.Tensor] = deque()
         self.replayed: torch.Tensor | int = 0  # tokens
         self.replaced: torch.Tensor | int = 0  # of these, with other experts than the router's own
@@ -43,9 +42,9 @@ class LayerReplay(RouterReplay):
         self,
         scores: torch.Tensor,
         topk: int,
-        num_groups: Optional[int] = None,
-        group_topk: Optional[int] = None,
-        default_compute_topk: Optional[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = None,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores of the chosen experts, their ids), both [tokens, experts per token], from scores [tokens, experts]."""
         assert default_compute_topk is not None and self._ids is not None

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ class MegatronTrainer:
         *,
         total_steps: int,
         timeout_s: float,
-        optimizer: Optional[OptimizerConfig] = None,
+        optimizer: OptimizerConfig | None = None,
     ):
         """`optimizer` replaces trainer.optimizer; `timeout_s` bounds every wait of one rank for another, in each of Megatron's groups.
 
@@ -110,7 +110,7 @@ class MegatronTrainer:
         settings = optimizer or trainer.optimizer
         self.optimizer = build_optimizer(settings, self.ddp, self.dtype, topology.zero)
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
-        self._reference: Optional[list[torch.Tensor]] = None
+        self._reference: list[torch.Tensor] | None = None
 
     # -- training
 
@@ -121,7 +121,7 @@ class MegatronTrainer:
         denominator: float,
         *,
         temperature: float = 1.0,
-        reference_logprobs: Optional[Sequence[Sequence[float]]] = None,
+        reference_logprobs: Sequence[Sequence[float]] | None = None,
     ) -> StepResult:
         """One optimizer step on the gradient of sum(loss) / denominator.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Collection, Iterable, Mapping, Optional, Protocol, Sequence
+from typing import Protocol
 
 import msgspec
 import torch
@@ -68,7 +69,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     tensors: list[RemoteTensor]
     landings: list[Landing] = []
     allocations: list[Allocation] = []
-    members: Optional[Members] = None
+    members: Members | None = None
     host: Host = Host()
 
     def encode(self) -> str:
@@ -132,8 +133,8 @@ def send(
     sources: Mapping[str, torch.Tensor],
     shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
     audit: bool,
-    amax: Optional[AmaxTable] = None,
-    payloads: Optional[Payloads] = None,
+    amax: AmaxTable | None = None,
+    payloads: Payloads | None = None,
 ) -> Sent:
     """Carries out `copies`, all of one source rank, and fences.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, Optional, Sequence
 
 import torch
 

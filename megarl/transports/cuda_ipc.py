@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from typing import Iterable, Mapping, Protocol, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 

@@ -16,8 +16,9 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class MooncakeTransport:
 
     def __init__(self, rank: int, timeout_s: float):
         self._rank, self._timeout_s = rank, timeout_s
-        self._staging: Optional[torch.Tensor] = None  # [2, HALF_BYTES], on the device of what is written
+        self._staging: torch.Tensor | None = None  # [2, HALF_BYTES], on the device of what is written
         self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
         self._on_gpu = False  # what is written comes from there
         self._sources: dict[int, torch.UntypedStorage] = {}  # registered, by address; kept, so that no address is used again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 

@@ -7,8 +7,8 @@ both sides, and waves in the same order everywhere, so no rank can wait in a cir
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Callable, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megarl.transports.base import NCCL
 from megarl.transports.two_sided import POLL_S, Message, TwoSidedTransport
 
-Started = Optional[tuple[dist.Work, Sequence[Message], float]]  # until when to wait
+Started = tuple[dist.Work, Sequence[Message], float] | None  # until when to wait
 
 
 class NcclGroup:

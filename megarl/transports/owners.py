@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Optional, Sequence
+from collections.abc import Sequence
 
 from megarl.transports.base import Endpoint, OwnerGone
 
@@ -15,7 +15,7 @@ class Owners:
 
     def __init__(self, rank: int):
         self._rank = rank
-        self._files: list[tuple[Endpoint, Optional[tuple[int, int]]]] = []
+        self._files: list[tuple[Endpoint, tuple[int, int] | None]] = []
 
     def note(self, endpoints: Sequence[Endpoint]) -> None:
         """What is mapped now."""
@@ -29,7 +29,7 @@ class Owners:
                 raise OwnerGone(f"weights from {ranks}: the engine process that owned {endpoint.address} has ended")
 
 
-def file_at(address: str) -> Optional[tuple[int, int]]:
+def file_at(address: str) -> tuple[int, int] | None:
     """(device, inode) of a file; None where there is none."""
     try:
         found = os.stat(address)

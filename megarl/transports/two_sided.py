@@ -8,9 +8,10 @@ waves are under way, so what is staged on either side stays small.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Callable, Iterable, Mapping, Optional, Protocol, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ class Message:
     peer: int  # rank in the group
     buffer: torch.Tensor  # bytes, in one piece, on the group's device; stays alive until it is through
     label: str  # "trainer rank 0 to generator rank 1, lm_head.weight"
-    target: Optional[torch.Tensor] = None  # receiving: where the buffer's content belongs, unless it is there already
+    target: torch.Tensor | None = None  # receiving: where the buffer's content belongs, unless it is there already
 
 
 class Incoming(msgspec.Struct, frozen=True, array_like=True):
@@ -121,7 +122,7 @@ class TwoSidedReceiver:
     def __init__(self, open_group: OpenGroup, address: str, members: Members, rank: int, incoming: Sequence[Incoming], timeout_s: float):
         self._open, self._address, self._members, self._timeout_s = open_group, address, members, timeout_s
         self._rank, self._incoming = rank, incoming
-        self._group: Optional[Group] = None
+        self._group: Group | None = None
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes in what one update, or one group of it, writes into `tensors`: all of it, and nothing else."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 
@@ -80,7 +80,7 @@ class WorkerPool:
         timeout_s: float,
         memory_mib: int,
         paths: Sequence[str] = (),
-        log_folder: Optional[Path] = None,
+        log_folder: Path | None = None,
     ):
         """`paths` are places to import from, beside that of this package."""
         self.name = name
@@ -95,7 +95,7 @@ class WorkerPool:
         self._waiting: deque[_Request] = deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._failure: Optional[RuntimeError] = None
+        self._failure: RuntimeError | None = None
 
     def open(self) -> None:
         self._tasks = [asyncio.create_task(self._serve(i), name=f"{self.name} worker {i}") for i in range(self._workers)]
@@ -117,13 +117,13 @@ class WorkerPool:
         self._arrived.set()
         return await request.result
 
-    def log(self, number: int) -> Optional[Path]:
+    def log(self, number: int) -> Path | None:
         """What worker `number` and its predecessors have printed."""
         return self._log_folder / f"{self.name.replace(':', '.')}.{number}.log" if self._log_folder else None
 
     async def _serve(self, number: int) -> None:
         """Life of one worker slot: start a process, give it what waits, replace it when it is lost."""
-        worker: Optional[_Worker] = None
+        worker: _Worker | None = None
         try:
             while True:
                 worker = worker or await self._start(number)
@@ -165,7 +165,7 @@ class WorkerPool:
             if batch:
                 self._arrived.set()
 
-    async def _reply(self, worker: _Worker) -> Optional[bytes]:
+    async def _reply(self, worker: _Worker) -> bytes | None:
         """The next line, empty or cut short if the worker died, None if it took too long (it is then dead too)."""
         loop = asyncio.get_running_loop()
         expired = False
@@ -201,13 +201,13 @@ class WorkerPool:
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             _answer(batch.popleft(), {"error": f"it brought its process down ({how})", "kind": "exit"})
 
-    async def _start(self, number: int) -> Optional[_Worker]:
+    async def _start(self, number: int) -> _Worker | None:
         """A worker that has said it is ready; None once starting has failed for good."""
         for _ in range(_MAX_FAILED_STARTS):
             worker = await self._spawn(number)
             try:
                 line = await asyncio.wait_for(worker.reader.readline(), _START_TIMEOUT_S)
-            except (asyncio.TimeoutError, ConnectionError):
+            except (TimeoutError, ConnectionError):
                 line = b""
             except asyncio.CancelledError:
                 worker.kill()

@@ -1,6 +1,6 @@
 """One trainer rank of test_amax_exchange.py: quantises its part of a random model into tensors of its own, and saves their bits.
 
-    amax_worker.py '<JSON of a Job>' RANK
+amax_worker.py '<JSON of a Job>' RANK
 """
 
 from __future__ import annotations

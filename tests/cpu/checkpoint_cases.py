@@ -22,16 +22,30 @@ MOST_RANKS = 8
 DTYPES = ("float32", "bfloat16")
 Chain = dict[str, Any]  # name, model, dtype, layouts: see checkpoint_worker.py
 
-TIED = dict(num_hidden_layers=2, num_attention_heads=14, num_key_value_heads=2, hidden_size=224, intermediate_size=96, vocab_size=1003)
-POWERS = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=128, vocab_size=512)
-DENSE_FIRST = dict(num_hidden_layers=4, first_k_dense_replace=2)
+TIED = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_size": 224,
+    "intermediate_size": 96,
+    "vocab_size": 1003,
+}
+POWERS = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+}
+DENSE_FIRST = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
 # (name, family, settings, dtype, layouts). In Megatron's own format: the first two were saved wrong, a tied embedding being a bucket of
 # its own, which is padded; of the last two, a pipeline stage without experts could not be saved, or not be loaded.
 KNOWN: list[tuple[str, str, dict[str, Any], str, list[dict[str, int]]]] = [
-    ("tied_odd_width", "qwen2", TIED, "float32", [dict(tp=2, pp=2), dict(dp=3), dict(tp=2, dp=2), dict(pp=2, dp=3)]),
-    ("tied_dp3", "qwen2", POWERS, "bfloat16", [dict(pp=2, dp=3), dict(), dict(pp=2, dp=3), dict(tp=2, pp=2, zero=0)]),
-    ("no_experts_zero1", "deepseek_v3", DENSE_FIRST, "float32", [dict(pp=2, dp=2, first_stage_layers=1), dict(), dict(dp=3)]),
-    ("no_experts_zero0", "deepseek_v3", DENSE_FIRST, "bfloat16", [dict(pp=2, dp=2, ep=2, zero=0, first_stage_layers=1), dict(pp=2, dp=2)]),
+    ("tied_odd_width", "qwen2", TIED, "float32", [{"tp": 2, "pp": 2}, {"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 3}]),
+    ("tied_dp3", "qwen2", POWERS, "bfloat16", [{"pp": 2, "dp": 3}, {}, {"pp": 2, "dp": 3}, {"tp": 2, "pp": 2, "zero": 0}]),
+    ("no_experts_zero1", "deepseek_v3", DENSE_FIRST, "float32", [{"pp": 2, "dp": 2, "first_stage_layers": 1}, {}, {"dp": 3}]),
+    ("no_experts_zero0", "deepseek_v3", DENSE_FIRST, "bfloat16", [{"pp": 2, "dp": 2, "ep": 2, "zero": 0, "first_stage_layers": 1}, {"pp": 2, "dp": 2}]),
 ]  # fmt: skip
 
 
@@ -50,10 +64,10 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
     heads, groups = random.choice([(2, 1), (4, 2), (6, 2), (4, 4), (8, 4), (14, 2)])
     if family == "deepseek_v3":
         groups = heads
-    settings = dict(
-        num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * random.choice([4, 6, 8, 10]),
-        num_hidden_layers=random.randint(2, 6), vocab_size=random.randint(40, 700), tie_word_embeddings=random.random() < 0.5,
-    )  # fmt: skip
+    settings = {
+        "num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": heads * random.choice([4, 6, 8, 10]),
+        "num_hidden_layers": random.randint(2, 6), "vocab_size": random.randint(40, 700), "tie_word_embeddings": random.random() < 0.5,
+    }  # fmt: skip
     key = "moe_intermediate_size" if family in ("qwen3_moe", "deepseek_v3") else "intermediate_size"
     settings[key] = 4 * random.randint(3, 20)
     if family == "deepseek_v3":
@@ -70,8 +84,8 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
 
 
 def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:
-    axes = dict(tp=[1, 1, 2, 4], pp=[1, 2, 3, 4], vpp=[1, 1, 2], cp=[1, 1, 2], dp=[1, 2, 3, 4, 5, 6, 7], zero=[1, 1, 0])
-    axes |= dict(ep=[1, 2, 4], etp=[1, 2]) if experts else {}
+    axes = {"tp": [1, 1, 2, 4], "pp": [1, 2, 3, 4], "vpp": [1, 1, 2], "cp": [1, 1, 2], "dp": [1, 2, 3, 4, 5, 6, 7], "zero": [1, 1, 0]}
+    axes |= {"ep": [1, 2, 4], "etp": [1, 2]} if experts else {}
     layout = {axis: random.choice(sizes) for axis, sizes in axes.items()}
     if layout["pp"] > 1 and random.random() < 0.3:
         layout["first_stage_layers"] = random.randint(1, layers - 1)
@@ -98,4 +112,4 @@ def _model(family: str, settings: dict[str, Any]) -> dict[str, Any]:
 def _chain(folder: Path, name: str, config: dict[str, Any], dtype: str, layouts: list[dict[str, int]]) -> Chain:
     model = folder / f"{name}.json"
     model.write_text(json.dumps(config))
-    return dict(name=name, model=str(model), dtype=dtype, layouts=layouts)
+    return {"name": name, "model": str(model), "dtype": dtype, "layouts": layouts}

@@ -190,9 +190,10 @@ def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Pa
 def main() -> None:
     chains, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     cpu_support.install()
-    import megarl.trainer.checkpoint  # noqa: F401
-    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
     import torch._dynamo  # noqa: F401  which the first optimizer would import
+
+    import megarl.trainer.checkpoint
+    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
 
     for chain in chains:
         folder = out / chain["name"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 
@@ -22,7 +21,7 @@ FIRST_WRITES = 5  # of a rank; then comes what is to happen
 
 Before = Callable[[int, int, Copy, torch.Tensor], torch.Tensor]  # (trainer rank, its writes so far, what, values) → values
 
-before_write: Optional[Before] = None  # in this process; tests set it
+before_write: Before | None = None  # in this process; tests set it
 
 
 def flip_one_bit(rank: int, writes: int, copy: Copy, values: torch.Tensor) -> torch.Tensor:

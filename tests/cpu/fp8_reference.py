@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import quantise_reference
 import torch
@@ -20,7 +20,7 @@ from megarl.models import ModelSpec
 from megarl.topology import GeneratorTopology
 
 _SMALLEST_AMAX = 2.0**-40 * (1 + 13 / 128)
-TILES: dict[str, tuple[Optional[int], Optional[int], float]] = {  # rows, columns (None: all), floor of the amax
+TILES: dict[str, tuple[int | None, int | None, float]] = {  # rows, columns (None: all), floor of the amax
     "fp8_block": (128, 128, 1e-4),
     "fp8_channel": (1, None, _SMALLEST_AMAX),
     "fp8_tensor": (None, None, _SMALLEST_AMAX),

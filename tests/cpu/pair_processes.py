@@ -6,7 +6,6 @@ Where each of them runs is declared, so that one machine can play several hosts.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -64,7 +63,7 @@ class Trainer:
         torch.set_num_threads(1)
         self.rank = rank
 
-    def connect(self, setting: str, host: Host, endpoints: list[str], rule: Optional[RelayRule]) -> None:
+    def connect(self, setting: str, host: Host, endpoints: list[str], rule: RelayRule | None) -> None:
         map = plain_map()
         if rule is not None:
             map, _ = relayed(map, rule)

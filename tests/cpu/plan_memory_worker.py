@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -30,15 +31,15 @@ from megarl.models.routing import RoutingFormat
 ENGINES = Nursery("setproctitle:getproctitle", "megarl.generator.cpu_support:install", "sglang.srt.entrypoints.http_server")
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT = 96
-DEEPSEEK_V3: dict[str, Any] = dict(
-    num_key_value_heads=4, head_dim=8, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
-    first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, moe_intermediate_size=64,
-    routed_scaling_factor=2.5, norm_topk_prob=True, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, rms_norm_eps=1e-6,
-    rope_parameters=dict(
-        rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
-        mscale_all_dim=0.7,
-    ),
-)  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}  # fmt: skip
 
 
 def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, family: str = "llama", **shape: Any) -> Path:

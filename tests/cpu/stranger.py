@@ -3,7 +3,6 @@ where that one cannot read). Reads a job, prints what it could do, as JSON."""
 
 import concurrent.futures.thread
 import contextlib
-import encodings.idna
 import json
 import os
 import pickle

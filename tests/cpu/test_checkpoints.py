@@ -72,12 +72,12 @@ def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     checkpoint = out / "step_000001"
 
     def scenario(run: str, **more: Any) -> dict[str, Any]:
-        return dict(run=run, name=run, model=str(model), topology=dict(tp=2), checkpoint=str(checkpoint)) | more
+        return {"run": run, "name": run, "model": str(model), "topology": {"tp": 2}, "checkpoint": str(checkpoint)} | more
 
     kinds = [["live"], ["master", "live"], ["exp_avg"], ["exp_avg_sq"]]
-    differing = [dict(name=f"ranks_differ.{axis}", topology=dict(zero=0, **{axis: 2}), dtype="bfloat16") for axis in ("tp", "dp")]
+    differing = [{"name": f"ranks_differ.{axis}", "topology": dict(zero=0, **{axis: 2}), "dtype": "bfloat16"} for axis in ("tp", "dp")]
     spawn(2, out, [
-        scenario("damaged"), scenario("disk_that_lies"), scenario("vendor_warns", model=tied, topology=dict(pp=2)),
+        scenario("damaged"), scenario("disk_that_lies"), scenario("vendor_warns", model=tied, topology={"pp": 2}),
         *(scenario("ranks_differ", kinds=kinds, **settings) for settings in differing),
     ])  # fmt: skip
     return out, checkpoint

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from documented import FIRST_DAY, LONG, OWN_RUN, checkout, run, snippets
 from run_tools import make_model, rows
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,7 @@ def model(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("start") / "model", 1, torch.float32, tied=False)
 
 
-def engine(model: Path, before: list[str] = [], **sizes: int) -> tuple[ProcessSpec, str, EngineKeys]:
+def engine(model: Path, before: Sequence[str] = (), **sizes: int) -> tuple[ProcessSpec, str, EngineKeys]:
     """(it, its URL, its keys). `before`: a command that becomes the engine."""
     (port,), keys = free_ports(1), EngineKeys.generate()
     settings = EngineSettings(str(model), "float32", port, context_length=96, max_running_requests=4, device="cpu", **sizes)
@@ -72,7 +73,7 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
 def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
     """What its processes share is anonymous, or lies in a folder of the launch's own. (One that lacks memory there ends by SIGBUS, which
     is told with the room in /dev/shm: tests/unit/test_deaths.py.)"""
-    full = "mount -t tmpfs -o size=64k none /dev/shm && head -c 64k /dev/zero > /dev/shm/full; exec \"$@\""
+    full = 'mount -t tmpfs -o size=64k none /dev/shm && head -c 64k /dev/zero > /dev/shm/full; exec "$@"'
     spec, url, keys = engine(model, ["unshare", "-m", "sh", "-c", full, "sh"])
 
     async def ready(group: ProcessGroup) -> None:

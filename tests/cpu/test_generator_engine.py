@@ -18,7 +18,6 @@ from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, share
 from sglang_writer import reshard_map
 
 from megarl.data.check import KEPT_BACK
-from megarl.messaging.link import Hub, RunKey
 from megarl.generator.audit import AuditError
 from megarl.generator.client import EngineClient
 from megarl.generator.commands import Arrange
@@ -28,6 +27,7 @@ from megarl.generator.memory import open_memory
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.update import WeightUpdate
 from megarl.generator.workers import Workers, check_layout, connect, describe
+from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.kinds import LayoutError
 
 PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(7 + i)] for i in range(5)]
@@ -52,7 +52,7 @@ def hub(tmp_path_factory):
     key = RunKey.generate()
     key.save(tmp_path_factory.mktemp("key") / "key")
     hub = Hub("generator.0", key)
-    hub.key_file = str(list(tmp_path_factory.getbasetemp().glob("key*/key"))[0])
+    hub.key_file = str(next(tmp_path_factory.getbasetemp().glob("key*/key")))
     yield hub
     hub.close()
 
@@ -104,9 +104,7 @@ def test_a_response_fills_the_context_but_for_what_sglang_keeps_back(engine):
         with_client(engine, lambda client: longest(client, KEPT_BACK - 1))
 
 
-@pytest.mark.parametrize(
-    "temperature, top_p, top_k", [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.4, 0.7, -1), (0.8, 1.0, 9), (1.2, 0.8, 20)]
-)
+@pytest.mark.parametrize("temperature, top_p, top_k", [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.4, 0.7, -1), (0.8, 1.0, 9), (1.2, 0.8, 20)])
 def test_logprobs_are_those_of_the_distribution_sampled_from(engine, checkpoints, temperature, top_p, top_k):
     sampling = Sampling(max_tokens=10, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
     completions = with_client(engine, lambda client: client.generate(PROMPTS[2], sampling, 8))

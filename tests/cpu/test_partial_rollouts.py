@@ -37,7 +37,7 @@ TOLERANCE = 2e-5  # of log-probs, fp32: two programs, or two ways to batch, that
 DEADLINE_S = 60.0
 IN_GROUPS = "in_flight, in groups"  # weights.apply=in_flight: here, of one layer each
 IN_PLACE = ("in_flight", IN_GROUPS)
-ENGINES = {"TP1": dict(tp=1), "TP2xDPA2": dict(tp=2, dp_attention=2)}
+ENGINES = {"TP1": {"tp": 1}, "TP2xDPA2": {"tp": 2, "dp_attention": 2}}
 MODES = ("block", "in_flight", IN_GROUPS, "retract", "abort", "resume")
 
 Place = tuple[int, str]  # TP rank, name

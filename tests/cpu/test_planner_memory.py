@@ -24,29 +24,29 @@ from megarl.reshard.layout import parameter_count
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 DEADLINE_S = 150
 TOKENS = 128
-LLAMA: dict[str, Any] = dict(
-    architectures=["LlamaForCausalLM"], hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-    intermediate_size=640, vocab_size=512, max_position_embeddings=512, hidden_act="silu", tie_word_embeddings=False,
-)  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 640, "vocab_size": 512, "max_position_embeddings": 512, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
 EXPERTS = dict(
     LLAMA, architectures=["Qwen3MoeForCausalLM"], moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, head_dim=32,
     norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
 )  # fmt: skip
 DEEP = dict(LLAMA, num_hidden_layers=4)
-SP_RECOMPUTE = dict(tp=2, sequence_parallel=True, recompute=True)
+SP_RECOMPUTE = {"tp": 2, "sequence_parallel": True, "recompute": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "tp2_zero0": (LLAMA, dict(tp=2, zero=0), "bfloat16"),
-    "dp2_zero1": (LLAMA, dict(dp=2), "bfloat16"),
-    "dp2_zero0_float32": (LLAMA, dict(dp=2, zero=0), "float32"),
-    "dp2_zero1_float32": (LLAMA, dict(dp=2), "float32"),
-    "cp2": (LLAMA, dict(cp=2), "bfloat16"),
-    "pp2": (LLAMA, dict(pp=2), "bfloat16"),
-    "ep2": (EXPERTS, dict(dp=2, ep=2), "bfloat16"),
+    "tp2_zero0": (LLAMA, {"tp": 2, "zero": 0}, "bfloat16"),
+    "dp2_zero1": (LLAMA, {"dp": 2}, "bfloat16"),
+    "dp2_zero0_float32": (LLAMA, {"dp": 2, "zero": 0}, "float32"),
+    "dp2_zero1_float32": (LLAMA, {"dp": 2}, "float32"),
+    "cp2": (LLAMA, {"cp": 2}, "bfloat16"),
+    "pp2": (LLAMA, {"pp": 2}, "bfloat16"),
+    "ep2": (EXPERTS, {"dp": 2, "ep": 2}, "bfloat16"),
     "tp2_ep2": (EXPERTS, dict(SP_RECOMPUTE, ep=2), "bfloat16"),
     "two_layers": (LLAMA, SP_RECOMPUTE, "bfloat16"),
     "four_layers": (DEEP, SP_RECOMPUTE, "bfloat16"),
-    "two_layers_kept": (LLAMA, dict(tp=2), "bfloat16"),
-    "four_layers_kept": (DEEP, dict(tp=2), "bfloat16"),
+    "two_layers_kept": (LLAMA, {"tp": 2}, "bfloat16"),
+    "four_layers_kept": (DEEP, {"tp": 2}, "bfloat16"),
 }
 
 
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
     """What each of the two ranks found, by case. All cases run in the same two processes."""
     folder = tmp_path_factory.mktemp("plan_memory")
-    cases = [dict(model=model, trainer=trainer, dtype=dtype, tokens=TOKENS) for model, trainer, dtype in CASES.values()]
+    cases = [{"model": model, "trainer": trainer, "dtype": dtype, "tokens": TOKENS} for model, trainer, dtype in CASES.values()]
     (folder / "cases.json").write_text(json.dumps(cases))
     worker, processes, logs = Path(__file__).with_name("plan_memory_worker.py"), [], []
     try:

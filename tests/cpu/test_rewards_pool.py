@@ -25,19 +25,38 @@ from megarl.types import Failure
 DEADLINE_S = 60.0
 
 ATTACKS = [
-    "9**9**9**9", "10**10**10", "factorial(10**9)", "[" * 10_000 + "1" + "]" * 10_000, r"\boxed{9^{9^{9^9}}}", "1" * 300_000,
+    "9**9**9**9",
+    "10**10**10",
+    "factorial(10**9)",
+    "[" * 10_000 + "1" + "]" * 10_000,
+    r"\boxed{9^{9^{9^9}}}",
+    "1" * 300_000,
     "\\boxed{" + r"\frac{1}{" * 40 + "2" + "}" * 41,
-    "__import__('os').system('touch {pwned}')", r"\boxed{__import__('os').system('touch {pwned}')}", "open('/etc/passwd')",
-    "().__class__.__bases__", "4\u200b2", "\x00", "\ud800",
+    "__import__('os').system('touch {pwned}')",
+    r"\boxed{__import__('os').system('touch {pwned}')}",
+    "open('/etc/passwd')",
+    "().__class__.__bases__",
+    "4\u200b2",
+    "\x00",
+    "\ud800",
 ]
 RIGHT = [
-    ("#### 42", "42"), ("7", "7.0"), (r"\boxed{\frac{x}{2}}", "x/2"), (r"\boxed{x^2+2x+1}", "(x+1)^2"),
+    ("#### 42", "42"),
+    ("7", "7.0"),
+    (r"\boxed{\frac{x}{2}}", "x/2"),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2"),
     (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}"),
-    (r"\boxed{\sin^2 x + \cos^2 x}", "1"), (r"\boxed{\log_2 8}", "3"), (r"\boxed{x=-\frac{2}{3}}", r"\frac{-2}{3}"),
+    (r"\boxed{\sin^2 x + \cos^2 x}", "1"),
+    (r"\boxed{\log_2 8}", "3"),
+    (r"\boxed{x=-\frac{2}{3}}", r"\frac{-2}{3}"),
     (r"\boxed{[1,2)}", "[1, 2)"),
-    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"), (r"\boxed{5!}", "120"), (r"\boxed{1-i}", "-i+1"),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\boxed{5!}", "120"),
+    (r"\boxed{1-i}", "-i+1"),
     (r"\boxed{50\%}", "0.5"),
-    (r"\boxed{x\in(0,1)}", "(0,1)"), (r"\boxed{2\pi}", "6.283185307179586"), (r"\boxed{\text{(A)}}", "A"),
+    (r"\boxed{x\in(0,1)}", "(0,1)"),
+    (r"\boxed{2\pi}", "6.283185307179586"),
+    (r"\boxed{\text{(A)}}", "A"),
 ]
 SLOW = "slow"  # to reward_functions:patient
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, settings
 

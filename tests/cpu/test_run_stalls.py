@@ -6,7 +6,6 @@ import re
 
 import psutil
 import pytest
-
 from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, wait_until
 
 pytestmark = pytest.mark.timeout(600)

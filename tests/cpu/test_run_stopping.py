@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, settings
 

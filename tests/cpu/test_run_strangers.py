@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from run_tools import OVERRIDES, descendants, make_model, rows, start, wait_until
 
 STRANGER = 54_321  # a user id is enough: nobody of this name need exist

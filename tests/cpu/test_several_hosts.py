@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from namespaces import INTERFACE, Hosts, missing
 from run_tools import OVERRIDES, ROOT, command, make_model, rows
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, VOCAB, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
@@ -22,11 +21,18 @@ from transformers import AutoModelForCausalLM  # after trainer_reference, which 
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 from megarl.topology import TrainerTopology
 
-BF16: list[tuple[str, dict[str, int]]] = [("untied", dict(tp=2)), ("mixtral", dict(dp=2, ep=2))]
-ADAM: dict[str, Any] = dict(
-    lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, clip_grad=0.5
-)
-OTHER = ADAM | dict(lr=3e-3, betas=(0.8, 0.97), eps=1e-3)  # than those of the checkpoints
+BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2})]
+ADAM: dict[str, Any] = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.95),
+    "eps": 1e-4,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+    "schedule": "cosine",
+    "min_lr_ratio": 0.1,
+    "clip_grad": 0.5,
+}
+OTHER = ADAM | {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-3}  # than those of the checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +50,8 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
     def of_case(model: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
-        settings = settings | dict(routing_replay=(model, layout) in REPLAYED)
-        return dict(run="gradients", name=f"{model}.{layout}", model=str(models[model]), topology=topology, trainer=settings)
+        settings = settings | {"routing_replay": (model, layout) in REPLAYED}
+        return {"run": "gradients", "name": f"{model}.{layout}", "model": str(models[model]), "topology": topology, "trainer": settings}
 
     def gradients(world: int) -> list[dict[str, Any]]:
         return [of_case(model, layout) for model, layout in CASES if LAYOUTS[layout][0] == world]
@@ -53,7 +59,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     def checkpoint(run: str, name: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
         model = str(models[CHECKPOINTS[name][0]])
-        of_layout = dict(model=model, topology=topology, trainer=settings, checkpoint=str(out / f"checkpoint.{name}"))
+        of_layout = {"model": model, "topology": topology, "trainer": settings, "checkpoint": str(out / f"checkpoint.{name}")}
         return dict(run=run, name=f"{run}.{name}" + (f".{layout}" if run == "load" else ""), **of_layout)
 
     def loads(world: int) -> list[dict[str, Any]]:
@@ -63,27 +69,27 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     torch.save(LOGPROBS, out / "logprob_inputs.pt")
 
     def logprobs(world: int) -> dict[str, Any]:
-        return dict(run="logprobs", name=f"logprobs.{world}", inputs=str(out / "logprob_inputs.pt"))
+        return {"run": "logprobs", "name": f"logprobs.{world}", "inputs": str(out / "logprob_inputs.pt")}
 
     def train(name: str, **topology: int) -> dict[str, Any]:
-        return dict(run="train", name=f"train.{name}", model=untied, topology=topology, optimizer=ADAM)
+        return {"run": "train", "name": f"train.{name}", "model": untied, "topology": topology, "optimizer": ADAM}
 
     spawn(2, out, [
         *gradients(2),
-        *(dict(run="gradients", name=f"bf16.{m}", model=str(models[m]), topology=topology, dtype="bfloat16") for m, topology in BF16),
+        *({"run": "gradients", "name": f"bf16.{m}", "model": str(models[m]), "topology": topology, "dtype": "bfloat16"} for m, topology in BF16),
         *(checkpoint("save", name, layout) for name, (_, layout, _) in CHECKPOINTS.items()), *loads(2),
-        dict(run="init", name="init.tp2", model=untied, topology=dict(tp=2), seed=3),
+        {"run": "init", "name": "init.tp2", "model": untied, "topology": {"tp": 2}, "seed": 3},
         train("tp2", tp=2), train("dp2", dp=2), logprobs(2),
     ])  # fmt: skip
     spawn(1, out, [
         *gradients(1),
         *loads(1), logprobs(1),
-        checkpoint("other_settings", "zero1", "single") | dict(optimizer=OTHER),
-        dict(run="refused", name="refused", model=untied),
-        dict(run="settings_on_gpus", name="settings_on_gpus", model=untied),
-        dict(run="init", name="init.single", model=untied, topology={}, seed=3),
-        dict(run="init", name="init.other_seed", model=untied, topology={}, seed=4),
-        dict(run="killed_while_saving", name="killed", model=untied, topology={}, run_dir=str(out)),
+        checkpoint("other_settings", "zero1", "single") | {"optimizer": OTHER},
+        {"run": "refused", "name": "refused", "model": untied},
+        {"run": "settings_on_gpus", "name": "settings_on_gpus", "model": untied},
+        {"run": "init", "name": "init.single", "model": untied, "topology": {}, "seed": 3},
+        {"run": "init", "name": "init.other_seed", "model": untied, "topology": {}, "seed": 4},
+        {"run": "killed_while_saving", "name": "killed", "model": untied, "topology": {}, "run_dir": str(out)},
     ], expected_status=-signal.SIGKILL)  # fmt: skip
     spawn(4, out, [*gradients(4), *loads(4), logprobs(4)])
     return out
@@ -228,7 +234,11 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
 def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(models: dict[str, Path], tmp_path: Path) -> None:
     """Rank 1 alone cannot write; both know, and rank 0 why. In processes of its own: a limit on files is for the whole process."""
     run_dir = tmp_path / "run"
-    spawn(2, tmp_path, [dict(run="full_disk", name="full_disk", model=str(models["untied"]), topology=dict(tp=2), run_dir=str(run_dir))])
+    spawn(
+        2,
+        tmp_path,
+        [{"run": "full_disk", "name": "full_disk", "model": str(models["untied"]), "topology": {"tp": 2}, "run_dir": str(run_dir)}],
+    )
     ranks = saved(tmp_path, "full_disk")
     for rank in ranks:
         assert f"{checkpoint_path(run_dir, 2)} of " in rank["message"] and "bytes could not be written" in rank["message"]
@@ -297,6 +307,11 @@ def test_no_storage_is_taken_away_under_a_send_that_overlaps(runs: Path) -> None
 def test_refuses_what_it_cannot_build(runs: Path) -> None:
     ((problems),) = [rank["problems"] for rank in saved(runs, "refused")]
     for wanted in (
-        "trainer.ep=2", "trainer.fsdp=rows", "trainer.zero=3", "model.dtype=float16", "key/value heads (1)", "num_hidden_layers = 3",
+        "trainer.ep=2",
+        "trainer.fsdp=rows",
+        "trainer.zero=3",
+        "model.dtype=float16",
+        "key/value heads (1)",
+        "num_hidden_layers = 3",
     ):
         assert any(wanted in problem for problem in problems), (wanted, problems)

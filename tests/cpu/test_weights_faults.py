@@ -96,7 +96,15 @@ class Site:
         self, hub: Hub, transport: str = SHARED_MEMORY, versions: tuple[Version, ...] = (0,), in_groups: bool = False, **changes: Any
     ) -> Job:
         syncs = [Sync(version, transport, hub.address, in_groups) for version in versions]
-        settings = dict(model=str(self.checkpoint), dtype=DTYPE, trainer=TRAINER, tp=TP, ep=1, key_file=str(self.key_file), port=0)
+        settings = {
+            "model": str(self.checkpoint),
+            "dtype": DTYPE,
+            "trainer": TRAINER,
+            "tp": TP,
+            "ep": 1,
+            "key_file": str(self.key_file),
+            "port": 0,
+        }
         return Job(**{**settings, **changes}, syncs=syncs, folder=str(self.folder))
 
     def start(self) -> None:
@@ -330,15 +338,15 @@ def test_trainer_and_generator_with_different_maps(site, hub):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(dtype="bfloat16"), "generator rank 1, model.layers.0.self_attn.qkv_proj.weight: .*float32.*in the layout .*bfloat16"),
-        (dict(model="qwen2"), "generator rank 0 has no model.layers.0.self_attn.qkv_proj.bias"),
-        (dict(tp=1), "engine http://127.0.0.1:.* runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=1, ep=1, dp_attention=1"),
+        ({"dtype": "bfloat16"}, "generator rank 1, model.layers.0.self_attn.qkv_proj.weight: .*float32.*in the layout .*bfloat16"),
+        ({"model": "qwen2"}, "generator rank 0 has no model.layers.0.self_attn.qkv_proj.bias"),
+        ({"tp": 1}, "engine http://127.0.0.1:.* runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=1, ep=1, dp_attention=1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_an_engine_that_is_not_the_one_of_the_map(site, hub, changes, message, tmp_path):
     if "model" in changes:
-        changes = dict(model=str(make_checkpoint(tmp_path / "other", 1, getattr(torch, DTYPE), False, changes["model"])))
+        changes = {"model": str(make_checkpoint(tmp_path / "other", 1, getattr(torch, DTYPE), False, changes["model"]))}
     site.generator.map_memory(site.key_file)
     before = site.generator.memory()
     job = site.job(hub, **changes)
@@ -396,9 +404,7 @@ def test_an_update_that_is_confirmed_as_a_newer_one(site, hub, monkeypatch):
     """The message in which the generator says what the engines serve."""
     job = site.job(hub)
     send = hub.send
-    monkeypatch.setattr(
-        hub, "send", lambda peer, m: send(peer, WeightsApplied(1, True, [], 0) if isinstance(m, WeightsApplied) else m)
-    )
+    monkeypatch.setattr(hub, "send", lambda peer, m: send(peer, WeightsApplied(1, True, [], 0) if isinstance(m, WeightsApplied) else m))
     outcomes = [as_thread(rank, job) for rank in range(2)]
     take(site, job, hub)
     for outcome in outcomes:

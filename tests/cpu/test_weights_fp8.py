@@ -40,24 +40,24 @@ try:
 except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
-SHAPE = dict(hidden_size=192, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 OF_FAMILY = {
-    "qwen2": dict(hidden_size=512),  # its heads are hidden_size / num_attention_heads wide, whatever head_dim says
-    "qwen3_moe": dict(moe_intermediate_size=256),
-    "mixtral": dict(hidden_size=512),
-    "deepseek_v3": dict(
-        num_attention_heads=4, head_dim=64, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64,
-        moe_intermediate_size=256,
-    ),
+    "qwen2": {"hidden_size": 512},  # its heads are hidden_size / num_attention_heads wide, whatever head_dim says
+    "qwen3_moe": {"moe_intermediate_size": 256},
+    "mixtral": {"hidden_size": 512},
+    "deepseek_v3": {
+        "num_attention_heads": 4, "head_dim": 64, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "moe_intermediate_size": 256,
+    },
 }  # fmt: skip
 OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
-    "TP2": dict(tp=2),
-    "TP4": dict(tp=4),  # 64 rows of k, v, gate and up: blocks of 128 are cut
-    "TP2xPP2": dict(tp=2, pp=2),
-    "DP2-zero1": dict(dp=2, zero=1),
-    "EP2": dict(dp=2, ep=2),
+    "TP2": {"tp": 2},
+    "TP4": {"tp": 4},  # 64 rows of k, v, gate and up: blocks of 128 are cut
+    "TP2xPP2": {"tp": 2, "pp": 2},
+    "DP2-zero1": {"dp": 2, "zero": 1},
+    "EP2": {"dp": 2, "ep": 2},
 }
 
 

@@ -40,14 +40,14 @@ FAMILIES = {"llama": False, "qwen2": True, "qwen3": False, **dict.fromkeys(OF_EX
 DTYPES = ("float32", "bfloat16")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
-    "TP2": dict(tp=2),
-    "PP2": dict(pp=2),
-    "TP2xPP2": dict(tp=2, pp=2),
-    "VPP2": dict(pp=2, vpp=2),
-    "DP2-zero0": dict(dp=2, zero=0),
-    "DP2-zero1": dict(dp=2, zero=1),
-    "EP2": dict(dp=2, ep=2),
-    "TP2xEP2": dict(tp=2, ep=2),
+    "TP2": {"tp": 2},
+    "PP2": {"pp": 2},
+    "TP2xPP2": {"tp": 2, "pp": 2},
+    "VPP2": {"pp": 2, "vpp": 2},
+    "DP2-zero0": {"dp": 2, "zero": 0},
+    "DP2-zero1": {"dp": 2, "zero": 1},
+    "EP2": {"dp": 2, "ep": 2},
+    "TP2xEP2": {"tp": 2, "ep": 2},
 }
 FRESH = "fresh"  # another engine that starts with the last export
 EXPERT_LAYOUTS = ("EP2", "TP2xEP2")

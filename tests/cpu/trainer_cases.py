@@ -19,21 +19,21 @@ from transformers import (
 )
 
 VOCAB = 50  # padded to 128 per tensor rank: at tp=2 the second rank holds padding only
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-COMMON: dict[str, Any] = dict(
-    hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=256, rms_norm_eps=1e-5, initializer_range=0.2,
-)  # fmt: skip
-YARN = dict(
-    rope_type="yarn", factor=16.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.7,
-)  # fmt: skip
-DEEPSEEK_V3: dict[str, Any] = dict(
-    q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, rope_parameters=dict(rope_theta=500.0, **YARN),
-    first_k_dense_replace=1, intermediate_size=48, moe_intermediate_size=24, n_shared_experts=1, n_routed_experts=8,
-    num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=True,
-    topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1,
-)  # fmt: skip
-UNTIED = dict(tie_word_embeddings=False, vocab_size=VOCAB)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+COMMON: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "rope_parameters": dict(rope_theta=500.0, **YARN),
+    "first_k_dense_replace": 1, "intermediate_size": 48, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+}  # fmt: skip
+UNTIED = {"tie_word_embeddings": False, "vocab_size": VOCAB}
 MODELS: dict[str, PretrainedConfig] = {
     "untied": LlamaConfig(intermediate_size=48, **UNTIED, **COMMON),
     "tied": LlamaConfig(
@@ -45,33 +45,33 @@ MODELS: dict[str, PretrainedConfig] = {
         moe_intermediate_size=24, head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False, **UNTIED, **COMMON
     ),
     "mixtral": MixtralConfig(intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **UNTIED, **COMMON),
-    "deepseek_v3": DeepseekV3Config(**DEEPSEEK_V3, **UNTIED, **COMMON | dict(num_key_value_heads=4, rms_norm_eps=1e-6)),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK_V3, **UNTIED, **COMMON | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6}),
 }
-SP = dict(sequence_parallel=True)
+SP = {"sequence_parallel": True}
 # name -> (world size, topology, trainer settings)
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "single": (1, {}, {}),
-    "tp2": (2, dict(tp=2, zero=0), {}),
-    "tp2_zero1": (2, dict(tp=2), {}),
-    "tp2_sp_recompute": (2, dict(tp=2), dict(sequence_parallel=True, recompute=True)),
-    "pp2": (2, dict(pp=2), {}),
-    "pp2_zero0": (2, dict(pp=2, zero=0), {}),
-    "dp2_zero0": (2, dict(dp=2, zero=0), {}),
-    "dp2_zero1": (2, dict(dp=2, zero=1), {}),
-    "pp2_uneven": (2, dict(pp=2, first_stage_layers=1), {}),
-    "pp2_vpp2": (2, dict(pp=2, vpp=2), {}),
-    "cp2": (2, dict(cp=2), {}),
-    "ep2": (2, dict(dp=2, ep=2), {}),
-    "ep2_zero0": (2, dict(dp=2, ep=2, zero=0), {}),
-    "cp2_ep2": (2, dict(cp=2, ep=2), {}),
-    "tp2_etp1": (2, dict(tp=2), SP),  # every tensor rank holds all of every expert
-    "tp2_etp2": (2, dict(tp=2, etp=2), SP),
-    "tp2_ep2": (2, dict(tp=2, ep=2), dict(sequence_parallel=True, recompute=True)),
-    "tp2_pp2": (4, dict(tp=2, pp=2), {}),
-    "tp2_cp2": (4, dict(tp=2, cp=2), SP),
-    "tp2_dp2_ep2": (4, dict(tp=2, dp=2, ep=2), SP),
-    "dp2_tp2_etp2_ep2": (4, dict(tp=2, dp=2, etp=2, ep=2), SP),
-    "pp2_vpp2_ep2": (4, dict(pp=2, vpp=2, dp=2, ep=2), dict(recompute=True)),
+    "tp2": (2, {"tp": 2, "zero": 0}, {}),
+    "tp2_zero1": (2, {"tp": 2}, {}),
+    "tp2_sp_recompute": (2, {"tp": 2}, {"sequence_parallel": True, "recompute": True}),
+    "pp2": (2, {"pp": 2}, {}),
+    "pp2_zero0": (2, {"pp": 2, "zero": 0}, {}),
+    "dp2_zero0": (2, {"dp": 2, "zero": 0}, {}),
+    "dp2_zero1": (2, {"dp": 2, "zero": 1}, {}),
+    "pp2_uneven": (2, {"pp": 2, "first_stage_layers": 1}, {}),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, {}),
+    "cp2": (2, {"cp": 2}, {}),
+    "ep2": (2, {"dp": 2, "ep": 2}, {}),
+    "ep2_zero0": (2, {"dp": 2, "ep": 2, "zero": 0}, {}),
+    "cp2_ep2": (2, {"cp": 2, "ep": 2}, {}),
+    "tp2_etp1": (2, {"tp": 2}, SP),  # every tensor rank holds all of every expert
+    "tp2_etp2": (2, {"tp": 2, "etp": 2}, SP),
+    "tp2_ep2": (2, {"tp": 2, "ep": 2}, {"sequence_parallel": True, "recompute": True}),
+    "tp2_pp2": (4, {"tp": 2, "pp": 2}, {}),
+    "tp2_cp2": (4, {"tp": 2, "cp": 2}, SP),
+    "tp2_dp2_ep2": (4, {"tp": 2, "dp": 2, "ep": 2}, SP),
+    "dp2_tp2_etp2_ep2": (4, {"tp": 2, "dp": 2, "etp": 2, "ep": 2}, SP),
+    "pp2_vpp2_ep2": (4, {"pp": 2, "vpp": 2, "dp": 2, "ep": 2}, {"recompute": True}),
 }
 # What each model is tested with: its own traits on every axis that treats them in its own way.
 TESTED = {

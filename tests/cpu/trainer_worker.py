@@ -440,8 +440,9 @@ def scenario_vendor_warns(scenario: dict[str, Any], out: Path) -> dict[str, Any]
 def main() -> None:
     world_size, rendezvous, scenarios, out = int(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text()), Path(sys.argv[4])
     cpu_support.install()
-    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
     import torch._dynamo  # noqa: F401  which the first optimizer would import
+
+    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
 
     for number, scenario in enumerate(scenarios):
         ranks = [start(rank, world_size, f"{rendezvous}.{number}", scenario, out) for rank in range(world_size)]

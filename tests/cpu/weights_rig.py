@@ -18,12 +18,12 @@ import torch
 from sglang_engine import Engine, start_engine
 from weights_worker import DEADLINE_S, Job
 
-from megarl.messaging.link import Hub, RunKey
 from megarl.channels.weights_receiver import WeightsReceiver
 from megarl.generator.client import EngineClient
 from megarl.generator.fleet import Fleet
 from megarl.generator.memory import open_memory
 from megarl.generator.workers import Workers, connect
+from megarl.messaging.link import Hub, RunKey
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan

@@ -12,13 +12,12 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from megarl.messaging.link import Peer, RunKey
 from megarl.config.schema import (
     AsyncConfig,
     GeneratorConfig,
@@ -33,6 +32,7 @@ from megarl.config.schema import (
 )
 from megarl.launch.rendezvous import Rendezvous
 from megarl.launch.worker import die_with_parent
+from megarl.messaging.link import Peer, RunKey
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.types import Batch, Group, Prompt, Sample
 
@@ -60,7 +60,7 @@ class Job(msgspec.Struct, frozen=True):
     port: int  # where torch.distributed meets
     folder: str
     dp_attention: int = 1  # of the engine
-    quantization: Optional[str] = None  # of the engine
+    quantization: str | None = None  # of the engine
     weights_s: float = DEADLINE_S  # for each part of an update
     audit: str = "on"  # not strict: most tests fill the engine's memory with noise
 
@@ -76,7 +76,7 @@ class Job(msgspec.Struct, frozen=True):
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
-            weights=WeightsConfig(transport=transport, audit=self.audit, **(dict(apply="in_flight", group_bytes=1) if in_groups else {})),
+            weights=WeightsConfig(transport=transport, audit=self.audit, **({"apply": "in_flight", "group_bytes": 1} if in_groups else {})),
             async_=AsyncConfig(partial_rollout="in_flight" if in_groups else "block"),
             observe=ObserveConfig(probe_every=0, tensorboard=False),
             timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), collective_s=DEADLINE_S + 1, weights_s=self.weights_s),
@@ -165,7 +165,7 @@ def main(rank: int) -> None:
     from megarl.trainer import cpu_support
 
     cpu_support.install()
-    import megarl.channels.weights_sender  # noqa: F401  here, so that each job need not
+    import megarl.channels.weights_sender
     import megarl.executors.trainer  # noqa: F401
 
     for line in sys.stdin:

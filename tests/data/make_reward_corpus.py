@@ -440,8 +440,23 @@ def scientific(rng):
 
 @kind
 def what_is_not_finite(rng):
-    forms = [r"2^{\infty}", r"\infty^{\infty}", r"\pi^{\infty}", r"|\infty|", r"0\cdot\infty", r"\infty-\infty", r"\frac{1}{0}", r"0^{-1}",
-             r"\frac{\infty}{\infty}", r"1^{\infty}", r"\tan\left(\frac{\pi}{2}\right)", r"\log 0", r"\frac{0}{0}", r"\infty!", r"e^{\infty}"]
+    forms = [
+        r"2^{\infty}",
+        r"\infty^{\infty}",
+        r"\pi^{\infty}",
+        r"|\infty|",
+        r"0\cdot\infty",
+        r"\infty-\infty",
+        r"\frac{1}{0}",
+        r"0^{-1}",
+        r"\frac{\infty}{\infty}",
+        r"1^{\infty}",
+        r"\tan\left(\frac{\pi}{2}\right)",
+        r"\log 0",
+        r"\frac{0}{0}",
+        r"\infty!",
+        r"e^{\infty}",
+    ]
     for form in forms:
         for reference in ("0", "1", "2", "10", r"\frac{1}{2}", r"\pi", "x", r"-\infty", "(1,2)"):
             yield reference, boxed(form), False

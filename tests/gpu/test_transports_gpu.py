@@ -8,8 +8,8 @@ import pytest
 import torch
 from remote_object import RemoteObject
 
-from megarl.messaging.stores import open_store
 from megarl.messaging.host import Host
+from megarl.messaging.stores import open_store
 from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
 from megarl.transports import cuda_ipc
@@ -118,7 +118,7 @@ def test_cuda_ipc_writes_in_place(pair):
 
 @two_gpus
 def test_nccl_receives_in_place():
-    store, address = open_store("127.0.0.1")
+    _store, address = open_store("127.0.0.1")
     engine, trainer = RemoteObject(Engine, 1), RemoteObject(Trainer, 0)
     try:
         text = engine.call("endpoint", address)

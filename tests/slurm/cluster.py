@@ -1,7 +1,7 @@
 """A real Slurm cluster of several nodes on this host: one slurmctld, one slurmd per node, no authentication. For tests.
 
-    with Cluster(folder, nodes=4) as cluster:
-        cluster.run(["sbatch", "job.sh"])
+with Cluster(folder, nodes=4) as cluster:
+    cluster.run(["sbatch", "job.sh"])
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import cluster as clusters
+import pytest
 from cluster import Cluster
 from run_tools import OVERRIDES, ROOT, make_model, rows
 

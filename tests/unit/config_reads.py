@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Any, Optional
+from typing import Any
 
 from megarl import topology
 from megarl.config import schema
@@ -112,14 +112,13 @@ class _Module:
                     own[to.attr] = cls
 
     def _read(self, node: ast.AST, names: dict[str, type], own: dict[str, type], mentioned: set[str]) -> None:
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            if (cls := self._section(node.value, names, own)) is not None:
-                self._found.add((cls.__name__, node.attr))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and (cls := self._section(node.value, names, own)):
+            self._found.add((cls.__name__, node.attr))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             if (cls := self._section(node.args[0], names, own)) is not None:
                 self._found |= {(cls.__name__, name) for name in mentioned & _fields(cls).keys()}
 
-    def _section(self, node: ast.expr, names: dict[str, type], own: dict[str, type]) -> Optional[type]:
+    def _section(self, node: ast.expr, names: dict[str, type], own: dict[str, type]) -> type | None:
         if isinstance(node, ast.Name):
             return names.get(node.id)
         if not isinstance(node, ast.Attribute):
@@ -132,6 +131,6 @@ class _Module:
         return schema.RunConfig if node.attr in ("config", "_config") else None
 
 
-def _annotated(annotation: Optional[ast.expr]) -> Optional[type]:
+def _annotated(annotation: ast.expr | None) -> type | None:
     named = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation is not None else set()
     return SECTIONS.get(next(iter(named & SECTIONS.keys()), ""))

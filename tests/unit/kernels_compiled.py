@@ -12,10 +12,10 @@ from triton.compiler import ASTSource
 from megarl.kernels import audit_triton, logprobs_triton, quantise_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = dict(
-    codes="*u8", scales="*fp32", row_weights="*i64", word_weights="*i64", partial="*i64", targets="*i64", log_z="*fp32", grad="*fp32",
-    temperature="fp32", BF16="constexpr", STEPS="constexpr", INTERPRETED="constexpr",
-)  # fmt: skip
+TYPES = {
+    "codes": "*u8", "scales": "*fp32", "row_weights": "*i64", "word_weights": "*i64", "partial": "*i64", "targets": "*i64", "log_z": "*fp32", "grad": "*fp32",
+    "temperature": "fp32", "BF16": "constexpr", "STEPS": "constexpr", "INTERPRETED": "constexpr",
+}  # fmt: skip
 UNALIGNED = ("floor_bits", "tiles_across", "strips", "temperature", "tokens")
 
 
@@ -35,7 +35,7 @@ def accesses(text: str, kind: str) -> set[str]:
 @pytest.mark.parametrize("mode", [quantise_triton.AMAX, quantise_triton.WHOLE, quantise_triton.GIVEN], ids=["amax", "whole", "given"])
 def test_quantise(mode):
     text = ptx(
-        quantise_triton._tile_kernel, dict(values="*i16"), MODE=mode, TILE_ROWS=128, TILE_COLS=128, INTERPRETED=False,
+        quantise_triton._tile_kernel, {"values": "*i16"}, MODE=mode, TILE_ROWS=128, TILE_COLS=128, INTERPRETED=False,
         value_col=1, code_col=1, scale_col=1,
     )  # fmt: skip
     assert accesses(text, "ld") <= {"v4.b32", "b32"} and "v4.b32" in accesses(text, "ld")  # 16 bytes at a time; b32: a given scale
@@ -47,16 +47,16 @@ def test_quantise(mode):
 
 @pytest.mark.parametrize(("bits", "per_word"), [("*u64", 1), ("*u32", 2), ("*u16", 4), ("*u8", 8)])
 def test_audit_hash(bits, per_word):
-    blocks = dict(STEPS=audit_triton.STEPS, BLOCK_ROWS=audit_triton.BLOCK_ROWS, BLOCK_COLS=audit_triton.BLOCK_COLS)
+    blocks = {"STEPS": audit_triton.STEPS, "BLOCK_ROWS": audit_triton.BLOCK_ROWS, "BLOCK_COLS": audit_triton.BLOCK_COLS}
     constants = dict(PER_WORD=per_word, MIX_SHIFT=31, col_stride=1, **blocks)
-    loads = accesses(ptx(audit_triton._hash_kernel, dict(values=bits), **constants), "ld")
+    loads = accesses(ptx(audit_triton._hash_kernel, {"values": bits}, **constants), "ld")
     assert loads & {"v4.b32", "v2.b64"}  # 16 bytes at a time
 
 
 @pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
 def test_logprobs(logits):
-    forward = ptx(logprobs_triton._forward_kernel, dict(logits=logits, partial="*fp32"), col_stride=1, BLOCK=4096)
+    forward = ptx(logprobs_triton._forward_kernel, {"logits": logits, "partial": "*fp32"}, col_stride=1, BLOCK=4096)
     assert "v4.b32" in accesses(forward, "ld")
-    gradient = dict(logits=logits, gradient="*i16" if logits == "*bf16" else logits)
+    gradient = {"logits": logits, "gradient": "*i16" if logits == "*bf16" else logits}
     backward = ptx(logprobs_triton._backward_kernel, gradient, col_stride=1, BF16=logits == "*bf16", BLOCK=2048)
     assert "v4.b32" in accesses(backward, "ld") and "v4.b32" in accesses(backward, "st")

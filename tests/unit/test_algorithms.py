@@ -138,8 +138,15 @@ def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
     expected_gradient, expected_value = torch.zeros_like(theta), 0.0
     for y in range(6):
         logprobs = torch.log_softmax(theta, 0)[y].view(1, 1)
-        out = loss_of(logprobs, mu[y].view(1, 1), torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=torch.bool),
-                      reference[y].view(1, 1), rho=1e9, kl_coef=1.0)
+        out = loss_of(
+            logprobs,
+            mu[y].view(1, 1),
+            torch.zeros(1, 1, dtype=F64),
+            torch.ones(1, 1, dtype=torch.bool),
+            reference[y].view(1, 1),
+            rho=1e9,
+            kl_coef=1.0,
+        )
         expected_gradient += mu[y].exp() * gradient(out.loss, theta)
         expected_value += (mu[y].exp() * out.sums["kl"]).item()
         assert out.sums["kl"] >= 0
@@ -200,8 +207,10 @@ def test_nll():
 
 def test_algorithm_objects_read_the_microbatch():
     microbatch = SimpleNamespace(
-        mu_logprobs=torch.tensor([[-2.0, -1.0]]), advantages=torch.tensor([[1.0, 3.0]]),
-        loss_mask=torch.tensor([[True, False]]), reference_logprobs=None,
+        mu_logprobs=torch.tensor([[-2.0, -1.0]]),
+        advantages=torch.tensor([[1.0, 3.0]]),
+        loss_mask=torch.tensor([[True, False]]),
+        reference_logprobs=None,
     )
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     aipo = make_algorithm(AlgorithmConfig(name="aipo", rho=2.0))

@@ -18,8 +18,14 @@ AIPO = make_algorithm(AlgorithmConfig())
 
 
 def sample(tokens: list[int], reward: float, versions: list[int] | None = None, finish: str = "stop") -> Sample:
-    return Sample(token_ids=tokens, logprobs=[-0.1 * (i + 1) for i in range(len(tokens))], versions=versions or [0] * len(tokens),
-                  text="", reward=reward, finish_reason=finish)
+    return Sample(
+        token_ids=tokens,
+        logprobs=[-0.1 * (i + 1) for i in range(len(tokens))],
+        versions=versions or [0] * len(tokens),
+        text="",
+        reward=reward,
+        finish_reason=finish,
+    )
 
 
 def turns(tokens: list[int], mask: list[bool], reward: float, garbage: float = 0.0) -> Sample:
@@ -50,8 +56,10 @@ def test_positions_are_masked_and_aligned():
     assert denominator(b, make_algorithm(AlgorithmConfig(loss_mean="sequence"))) == 6
     assert len(sequences) == 6
     assert sequences[1] == TrainSequence(
-        token_ids=[1, 4, 5, 7, 8, 2], loss_mask=[False] * 3 + [True] * 3,
-        mu_logprobs=[0.0, 0.0, 0.0, -0.1, -0.2, pytest.approx(-0.3)], advantages=[0.0] * 3 + [-0.5] * 3,
+        token_ids=[1, 4, 5, 7, 8, 2],
+        loss_mask=[False] * 3 + [True] * 3,
+        mu_logprobs=[0.0, 0.0, 0.0, -0.1, -0.2, pytest.approx(-0.3)],
+        advantages=[0.0] * 3 + [-0.5] * 3,
     )
 
 
@@ -139,10 +147,20 @@ def test_metrics():
     ]
     got = batch_metrics(Batch(step=6, groups=groups, generate_s=0.0, generator_wait_s=0.0), version=6)
     assert got == {
-        "reward/mean": 0.75, "reward/std": pytest.approx(0.1875**0.5), "staleness/mean": pytest.approx(10 / 7), "staleness/max": 3.0,
-        "response_tokens/mean": 1.75, "truncated_fraction": 0.25, "zero_advantage_fraction": 0.5,
-        "environment_tokens/fraction": 0.0, "turns/mean": 1.0,
-        "reward/timeouts": 0, "reward/errors": 0, "reward/out_of_memory": 0, "reward/exits": 0, "reward/failed_fraction": 0.0,
+        "reward/mean": 0.75,
+        "reward/std": pytest.approx(0.1875**0.5),
+        "staleness/mean": pytest.approx(10 / 7),
+        "staleness/max": 3.0,
+        "response_tokens/mean": 1.75,
+        "truncated_fraction": 0.25,
+        "zero_advantage_fraction": 0.5,
+        "environment_tokens/fraction": 0.0,
+        "turns/mean": 1.0,
+        "reward/timeouts": 0,
+        "reward/errors": 0,
+        "reward/out_of_memory": 0,
+        "reward/exits": 0,
+        "reward/failed_fraction": 0.0,
     }
 
 

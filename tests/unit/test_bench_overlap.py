@@ -42,7 +42,9 @@ def test_every_prompt_is_used_once_whole_and_within_the_depth(ran, setting):
     assert [row["step"] for row in rows] == list(range(STEPS)) and len(ordinals) == STEPS * PROMPTS
     assert sorted(ordinals) == list(range(STEPS * PROMPTS))
     lengths = [sorted(row["lengths"]) for row in rows]
-    assert lengths == [sorted(length for ordinal in row["ordinals"] for length in TAILS(ordinal, N)) for row in rows], "cut and lost nothing"
+    assert lengths == [sorted(length for ordinal in row["ordinals"] for length in TAILS(ordinal, N)) for row in rows], (
+        "cut and lost nothing"
+    )
     for row in rows:
         assert row["version/max"] <= row["step"]
         if cell.async_.capacity <= 1:  # further ahead, a long response is used later than its turn

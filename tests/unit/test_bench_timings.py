@@ -42,7 +42,7 @@ def test_ratios_are_of_runs_in_the_same_round():
 
 def test_table_and_picture(tmp_path):
     ways = [sync.asdict(timing) for timing in sync.timings(WAYS, TIMES, 100)]
-    facts = dict(model="tiny", bytes=100, trainer_tp=2, engine_tp=1, hardware="2 CPU cores", repeats=3, ways=ways)
+    facts = {"model": "tiny", "bytes": 100, "trainer_tp": 2, "engine_tp": 1, "hardware": "2 CPU cores", "repeats": 3, "ways": ways}
     row = next(line for line in sync.render(facts).splitlines() if line.startswith("direct"))
     assert row.split()[-5:] == ["50%", "3.0x", "1.5x", "500.0", "250.0"]
     for suffix in PICTURES:

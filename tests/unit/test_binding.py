@@ -67,7 +67,7 @@ def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, mon
     """The tool then writes its excuse to standard output."""
     tool = tmp_path / "nvidia-smi"
     said = shown or "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-    tool.write_text(f"#!/bin/sh\necho \"{said.strip()}\"\nexit {status}\n")
+    tool.write_text(f'#!/bin/sh\necho "{said.strip()}"\nexit {status}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert nvidia_smi("--query-gpu=index") == shown

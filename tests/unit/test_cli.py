@@ -305,7 +305,8 @@ def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "message"), [(RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"), (KeyboardInterrupt(), 130, "megarl: ended by Ctrl-C\n")]
+    ("error", "status", "message"),
+    [(RuntimeError("engine.0 died"), 1, "megarl: engine.0 died\n"), (KeyboardInterrupt(), 130, "megarl: ended by Ctrl-C\n")],
 )
 def test_a_failed_and_an_interrupted_run(
     error: BaseException, status: int, message: str, run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

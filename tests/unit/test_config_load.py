@@ -92,7 +92,10 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("trainr.tp=2", "trainr.tp=2: unknown key; did you mean trainer.tp?"),
         ("algorithm.temperature=1", "algorithm.temperature=1: unknown key; did you mean eval.temperature or rollout.temperature?"),
         ("async_.capacity=1", "async_.capacity=1: unknown key; did you mean async.capacity?"),
-        ("weights.color=red", "weights.color=red: unknown key; its section has weights.transport, weights.relay, weights.apply, weights.group_bytes, weights.audit"),
+        (
+            "weights.color=red",
+            "weights.color=red: unknown key; its section has weights.transport, weights.relay, weights.apply, weights.group_bytes, weights.audit",
+        ),
         ("zzz=1", "zzz=1: unknown key; docs/config.md lists every key"),
         ("max_steps", "max_steps: an override must be of the form key=value, such as trainer.tp=2"),
         ("=3", "=3: an override must be of the form key=value, such as trainer.tp=2"),
@@ -129,7 +132,10 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
         ("rollout.top_k=0", "rollout.top_k=0: must be -1, or at least 1"),
-        ("weights.transport=pigeon", "weights.transport=pigeon: must be one of auto, shared_memory, cuda_ipc, mooncake, nccl, gloo, package.module:Class"),
+        (
+            "weights.transport=pigeon",
+            "weights.transport=pigeon: must be one of auto, shared_memory, cuda_ipc, mooncake, nccl, gloo, package.module:Class",
+        ),
         ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
         ("eval.every=-5", "eval.every=-5: must be at least 0"),
         ("run_dir=", "run_dir=: must not be empty"),
@@ -147,8 +153,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     assert problems_of(path, "genrator.tp=2", "oops") == [
         "oops: an override must be of the form key=value, such as trainer.tp=2",
         "trainer.tp=two: must be an integer",
-        "trainer.colour=red: unknown key; its section has "
-        + ", ".join(key for key in settings() if key.startswith("trainer.")),
+        "trainer.colour=red: unknown key; its section has " + ", ".join(key for key in settings() if key.startswith("trainer.")),
         "genrator.tp=2: unknown key; did you mean generator.tp?",
         f"model.path: must be set: {settings()['model.path'].meaning}",
         "data.train.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name",

@@ -253,8 +253,9 @@ def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: 
     (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2", "how": "1" * 600}) + "\n")
     config = chain_config()
     config.sft.data = DatasetConfig(source=str(tmp_path / "d.jsonl"), demonstration_key="how")
-    with pytest.raises(ConfigError,
-        match=r"d.jsonl, line 1: prompt and demonstration have 606 tokens, more than the model's context of 512"):
+    with pytest.raises(
+        ConfigError, match=r"d.jsonl, line 1: prompt and demonstration have 606 tokens, more than the model's context of 512"
+    ):
         next(sft_batches(config, spec))
 
 

@@ -32,22 +32,27 @@ def problems(source: str, **settings: Any) -> list[str]:
 
 
 def test_gsm8k_shape(tmp_path: Path):
-    source = write(tmp_path / "a.jsonl", {"question": "2+2?", "answer": "Add.\n#### 4"}, "",
-        {"question": "Price?", "answer": "#### $1,250", "id": 7})
+    source = write(
+        tmp_path / "a.jsonl", {"question": "2+2?", "answer": "Add.\n#### 4"}, "", {"question": "Price?", "answer": "#### $1,250", "id": 7}
+    )
     rows = load_rows(DatasetConfig(source=source, prompt_template="Q: {prompt} {x}\nA:"), "data.train", seed=0)
     assert [(row.prompt, row.answer, row.demonstration) for row in rows] == [
-        ("Q: 2+2? {x}\nA:", "4", "Add.\n#### 4"), ("Q: Price? {x}\nA:", "1,250", "#### $1,250"),
+        ("Q: 2+2? {x}\nA:", "4", "Add.\n#### 4"),
+        ("Q: Price? {x}\nA:", "1,250", "#### $1,250"),
     ]
     assert rows[1].where == f"{source}, line 3"
 
 
 def test_math_shape_in_parquet(tmp_path: Path):
     path = tmp_path / "math.parquet"
-    rows = [{"problem": "Half?", "solution": "So $\\boxed{\\frac{1}{2}}$.", "level": "1"},
-        {"problem": "Set?", "solution": "\\boxed{\\{1,2\\}}", "level": "2"}]
+    rows = [
+        {"problem": "Half?", "solution": "So $\\boxed{\\frac{1}{2}}$.", "level": "1"},
+        {"problem": "Set?", "solution": "\\boxed{\\{1,2\\}}", "level": "2"},
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    got = load_rows(DatasetConfig(source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"), "data.train",
-        seed=0)
+    got = load_rows(
+        DatasetConfig(source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"), "data.train", seed=0
+    )
     assert [(row.prompt, row.answer, row.demonstration) for row in got] == [("Half?", "\\frac{1}{2}", "1"), ("Set?", "\\{1,2\\}", "2")]
 
 
@@ -59,9 +64,15 @@ def test_plain_answers_and_size(tmp_path: Path):
 
 def test_every_problem_is_reported_with_its_line(tmp_path: Path):
     source = write(
-        tmp_path / "bad.jsonl", {"question": "fine", "answer": "1"}, '{"question": "cut', {"qestion": "x", "answer": "1"},
+        tmp_path / "bad.jsonl",
+        {"question": "fine", "answer": "1"},
+        '{"question": "cut',
+        {"qestion": "x", "answer": "1"},
         {"question": 5, "answer": "1"},
-        {"question": "x", "answer": None}, {"question": " ", "answer": "1"}, "[1, 2]", {"question": "x", "answer": "\\boxed{"},
+        {"question": "x", "answer": None},
+        {"question": " ", "answer": "1"},
+        "[1, 2]",
+        {"question": "x", "answer": "\\boxed{"},
         {"question": "x", "answer": True},
     )
     assert problems(source) == [
@@ -113,8 +124,9 @@ def test_what_is_no_dataset(tmp_path: Path):
     empty = write(tmp_path / "empty.jsonl", "", "")
     assert problems(empty) == [f"data.train.source={empty}: has no rows"]
     assert problems(f"{tmp_path}/none.jsonl") == [f"data.train.source={tmp_path}/none.jsonl: no such file"]
-    assert problems(write(tmp_path / "data.csv",
-        "a,b")) == [f"data.train.source={tmp_path}/data.csv: a file must end in .jsonl or .parquet"]
+    assert problems(write(tmp_path / "data.csv", "a,b")) == [
+        f"data.train.source={tmp_path}/data.csv: a file must end in .jsonl or .parquet"
+    ]
     assert problems("nowhere/rows.json") == ["data.train.source=nowhere/rows.json: a file must end in .jsonl or .parquet"]
     assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
     assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}, or be chat"]
@@ -180,15 +192,17 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}]
     rows = [{"prompt": turns, "reward_model": {"ground_truth": "#### 2"}} for turns in (conversation, "1+1?")]
-    columns = dict(prompt_key="prompt", answer_key="reward_model.ground_truth", prompt_template="chat")
+    columns = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "prompt_template": "chat"}
     source = write(tmp_path / "a.jsonl", *rows)
     found = load_rows(DatasetConfig(source=source, **columns), "data.train", 0, tokenizer=str(model))
     reference = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
     both = (conversation, conversation[1:])
     wanted = [reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in both]
-    assert [row.prompt for row in found] == wanted == [
-        "<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n", "<|user|>\n1+1?<eos><|assistant|>\n"
-    ]
+    assert (
+        [row.prompt for row in found]
+        == wanted
+        == ["<|system|>Be brief.<eos><|user|>\n1+1?<eos><|assistant|>\n", "<|user|>\n1+1?<eos><|assistant|>\n"]
+    )
     assert [row.answer for row in found] == ["2", "2"]
     for turns, problem in (
         ([{"role": "robot", "content": "x"}], "field 'prompt': the chat template refuses it: only users"),

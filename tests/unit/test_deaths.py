@@ -28,6 +28,8 @@ def test_a_kill_is_put_down_to_the_kernel_only_where_it_has_ended_processes_for_
 def test_a_write_into_shared_memory_without_room_says_how_much_there_is(tmp_path):
     """A real SIGBUS: the file is cut under the mapping."""
     code = "import mmap, sys; f = open(sys.argv[1], 'w+b'); f.truncate(9000); m = mmap.mmap(f.fileno(), 0); f.truncate(0); m[5000] = 1"
-    cut = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
+    cut = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "file")], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    )
     assert cut.returncode == -signal.SIGBUS
     assert "/dev/shm is " in deaths.cause(cut.returncode, 0) and " MiB are free" in deaths.cause(cut.returncode, 0)

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-
 from documented import DOCUMENTS, LISTED, QUICK, checkout, commands, commands_of, run
+
 from megarl.cli import EXAMPLES, main
 
 COMMANDS = {command.text: command.where for command in commands()}
@@ -81,5 +81,6 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert path.exists(), f"{document.name}: {target}"
         if anchor:
             titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, f"{document.name}: {target}#{anchor}"
-
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, (
+                f"{document.name}: {target}#{anchor}"
+            )

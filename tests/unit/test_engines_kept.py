@@ -34,10 +34,13 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 BUSY = """
 import os, threading, time
 from megarl.generator.beats import beating
-""" + SERVER.replace("        self.send_response", """        if os.path.exists("ASK"):
+""" + SERVER.replace(
+    "        self.send_response",
+    """        if os.path.exists("ASK"):
             with beating(): time.sleep(8)
             os.remove("ASK")
-        self.send_response""")
+        self.send_response""",
+)
 WORKER = """
 import signal, sys, time
 asked = []
@@ -55,10 +58,10 @@ def until(condition, poll=lambda: None, seconds=60):
         time.sleep(0.02)
 
 
-def kept(group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0, code=SERVER, env={}) -> EngineKeeper:
+def kept(group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0, code=SERVER, env=None) -> EngineKeeper:
     (port,) = free_ports(1)
     keeper = EngineKeeper(group, policy, max_restarts, health_s, startup_s=30)
-    spec = ProcessSpec("engine.0", [sys.executable, "-c", code, str(port)], env)
+    spec = ProcessSpec("engine.0", [sys.executable, "-c", code, str(port)], env or {})
     group.start(spec)
     keeper.keep(spec, "127.0.0.1", port, "key")
     return keeper

@@ -67,7 +67,7 @@ def prompt(text: str = "12*12=", answer: str = "144") -> Prompt:
 
 
 SAMPLING = Sampling(max_tokens=64, stop_token_ids=(EOS,))
-MARKS: dict[str, Any] = dict(call_open="<", call_close=">", result="{result};")
+MARKS: dict[str, Any] = {"call_open": "<", "call_close": ">", "result": "{result};"}
 
 
 def sample_of(policy: ScriptedPolicy, sampling: Sampling = SAMPLING, **arguments: Any) -> Sample:
@@ -279,8 +279,11 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
         ("no_such_module_here:f", "cannot be imported: No module named 'no_such_module_here'"),
         (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
         (f"{__name__}:NotCallable", "must be a function; see docs/own_run.md"),
-        (f"{__name__}:misspelt", "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
-         "sample_index, truncated; did you mean answer?"),
+        (
+            f"{__name__}:misspelt",
+            "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
+            "sample_index, truncated; did you mean answer?",
+        ),
         (f"{__name__}:nameless", "its parameter *rest must be one that can be given by name"),
         (f"{__name__}:same_length", ""),
         (f"{__name__}:judge", ""),

@@ -55,7 +55,7 @@ def test_extend_equals_reference(monkeypatch, totals, news, chunk):
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(len(totals), totals, news)
     output = torch.full_like(query, float("nan"))
-    options = dict(scaling=0.3, enable_gqa=True, causal=True, is_cross_attn=False, sliding_window_size=None)
+    options = {"scaling": 0.3, "enable_gqa": True, "causal": True, "is_cross_attn": False, "sliding_window_size": None}
     attention.extend(never, None, query, output, *cache, rows, total, total - new, new, None, **options)
     assert (output - reference(query, *cache, rows, total, new, 0.3)).abs().max() < 1e-5
 
@@ -65,14 +65,14 @@ def test_decode_equals_reference(monkeypatch, chunk):
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(3, [1, 40, 7, 13, 13], [1] * 5)
     output = torch.full_like(query, float("nan"))
-    options = dict(scaling=0.3, enable_gqa=True, causal=False, is_cross_attn=False, sliding_window_size=None)
+    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": False, "sliding_window_size": None}
     attention.decode(never, None, query, output, *cache, rows, total, None, **options)
     assert (output - reference(query, *cache, rows, total, new, 0.3)).abs().max() < 1e-5
 
 
 def test_other_kinds_of_attention_are_left_to_sglang():
-    query, *cache, rows, total, new = setting(0, [4], [1])
-    options = dict(scaling=0.3, enable_gqa=True, causal=False, is_cross_attn=False, sliding_window_size=16)
+    query, *cache, rows, total, _new = setting(0, [4], [1])
+    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": False, "sliding_window_size": 16}
     assert attention.decode(lambda *_, **__: "loop", None, query, query, *cache, rows, total, None, **options) == "loop"
 
 

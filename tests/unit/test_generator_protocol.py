@@ -16,11 +16,11 @@ import torch
 
 from megarl.config.errors import ConfigError
 from megarl.generator import commands, cpu_support
+from megarl.generator.audit import AuditError, compare
 from megarl.generator.client import Parallelism
 from megarl.generator.commands import Audit, Connect, Divide, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.generator.audit import AuditError, compare
 from megarl.generator.wire import content_of, tensor_payload
 from megarl.generator.worker_loader import Worker, as_arranged
 from megarl.generator.workers import Workers, check_layout, check_parallelism
@@ -28,8 +28,8 @@ from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.box import Box
-from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.reshard.forwarding import Relay
+from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.topology import GeneratorTopology
 from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
 from megarl.transports.two_sided import Incoming

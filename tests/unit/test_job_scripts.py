@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.launch.launcher import Job
 from megarl.launch.dry_run import nodes_needed
+from megarl.launch.launcher import Job
 from megarl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,15 @@ def looks_always(monkeypatch):
 
 
 def report(node: int, **changes) -> NodeReport:
-    facts = dict(node=node, host=f"h{node}", address="127.0.0.1", gpus=8, ports={}, versions={"torch": "2.13.0"}, problems=[])
+    facts = {
+        "node": node,
+        "host": f"h{node}",
+        "address": "127.0.0.1",
+        "gpus": 8,
+        "ports": {},
+        "versions": {"torch": "2.13.0"},
+        "problems": [],
+    }
     return NodeReport(**(facts | changes))
 
 

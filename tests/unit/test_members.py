@@ -6,8 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.observe.metrics import MetricsTail, MetricsWriter, damaged_lines, parse_lines, read_metrics
 

@@ -49,10 +49,10 @@ def test_summary_has_a_line_for_each_score_of_each_held_out_set(tmp_path: Path) 
     first = {"version": 0, "pass@1": 0.5, "reward/mean": 0.625}
     lines = summarize(tmp_path, [first, {**first, "version": 2, "suites": {"hard": hard}}]).splitlines()
     assert [line.split() for line in lines if "held-out" in line] == [
-        "held-out pass@1 0.500 before, 0.500 after".split(),
-        "held-out reward 0.625 before, 0.625 after".split(),
-        "held-out hard pass@1 not measured before, 0.250 after".split(),
-        "held-out hard pass@4 not measured before, 0.750 after".split(),
+        ["held-out", "pass@1", "0.500", "before,", "0.500", "after"],
+        ["held-out", "reward", "0.625", "before,", "0.625", "after"],
+        ["held-out", "hard", "pass@1", "not", "measured", "before,", "0.250", "after"],
+        ["held-out", "hard", "pass@4", "not", "measured", "before,", "0.750", "after"],
     ]
 
 
@@ -91,11 +91,10 @@ def test_moving_mean_is_that_of_the_steps_so_far() -> None:
 def test_traces_of_all_processes_become_one_file_with_a_track_each(tmp_path: Path) -> None:
     for name in ("trainer.0", "generator.0"):
         trace = TraceWriter(tmp_path, name)
-        with pytest.raises(KeyError):
-            with trace.span("outer", step=7):
-                with trace.span("inner"):
-                    pass
-                raise KeyError
+        with pytest.raises(KeyError), trace.span("outer", step=7):
+            with trace.span("inner"):
+                pass
+            raise KeyError
         with trace.span("beside", track="http"):
             pass
         trace.close()

@@ -35,7 +35,9 @@ def test_the_last_line_of_each_process_is_read_in_the_order_of_ranks(tmp_path: P
     assert read_statuses(tmp_path) == []
 
 
-@pytest.mark.parametrize("record", [b"", b"x" * RECORD_BYTES, b"\xff" * RECORD_BYTES, bytes(RECORD_BYTES), b"000000000001 x" + b" 000000000001\n"])
+@pytest.mark.parametrize(
+    "record", [b"", b"x" * RECORD_BYTES, b"\xff" * RECORD_BYTES, bytes(RECORD_BYTES), b"000000000001 x" + b" 000000000001\n"]
+)
 def test_a_damaged_line_is_left_out(tmp_path: Path, record: bytes) -> None:
     StatusBoard(tmp_path, "trainer.0")
     (tmp_path / "status/trainer.1").write_bytes(record.rjust(RECORD_BYTES) if record else b"")
@@ -46,10 +48,9 @@ def test_a_damaged_line_is_left_out(tmp_path: Path, record: bytes) -> None:
 def test_a_wait_says_for_whom_and_what_and_ends_also_by_an_error(tmp_path: Path) -> None:
     board = StatusBoard(tmp_path, "trainer.0")
     board.set("training step 7")
-    with pytest.raises(TimeoutError):
-        with board.waiting("generator.0", "batch 8"):
-            assert texts(tmp_path)["trainer.0"] == "waiting for batch 8 from generator.0"
-            raise TimeoutError
+    with pytest.raises(TimeoutError), board.waiting("generator.0", "batch 8"):
+        assert texts(tmp_path)["trainer.0"] == "waiting for batch 8 from generator.0"
+        raise TimeoutError
     assert texts(tmp_path)["trainer.0"] == "training step 7"
 
 

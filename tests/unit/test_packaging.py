@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from setuptools import find_packages
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -32,13 +33,12 @@ def lock() -> dict[str, Version]:
     return pins
 
 
-def test_every_package_of_the_tree_is_installed() -> None:
-    folders = PYPROJECT["tool"]["setuptools"]["package-dir"]
-    in_tree = set()
-    for package, folder in folders.items():
-        for init in (ROOT / folder).rglob("__init__.py"):
-            in_tree.add(".".join((package, *init.parent.relative_to(ROOT / folder).parts)))
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == in_tree
+def test_every_folder_of_the_tree_is_a_package_and_installed() -> None:
+    folders = {path.parent for top in ("megarl", "kernels", "launch") for path in (ROOT / top).rglob("*.py")}
+    assert all((folder / "__init__.py").exists() for folder in folders)
+    found = find_packages(str(ROOT), include=PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"])
+    inside = {folder if folder.is_relative_to(ROOT / "megarl") else ROOT / "megarl" / folder.relative_to(ROOT) for folder in folders}
+    assert set(found) == {".".join(folder.relative_to(ROOT).parts) for folder in inside}
 
 
 def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their_bare_name(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     ours, bare = result.stdout.splitlines()
-    assert ours == f"{ROOT}/kernels/__init__.py {ROOT}/launch/__init__.py"
+    assert ours == f"{ROOT}/megarl/kernels/__init__.py {ROOT}/megarl/launch/__init__.py"
     assert not bare.startswith(str(ROOT))
 
 

@@ -16,7 +16,18 @@ from megarl.planner.hardware import GPUS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-KEYS = "fits trainer_gib_per_gpu generator_gib_per_gpu train_s generate_s sync_s step_s sync_baseline_step_s speedup binding".split()
+KEYS = [
+    "fits",
+    "trainer_gib_per_gpu",
+    "generator_gib_per_gpu",
+    "train_s",
+    "generate_s",
+    "sync_s",
+    "step_s",
+    "sync_baseline_step_s",
+    "speedup",
+    "binding",
+]
 # LlamaRL, table 3: GPUs, trainer's and generator's model parallel size, engines' precision. 405B trains at 8 x 16 instead of 16 and FSDP.
 PAPER = {
     "8b_aipo_256": (256, 8, 1, None),
@@ -108,6 +119,7 @@ def test_mistakes_end_with_2(arguments: list[str], message: str, capsys: pytest.
 
 def test_a_step_overlaps_where_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
     """Unbounded is not synchronous, and a bound on staleness bounds how far ahead anything is begun."""
+
     def sums(*arguments: str) -> bool:
         facts = plan(capsys, "configs/quickstart.yaml", *arguments)
         return facts["step_s"] > facts["train_s"] + facts["generate_s"]

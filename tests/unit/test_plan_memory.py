@@ -37,13 +37,13 @@ def spec(name: str):
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
-        ("llama-3.1-8b", dict(tp=2, pp=2, dp=2)),
-        ("llama-3.1-405b", dict(tp=8, pp=16, dp=2, first_stage_layers=7, last_stage_layers=7)),
-        ("llama-3.1-8b", dict(tp=2, pp=2, vpp=4, dp=2)),
-        ("llama-3.1-8b", dict(tp=2, dp=4, fsdp="flat")),
-        ("llama-3.1-8b", dict(tp=2, dp=4, fsdp="rows")),
-        ("qwen3-30b-a3b", dict(tp=2, pp=2, dp=4, ep=8)),
-        ("deepseek-v3", dict(tp=2, pp=4, dp=8, ep=16, first_stage_layers=15, last_stage_layers=14)),
+        ("llama-3.1-8b", {"tp": 2, "pp": 2, "dp": 2}),
+        ("llama-3.1-405b", {"tp": 8, "pp": 16, "dp": 2, "first_stage_layers": 7, "last_stage_layers": 7}),
+        ("llama-3.1-8b", {"tp": 2, "pp": 2, "vpp": 4, "dp": 2}),
+        ("llama-3.1-8b", {"tp": 2, "dp": 4, "fsdp": "flat"}),
+        ("llama-3.1-8b", {"tp": 2, "dp": 4, "fsdp": "rows"}),
+        ("qwen3-30b-a3b", {"tp": 2, "pp": 2, "dp": 4, "ep": 8}),
+        ("deepseek-v3", {"tp": 2, "pp": 4, "dp": 8, "ep": 16, "first_stage_layers": 15, "last_stage_layers": 14}),
     ],
 )
 def test_weights_are_those_of_the_fullest_rank_of_the_layout(model: str, sizes: dict) -> None:
@@ -92,7 +92,7 @@ def test_a_layer_keeps_what_megatron_reckons() -> None:
 
 
 def test_zero_splits_dense_and_experts_over_their_own_meshes() -> None:
-    shape = dict(tp=2, dp=8, cp=1, ep=8)  # 16 ranks: two replicas of each expert, eight of everything else
+    shape = {"tp": 2, "dp": 8, "cp": 1, "ep": 8}  # 16 ranks: two replicas of each expert, eight of everything else
     (held,) = trainer_held(spec("qwen3-30b-a3b"), TrainerConfig(**shape), "bfloat16")
     assert optimizer_bytes(held, TrainerConfig(zero=1, **shape), "bfloat16") == 12 * (held.dense / 8 + held.expert / 2)
     assert optimizer_bytes(held, TrainerConfig(zero=0, **shape), "bfloat16") == 12 * held.total
@@ -145,7 +145,7 @@ def test_virtual_stages_keep_more_chunks_in_flight() -> None:
     ],
 )
 def test_every_knob_turns_its_part_down(key: str, value: object, part: str) -> None:
-    sizes = dict(tp=4, dp=2, max_tokens_per_microbatch=8192)
+    sizes = {"tp": 4, "dp": 2, "max_tokens_per_microbatch": 8192}
     trainers = TrainerConfig(**sizes), TrainerConfig(**(sizes | {key: value}))
     before, after = (trainer_memory(spec("llama-3.1-8b"), trainer, "bfloat16", H100) for trainer in trainers)
     assert getattr(after, part) < 0.8 * getattr(before, part) or (key == "sequence_parallel" and after.activations < before.activations)

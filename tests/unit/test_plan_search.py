@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_sides_get_no_slower_with_more_gpus() -> None:
     trainers = [side.seconds if (side := one.trainer(gpus)) else math.inf for gpus in range(8, 256, 8)]
     generators = [side.seconds if (side := one.generator(gpus)) else math.inf for gpus in range(8, 256, 8)]
     for times in (trainers, generators):
-        assert [(a, b) for a, b in zip(times, times[1:]) if b > a * 1.02] == []  # but for what does not divide
+        assert [(a, b) for a, b in itertools.pairwise(times) if b > a * 1.02] == []  # but for what does not divide
 
 
 def test_nothing_fits_says_who_is_too_large() -> None:

@@ -160,7 +160,14 @@ def test_the_parent_may_be_the_first_process_of_a_container():
 
 def test_a_process_does_not_take_itself_for_one_that_torchrun_started(tmp_path, monkeypatch):
     """With its variables torch.distributed would wait for a store that nobody serves."""
-    told = dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="r1", GROUP_RANK="1", RANK="1", WORLD_SIZE="2", MASTER_PORT="9")
+    told = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "r1",
+        "GROUP_RANK": "1",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "9",
+    }
     for name, value in {**told, "OTHER": "kept"}.items():
         monkeypatch.setenv(name, value)
     code = "import os; print(sorted(name for name in os.environ if name in %r), os.environ['RANK'])" % [*told, "OTHER"]

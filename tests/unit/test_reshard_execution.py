@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     if device == "cuda" and name in DP_ATTENTION_FAMILIES:
         dp_attention = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0]))
     kv = draw(st.sampled_from([tp, 2 * tp, 4 * tp] if device == "cpu" or tp == 3 else [1, 2, 4, 8]))
-    if device == "cuda" and (kv % generator_tp and generator_tp % kv or kv % tp and tp % kv):
+    if device == "cuda" and ((kv % generator_tp and generator_tp % kv) or (kv % tp and tp % kv)):
         kv = tp * generator_tp
     heads = kv * draw(st.sampled_from([1, 2, 3])) * (tp * generator_tp if kv % tp or device == "cuda" else 1)
     unit = 16 if fp8 else tp * (generator_tp if device == "cuda" else 1)
@@ -205,7 +205,14 @@ def test_data_parallel_attention(name: str, dp_attention: int):
         shared_intermediate_size=8 * (name == "deepseek_v3"), router_bias=name == "deepseek_v3",
     )  # fmt: skip
     if name == "deepseek_v3":
-        latent = dict(first_dense_layers=1, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, q_lora_rank=8, kv_lora_rank=12)
+        latent = {
+            "first_dense_layers": 1,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 12,
+        }
         spec = dataclasses.replace(spec, num_kv_heads=8, **latent)
     topology, generator = TrainerTopology(tp=2, ep=2, dp=2), GeneratorTopology(2, 4, 2, dp_attention)
     map = ReshardMap.build(trainer_layout(spec, topology, "float32"), generator_layout(spec, generator, "float32"))
@@ -261,7 +268,7 @@ def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
 
 def test_a_write_joins_no_cut_tiles_with_whole_ones():
     """Flat shards of a width that is no multiple of a tile: some rows of a rank cut tiles, their neighbours do not."""
-    sizes = dict(num_experts=4, expert_intermediate_size=16, qk_norm=True)
+    sizes = {"num_experts": 4, "expert_intermediate_size": 16, "qk_norm": True}
     spec = dataclasses.replace(ModelSpec("qwen3_moe", 2, 7, 16, 2, 1, 4, 2, 16, False, 1e-6, 1e4), **sizes)
     case = spec, TrainerTopology(pp=2, dp=2, zero=1, fsdp="flat"), GeneratorTopology(engines=1, tp=2), "cuda"
     test_fp8_equals_gathering_quantising_and_slicing.hypothesis.inner_test(case, "block", True, "float32")
@@ -325,7 +332,7 @@ def test_owned_pieces_hold_every_element_of_the_checkpoint_once(case):
     hf = full_tensors(spec, torch.float32)
     seen = {name: torch.zeros_like(tensor) for name, tensor in hf.items()}
     for rank in range(topology.world_size):
-        for tensor, piece in trainer.owned_pieces(rank):
+        for _tensor, piece in trainer.owned_pieces(rank):
             assert piece.local.shape == piece.logical.shape
             seen[piece.logical_name][piece.logical.slices()] += 1
     assert all(bool((count == 1).all()) for count in seen.values())

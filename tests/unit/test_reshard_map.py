@@ -156,11 +156,11 @@ def test_proof_refuses_senders_that_do_not_hold_the_layer_and_other_receivers(da
 
 
 def test_plan_hash_is_reproducible_and_differs_with_every_input():
-    changed = [dict(tp=4), dict(pp=1), dict(dp=3), dict(cp=2), dict(engines=1), dict(generator_tp=2)]
-    changed += [dict(source="bfloat16"), dict(wire="float32"), dict(norms="te")]
-    fields = dict(num_layers=2, hidden_size=8, intermediate_size=32, num_attention_heads=16, num_kv_heads=8, head_dim=4)
-    fields |= dict(vocab_size=99, tie_word_embeddings=True)
-    changed += [dict(spec=dataclasses.replace(TINY, **{name: value})) for name, value in fields.items()]
+    changed = [{"tp": 4}, {"pp": 1}, {"dp": 3}, {"cp": 2}, {"engines": 1}, {"generator_tp": 2}]
+    changed += [{"source": "bfloat16"}, {"wire": "float32"}, {"norms": "te"}]
+    fields = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 32, "num_attention_heads": 16, "num_kv_heads": 8, "head_dim": 4}
+    fields |= {"vocab_size": 99, "tie_word_embeddings": True}
+    changed += [{"spec": dataclasses.replace(TINY, **{name: value})} for name, value in fields.items()]
     maps = [tiny_map()] + [tiny_map(**change) for change in changed]
     hashes = [map.plan_hash for map in maps]
     assert len(set(hashes)) == len(hashes)
@@ -284,10 +284,26 @@ def test_report_names_every_parameter_and_json_every_number():
     assert "relays    " in render(part, 50e9, forwarding)
     found = to_json(map)
     assert found["copies"] == len(all_copies(map)) and found["exactly_once"] is True and found["bytes"] == found["bytes_minimum"]
-    assert set(found) == set(
-        "trainer_ranks generator_ranks tensors copies writes bytes bytes_minimum sender_max_over_mean receiver_max_over_mean relayed_bytes "
-        "exactly_once plan_hash build_s predicted_s link_bytes_per_s sender_bound sender_bound_of_stages messages".split()
-    )
+    assert set(found) == {
+        "trainer_ranks",
+        "generator_ranks",
+        "tensors",
+        "copies",
+        "writes",
+        "bytes",
+        "bytes_minimum",
+        "sender_max_over_mean",
+        "receiver_max_over_mean",
+        "relayed_bytes",
+        "exactly_once",
+        "plan_hash",
+        "build_s",
+        "predicted_s",
+        "link_bytes_per_s",
+        "sender_bound",
+        "sender_bound_of_stages",
+        "messages",
+    }
 
 
 # 64 engines of 8; counts and minima from an independent prototype.

@@ -97,7 +97,9 @@ def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(tmp_p
     monkeypatch.setattr(os, "link", remove_first)
     with held_checkpoint(tmp_path, None) as held:
         assert held.step == 4
-        assert sorted(file.name for file in Path(held.checkpoint).iterdir()) == sorted(file.name for file in checkpoint_path(tmp_path, 4).iterdir())
+        assert sorted(file.name for file in Path(held.checkpoint).iterdir()) == sorted(
+            file.name for file in checkpoint_path(tmp_path, 4).iterdir()
+        )
 
 
 def small_disk(folder: Path, mib: int) -> Path:
@@ -126,7 +128,9 @@ def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> 
     with pytest.raises(ConfigError) as raised:
         room.check_room_for_checkpoints(plan())
     (problem,) = raised.value.problems
-    assert problem.startswith(f"run_dir={run}: 3 checkpoints (checkpoint.keep=2) will take 27.6 MiB") and problem.endswith("20.0 MiB are free there")
+    assert problem.startswith(f"run_dir={run}: 3 checkpoints (checkpoint.keep=2) will take 27.6 MiB") and problem.endswith(
+        "20.0 MiB are free there"
+    )
     room.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
     (disk / "other").write_bytes(bytes(18 << 20))
     with pytest.raises(ConfigError, match=r"sft.output=.*/run/sft/hf: the weights will take 3\.\d MiB, and 2\.0 MiB are free there"):
@@ -162,7 +166,9 @@ with written_together(sys.argv[1]) as folder:
 
 def test_a_full_shared_memory_keeps_no_checkpoint_from_being_written(tmp_path: Path) -> None:
     folder = tmp_path / "step_000002"
-    done = subprocess.run(["unshare", "--mount", sys.executable, "-c", FULL_SHARED_MEMORY, folder], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", FULL_SHARED_MEMORY, folder], capture_output=True, text=True, timeout=60
+    )
     if "unshare:" in done.stderr or "mount:" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -16,38 +17,103 @@ from megarl.rewards.verify import last_number_reward, math_reward
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 RIGHT = [
-    ("42", "42"), ("42.0", "42"), ("The answer is 42.", "42"), ("6 * 7 = 42\n#### 42", "42"), (r"Hence $\boxed{42}$.", "42"),
-    ("#### 1,234", "1234"), ("It costs $1,234.50", "1234.5"), ("The answer is 18 dollars.", "18"), ("**Answer:** $18", "18"),
+    ("42", "42"),
+    ("42.0", "42"),
+    ("The answer is 42.", "42"),
+    ("6 * 7 = 42\n#### 42", "42"),
+    (r"Hence $\boxed{42}$.", "42"),
+    ("#### 1,234", "1234"),
+    ("It costs $1,234.50", "1234.5"),
+    ("The answer is 18 dollars.", "18"),
+    ("**Answer:** $18", "18"),
     ("-3", "\N{MINUS SIGN}3"),
-    ("0.5", "1/2"), (r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{\frac12}", r"\dfrac{2}{4}"), (r"\boxed{0.333333}", r"\frac{1}{3}"),
-    (r"\boxed{50\%}", "0.5"), ("50%", "0.5"), ("50%", "50"), (r"\boxed{x^2+2x+1}", "(x+1)^2"), (r"\boxed{\sqrt{8}}", r"2\sqrt{2}"),
-    (r"\boxed{2^{10}}", "1024"), (r"\boxed{(1, 2)}", "(1,2)"), (r"\boxed{x = 5}", "5"), (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
-    (r"first \boxed{1}, then \boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}"), (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
+    ("0.5", "1/2"),
+    (r"\boxed{\frac{1}{2}}", "0.5"),
+    (r"\boxed{\frac12}", r"\dfrac{2}{4}"),
+    (r"\boxed{0.333333}", r"\frac{1}{3}"),
+    (r"\boxed{50\%}", "0.5"),
+    ("50%", "0.5"),
+    ("50%", "50"),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2"),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}"),
+    (r"\boxed{2^{10}}", "1024"),
+    (r"\boxed{(1, 2)}", "(1,2)"),
+    (r"\boxed{x = 5}", "5"),
+    (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
+    (r"first \boxed{1}, then \boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}"),
+    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
     (r"\boxed{90^\circ}", "90"),
-    ("2*x + x", "3x"), ("So we get 7, 8 and finally 9", "9"), ("1/3 + 1/6", "0.5"),
+    ("2*x + x", "3x"),
+    ("So we get 7, 8 and finally 9", "9"),
+    ("1/3 + 1/6", "0.5"),
 ]
 
 WRONG = [
-    ("41", "42"), ("", "42"), ("no number", "42"), (r"\boxed{}", "42"), (r"\boxed{42", "42"), (r"\boxed{41} or 42", "42"), ("#### ", "42"),
-    ("1/3", "0.5"), (r"\boxed{x+1}", "x-1"), ("142", "42"), ("0.42", "42"), ("1,042", "42"), ("5%", "50"), (r"\boxed{1,2}", "(2,1)"),
+    ("41", "42"),
+    ("", "42"),
+    ("no number", "42"),
+    (r"\boxed{}", "42"),
+    (r"\boxed{42", "42"),
+    (r"\boxed{41} or 42", "42"),
+    ("#### ", "42"),
+    ("1/3", "0.5"),
+    (r"\boxed{x+1}", "x-1"),
+    ("142", "42"),
+    ("0.42", "42"),
+    ("1,042", "42"),
+    ("5%", "50"),
+    (r"\boxed{1,2}", "(2,1)"),
     ("1/0", "42"),
 ]
 
 HOSTILE = [
-    "9**9**9**9", "10**10**10", "factorial(10**9)", r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^9)!}", r"\boxed{1000000!}", r"\boxed{((99!)!)!}",
-    r"\boxed{\binom{1000000000}{500000000}}", r"\boxed{\frac{1}{10^{10^{10}}}}", r"\boxed{\sum_{n=1}^{10^9} n}",
-    r"\boxed{(x+y+z)^{9999}}", r"\boxed{10^{99999999}}",
-    "[" * 10_000 + "1" + "]" * 10_000, r"\boxed{" + "(" * 200 + "1" + ")" * 200 + "}",
+    "9**9**9**9",
+    "10**10**10",
+    "factorial(10**9)",
+    r"\boxed{9^{9^{9^9}}}",
+    r"\boxed{(10^9)!}",
+    r"\boxed{1000000!}",
+    r"\boxed{((99!)!)!}",
+    r"\boxed{\binom{1000000000}{500000000}}",
+    r"\boxed{\frac{1}{10^{10^{10}}}}",
+    r"\boxed{\sum_{n=1}^{10^9} n}",
+    r"\boxed{(x+y+z)^{9999}}",
+    r"\boxed{10^{99999999}}",
+    "[" * 10_000 + "1" + "]" * 10_000,
+    r"\boxed{" + "(" * 200 + "1" + ")" * 200 + "}",
     r"\boxed{" + r"\frac{1}{" * 40 + "1" + "}" * 40 + "}",
-    r"\boxed{" + r"\frac" * 90 + "12}", r"\boxed{" + "x^" * 200 + "2}", r"\boxed{" + "1" * 300 + "}", "1" * 1_000_000,
-    "\\boxed{" * 100_000, "#### " + "9" * 100_000,
-    "__import__('os').system('touch {pwned}')", r"\boxed{__import__('os').system('touch {pwned}')}", "open('/etc/passwd')",
-    "().__class__.__bases__", r"\boxed{" + "|x" * 60 + "}", r"\boxed{" + "x_" * 200 + "1}", r"\boxed{" + "|" * 40 + "5" + "|" * 40 + "}",
-    r"\boxed{(x+y+z+1)^{60}-(x+y+z)^{60}}", r"\boxed{\exp(10^{300})}", r"\boxed{e^{e^{e^{10}}}}", r"\boxed{" + "1<" * 200 + "5}",
-    r"\boxed{2^{\infty}}", r"\boxed{|\infty|}", r"\boxed{\frac{1}{0}}",
-    r"\boxed{().__class__.__bases__[0].__subclasses__()}", "eval('1')", "exec('1')", r"\boxed{os.system}", "lambda: 1", "4\u200b5",
-    "\\boxed{5\u200b}", "5\x00", "\x1b[31m5",
-    "\u202e5", "\\boxed{\u06f5}", "\ud800 5",
+    r"\boxed{" + r"\frac" * 90 + "12}",
+    r"\boxed{" + "x^" * 200 + "2}",
+    r"\boxed{" + "1" * 300 + "}",
+    "1" * 1_000_000,
+    "\\boxed{" * 100_000,
+    "#### " + "9" * 100_000,
+    "__import__('os').system('touch {pwned}')",
+    r"\boxed{__import__('os').system('touch {pwned}')}",
+    "open('/etc/passwd')",
+    "().__class__.__bases__",
+    r"\boxed{" + "|x" * 60 + "}",
+    r"\boxed{" + "x_" * 200 + "1}",
+    r"\boxed{" + "|" * 40 + "5" + "|" * 40 + "}",
+    r"\boxed{(x+y+z+1)^{60}-(x+y+z)^{60}}",
+    r"\boxed{\exp(10^{300})}",
+    r"\boxed{e^{e^{e^{10}}}}",
+    r"\boxed{" + "1<" * 200 + "5}",
+    r"\boxed{2^{\infty}}",
+    r"\boxed{|\infty|}",
+    r"\boxed{\frac{1}{0}}",
+    r"\boxed{().__class__.__bases__[0].__subclasses__()}",
+    "eval('1')",
+    "exec('1')",
+    r"\boxed{os.system}",
+    "lambda: 1",
+    "4\u200b5",
+    "\\boxed{5\u200b}",
+    "5\x00",
+    "\x1b[31m5",
+    "\u202e5",
+    "\\boxed{\u06f5}",
+    "\ud800 5",
 ]
 
 
@@ -92,9 +158,19 @@ def test_extraction():
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [("(" * 13 + ")" * 13, "nested"), ("9" * 65, "digits"), ("x^{10000}", "exponent"), ("9 ** 10000", "exponent"), ("1000!", "factorial"),
-     ("a.__b__", "dunder"),
-     ("x^" * 25, "powers"), ("|x" * 9, "bars"), ("x_" * 13 + "1", "subscripts"), ("\\pi" * 49, "commands"), (r"\int_0^1 x", "integral")],
+    [
+        ("(" * 13 + ")" * 13, "nested"),
+        ("9" * 65, "digits"),
+        ("x^{10000}", "exponent"),
+        ("9 ** 10000", "exponent"),
+        ("1000!", "factorial"),
+        ("a.__b__", "dunder"),
+        ("x^" * 25, "powers"),
+        ("|x" * 9, "bars"),
+        ("x_" * 13 + "1", "subscripts"),
+        ("\\pi" * 49, "commands"),
+        (r"\int_0^1 x", "integral"),
+    ],
 )
 def test_text_limits_name_their_reason(answer: str, reason: str):
     with pytest.raises(Refused, match=reason):
@@ -145,8 +221,6 @@ def test_no_text_breaks_the_verifier(text: str):
     """Python errors are allowed from SymPy's depths (the worker scores them 0), but extraction and limits raise only Refused."""
     marked_answer(text), last_number(text), last_running_number(text)
     for check in (check_characters, check_text):
-        try:
+        with contextlib.suppress(Refused):
             check(text)
-        except Refused:
-            pass
     assert last_number_reward(text, "7") in (0.0, 1.0)

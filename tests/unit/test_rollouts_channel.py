@@ -145,7 +145,7 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
 
 
 def test_ranks_may_wait_longer_for_a_batch_than_for_each_other(alone, link):
-    sender, receiver = ends(link, ledger=Ledger(0, [], [ready(0), ready(1)]), timeout_s=3600.0)
+    _sender, receiver = ends(link, ledger=Ledger(0, [], [ready(0), ready(1)]), timeout_s=3600.0)
     receiver.recv(FakeTrainer())
     limit = receiver._patient._get_backend(torch.device("cpu")).options._timeout
     assert limit > timedelta(seconds=3600)

@@ -33,7 +33,9 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
     for node in placed[64:]:
         ports = {part.name: 100 + node.node for part in node.engines}
         report = NodeReport(node.node, "", f"h{node.node}", gpus=8, ports=ports, versions={}, problems=[])
-        for spec in NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False).engines(device="cuda"):
+        for spec in NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False).engines(
+            device="cuda"
+        ):
             started[spec.name] = json.loads(spec.argv[-1])
             assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     assert list(started) == ["engine.0", "engine.0.1", "engine.1", "engine.1.1"]

@@ -10,7 +10,7 @@ import pytest
 from megarl.launch import meeting
 from megarl.launch.meeting import Meeting
 from megarl.launch.node import Node
-from megarl.launch.stopping import Stopped, StopOrder
+from megarl.launch.stopping import StopOrder, Stopped
 from megarl.launch.watch import termination_as_exit
 
 

@@ -17,8 +17,8 @@ from megarl.executors.stream import RolloutStream
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
-from megarl.generator.stops import StopStrings
 from megarl.generator.returns import watch_returns
+from megarl.generator.stops import StopStrings
 from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.pulse import Pulse
 from megarl.types import Group, Prompt, Sample
@@ -438,7 +438,9 @@ def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
-            with pytest.raises(EngineError, match="no connection to engine http://127.0.0.1:9: Too many open files; raise ulimit -n") as found:
+            with pytest.raises(
+                EngineError, match="no connection to engine http://127.0.0.1:9: Too many open files; raise ulimit -n"
+            ) as found:
                 await client.generate([1], Sampling(max_tokens=2))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)

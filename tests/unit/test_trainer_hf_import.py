@@ -108,7 +108,7 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("axes", [{}, dict(tp=2), dict(pp=2), dict(dp=2), dict(tp=2, pp=2, dp=2)])
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2, "dp": 2}])
 def test_export_writes_every_element_once(tied: bool, axes: dict[str, int]) -> None:
     spec = ModelSpec(*[*(getattr(SPEC, name) for name in list(ModelSpec.__dataclass_fields__)[:9]), tied, 1e-5, 10000.0])
     topology = TrainerTopology(**axes)

@@ -31,13 +31,13 @@ def problems(model: str, *, sequence_parallel: bool = True, dtype: str = "bfloat
 @pytest.mark.parametrize(
     ("model", "topology"),
     [
-        ("llama-3.1-405b", dict(tp=8, pp=9, vpp=2, cp=2, dp=2)),
-        ("llama-3.1-8b", dict(pp=4, first_stage_layers=6, last_stage_layers=6)),
-        ("qwen2.5-7b", dict(tp=4, cp=2)),
-        ("qwen3-8b", dict(tp=8)),
-        ("qwen3-30b-a3b", dict(tp=4, ep=8, dp=2, pp=2, vpp=2)),
-        ("mixtral-8x7b", dict(tp=2, etp=2, ep=4, dp=4)),
-        ("deepseek-v3", dict(tp=8, pp=4, ep=8, dp=2, first_stage_layers=15, last_stage_layers=14)),
+        ("llama-3.1-405b", {"tp": 8, "pp": 9, "vpp": 2, "cp": 2, "dp": 2}),
+        ("llama-3.1-8b", {"pp": 4, "first_stage_layers": 6, "last_stage_layers": 6}),
+        ("qwen2.5-7b", {"tp": 4, "cp": 2}),
+        ("qwen3-8b", {"tp": 8}),
+        ("qwen3-30b-a3b", {"tp": 4, "ep": 8, "dp": 2, "pp": 2, "vpp": 2}),
+        ("mixtral-8x7b", {"tp": 2, "etp": 2, "ep": 4, "dp": 4}),
+        ("deepseek-v3", {"tp": 8, "pp": 4, "ep": 8, "dp": 2, "first_stage_layers": 15, "last_stage_layers": 14}),
     ],
 )
 def test_builds(model: str, topology: dict[str, Any]) -> None:
@@ -47,13 +47,13 @@ def test_builds(model: str, topology: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "topology", "wanted"),
     [
-        ("llama-3.1-8b", dict(fsdp="rows"), "trainer.fsdp=rows"),
-        ("llama-3.1-8b", dict(vpp=2), "trainer.vpp=2: needs trainer.pp"),
-        ("llama-3.1-8b", dict(ep=2), "trainer.ep=2: must be 1: a llama model has no experts"),
-        ("llama-3.1-8b", dict(tp=16), "key/value heads (8)"),
-        ("llama-3.1-8b", dict(pp=3), "trainer.pp = 3 does not divide num_hidden_layers = 32"),
-        ("mixtral-8x7b", dict(ep=3, dp=3), "trainer.ep = 3 does not divide num_experts = 8"),
-        ("mixtral-8x7b", dict(tp=2, sequence_parallel=False), "trainer.sequence_parallel=false: must be true"),
+        ("llama-3.1-8b", {"fsdp": "rows"}, "trainer.fsdp=rows"),
+        ("llama-3.1-8b", {"vpp": 2}, "trainer.vpp=2: needs trainer.pp"),
+        ("llama-3.1-8b", {"ep": 2}, "trainer.ep=2: must be 1: a llama model has no experts"),
+        ("llama-3.1-8b", {"tp": 16}, "key/value heads (8)"),
+        ("llama-3.1-8b", {"pp": 3}, "trainer.pp = 3 does not divide num_hidden_layers = 32"),
+        ("mixtral-8x7b", {"ep": 3, "dp": 3}, "trainer.ep = 3 does not divide num_experts = 8"),
+        ("mixtral-8x7b", {"tp": 2, "sequence_parallel": False}, "trainer.sequence_parallel=false: must be true"),
     ],
 )
 def test_refuses(model: str, topology: dict[str, Any], wanted: str) -> None:
@@ -78,9 +78,9 @@ def test_a_run_is_refused_before_it_starts(model: str, settings: list[str], want
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (dict(experts_per_token=6), "num_experts_per_tok = 6 must be twice topk_group = 4"),
-        (dict(norm_topk_prob=False), "norm_topk_prob must be true for a router of sigmoid scores"),
-        (dict(rope_scaling={"rope_type": "llama3"}), "rope_scaling type 'llama3' is not supported; supported are default, yarn"),
+        ({"experts_per_token": 6}, "num_experts_per_tok = 6 must be twice topk_group = 4"),
+        ({"norm_topk_prob": False}, "norm_topk_prob must be true for a router of sigmoid scores"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling type 'llama3' is not supported; supported are default, yarn"),
     ],
 )
 def test_refuses_routers_and_embeddings_that_megatron_computes_otherwise(change: dict[str, Any], wanted: str) -> None:

@@ -14,8 +14,8 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import sys
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Callable, Optional, Sequence
 
 from megarl.messaging.members import members_only
 
@@ -84,9 +84,7 @@ def _for_members_only(original: Callable[..., None], **settings: object) -> None
 
 
 class _CpuFinder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[importlib.machinery.ModuleSpec]:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = name.partition(".")
         if package not in _ABSENT or (package == "sgl_kernel" and submodule) or cuda_available():
             return None  # for submodules of sgl_kernel SGLang has fallbacks

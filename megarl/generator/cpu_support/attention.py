@@ -6,7 +6,8 @@ what the loop gives it, to rounding. Hooked AROUND the two loops; what they do b
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Optional
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,13 +25,11 @@ def decode(
     req_to_token: torch.Tensor,  # [requests, longest context]: slot of each token
     req_pool_indices: torch.Tensor,  # [B]: rows of it
     seq_lens: torch.Tensor,  # [B], the new token included
-    encoder_lens: Optional[torch.Tensor] = None,
+    encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     if _beyond_self_attention(encoder_lens, options):
-        return original(
-            backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
-        )
+        return original(backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options)
     kv_heads, group = k_cache.shape[1], query.shape[1] // k_cache.shape[1]
     for part in _chunks(len(seq_lens), 1, int(seq_lens.max()), k_cache[0].numel()):
         total = seq_lens[part]
@@ -55,7 +54,7 @@ def extend(
     seq_lens: torch.Tensor,  # [B], cached prefix and new tokens
     extend_prefix_lens: torch.Tensor,  # [B]
     extend_seq_lens: torch.Tensor,  # [B] new tokens
-    encoder_lens: Optional[torch.Tensor] = None,
+    encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     if _beyond_self_attention(encoder_lens, options) or not options["causal"]:
@@ -64,7 +63,7 @@ def extend(
     return _attend(query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, options["scaling"])
 
 
-def _beyond_self_attention(encoder_lens: Optional[torch.Tensor], options: dict[str, Any]) -> bool:
+def _beyond_self_attention(encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> bool:
     return encoder_lens is not None or options["is_cross_attn"] or options["sliding_window_size"] is not None
 
 
@@ -77,7 +76,7 @@ def _attend(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     new_lens: torch.Tensor,
-    scaling: Optional[float],
+    scaling: float | None,
 ) -> torch.Tensor:
     """Causal attention of the last `new_lens` tokens of each sequence over all `seq_lens` of it."""
     first_token = new_lens.cumsum(0) - new_lens  # [B] where a sequence's queries start

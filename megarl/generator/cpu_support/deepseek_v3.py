@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ def rope(
     max_position: int,
     base: float,
     is_neox_style: bool = True,
-    rope_scaling: Optional[dict[str, Any]] = None,
+    rope_scaling: dict[str, Any] | None = None,
     *options: Any,
 ) -> Any:
     """Around the choice of a rotary embedding, which knows DeepSeek's YaRN alone."""

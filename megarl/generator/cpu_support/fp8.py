@@ -5,8 +5,9 @@ SGLang's own CPU path asserts AMX and would repack the weights; its numbers on G
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Callable, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def supported(original: Callable[..., bool], config: Any, min_capability: int, e
 
 
 def scaled_fp8_quant(
-    original: Callable[..., Any], values: torch.Tensor, scale: Optional[torch.Tensor] = None, **options: Any
+    original: Callable[..., Any], values: torch.Tensor, scale: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Around the kernel by which post-load work brings the parts of a fused weight to one scale."""
     assert scale is not None and not options
@@ -54,13 +55,13 @@ def scaled_fp8_quant(
 
 
 def apply_block_linear(
-    original: Callable[..., torch.Tensor], method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: Optional[torch.Tensor] = None
+    original: Callable[..., torch.Tensor], method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     return F.linear(x, dequantised(layer.weight, layer.weight_scale_inv, method.weight_block_size).to(x.dtype), bias)
 
 
 def apply_linear(
-    original: Callable[..., torch.Tensor], method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: Optional[torch.Tensor] = None
+    original: Callable[..., torch.Tensor], method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Of a weight [in, out] and a scale [out, 1] or []."""
     return F.linear(x, (layer.weight.t().float() * layer.weight_scale).to(x.dtype), bias)
