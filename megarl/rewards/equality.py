@@ -10,15 +10,17 @@ places whatever their size (0.0000001 is 0.0000002).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from megarl.rewards.limits import check_text
+from megarl.rewards.limits import Refused, check_text
 from megarl.rewards.plain_numbers import plain_equal, plain_number
 from megarl.rewards.structure import FLIPPED, Chain, Items, Union, Word, is_function, is_name, read, read_reference, symbols, word_of
 from megarl.rewards.values import LEAST_POINTS, equal_values, size_of, times, values_of
 
+_NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # of a base: 1010_2
 _ABOUT = Fraction(1, 100)  # relative: the sides of \approx
 
 
@@ -32,6 +34,7 @@ def equal(reference: str, candidate: str) -> bool:
     (gold, gold_percent), (found, percent) = _percent(reference), _percent(candidate)
     if gold_percent != percent:  # 50% is 0.5, and 50 where percents were asked for
         return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
+    gold, found = _without_base(gold, found)
     decided = plain_equal(plain_number(gold), plain_number(found))
     if decided is not None:
         return decided
@@ -41,7 +44,20 @@ def equal(reference: str, candidate: str) -> bool:
 
 def _percent(answer: str) -> tuple[str, bool]:
     bare = answer.removesuffix("%").removesuffix("\\").rstrip() if answer.endswith("%") else answer
+    if bare.endswith("%"):
+        raise Refused("percents of percents")
     return bare, bare != answer
+
+
+def _without_base(gold: str, found: str) -> tuple[str, str]:
+    """Without the base of a numeral that only one of them states, or both the same: 1010_2 was asked for in base 2. Raises: Refused where
+    they state different ones."""
+    numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
+    bases = {int(numeral[2] or numeral[3]) for numeral in numerals if numeral}
+    if len(bases) > 1:
+        raise Refused("another base")
+    gold, found = (numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, found)))
+    return gold, found
 
 
 def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:

@@ -79,7 +79,9 @@ def check_value(expression: Any) -> float:
     elif name in ("factorial", "factorial2", "subfactorial", "binomial", "gamma"):
         if any(check_value(argument) > math.log2(MAX_FACTORIAL) for argument in expression.args):
             raise Refused(f"a factorial of more than {MAX_FACTORIAL}")
-        bits = MAX_FACTORIAL * math.log2(MAX_FACTORIAL)
+        largest = max((2 ** check_value(argument) for argument in expression.args if not argument.is_Integer), default=0.0)
+        largest = max([largest, *(float(abs(argument)) for argument in expression.args if argument.is_Integer)])
+        bits = math.lgamma(largest + 2) / math.log(2)
     else:
         children = [check_value(argument) for argument in getattr(expression, "args", ())]
         together = sum if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False) else max

@@ -13,19 +13,24 @@ from typing import Any, NamedTuple
 
 from megarl.rewards.limits import Refused, check_value
 from megarl.rewards.plain_numbers import plain_number
+from megarl.rewards.products import with_signs
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _MAX_PARTS = 32
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*"
 _IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
 _WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
+_SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
 _LONGEST_PRODUCT = 4  # letters without a command: xyz is a product, east a direction
+_LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
+_ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
 _DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
 _RELATION = r"\\(?:leq?|geq?|lt|gt|neq?|approx|leqslant|geqslant)(?![A-Za-z])|[≤≥≠≈]|!=|<=|>=|[<>=]"
 _JOIN = r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\\(?:quad|qquad)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 _OPERATORS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=",
               "neq": "!=", "approx": "~", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~"}  # fmt: skip
-_SYMBOLS = {"π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∪": r"\cup ", "∈": r"\in ", "−": "-"}
+_SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
+            "∈": r"\in ", "−": "-"}  # fmt: skip
 
 
 class Items(NamedTuple):
@@ -61,12 +66,17 @@ def read(text: str, checked: bool) -> Any:
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
     text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
+    text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
     return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
 
 
 def _structure(text: str, checked: bool) -> Any:
     text = text.strip().removeprefix("+")
-    if (word := word_of(text)) and (text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text):
+    if text in _ALL_REALS:
+        from sympy import oo as infinity
+
+        return Items("(", ")", [-infinity, infinity])
+    if (word := word_of(text)) and (text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text or word in _SHORT_WORDS):
         return Word(word)
 
     def parts(pieces: Sequence[str]) -> list[Any]:
@@ -160,11 +170,13 @@ def _checked(text: str) -> None:
         raise Refused("digits in words")
     if re.search(r"(?<![_^\d.])\d[\d.]*\s+\.?\d", text):
         raise Refused("numbers side by side")
+    if re.search(r"(?<![A-Za-z_\\\d.])[\d.]+\s*_", text):  # the grammar drops it
+        raise Refused("an index of a number")
 
 
 def _rewritten(text: str) -> str:
-    """As the grammar reads it rightly: 3(4) is no mixed number, the degrees of sines are not radians."""
-    text = re.sub(r"(?<![\w.^{\\])(\d+(?:\.\d+)?)\s*\(", r"\1\\cdot (", text)
+    """As the grammar reads it rightly: products have their sign, 10^-2 has its braces, the degrees of sines are not radians."""
+    text = with_signs(re.sub(r"\^\s*-\s*(\d+|[A-Za-z](?![A-Za-z]))", r"^{-\1}", text))
     if re.search(r"sin|cos|tan|cot|sec|csc", text):
         text = re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\1\\cdot\\pi/180)", text)
     return re.sub(_DEGREES, "", text)

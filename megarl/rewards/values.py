@@ -57,6 +57,8 @@ def _value(expression: Any, where: dict[str, Fraction]) -> Value | None:
     import sympy
 
     at = {symbol: sympy.Rational(where[symbol.name].numerator, where[symbol.name].denominator) for symbol in expression.free_symbols}
+    if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):  # of roots of rationals SymPy looks for factors, for seconds
+        at = {symbol: sympy.Float(value, 2 * _DIGITS) for symbol, value in at.items()}
     parts = expression.subs(at).doit().evalf(_DIGITS).as_real_imag()
     if not all(part.is_Float or part.is_Rational for part in parts):
         return None

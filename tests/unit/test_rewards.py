@@ -117,6 +117,45 @@ HOSTILE = [
 ]
 
 
+JUXTAPOSED = {
+    "(3)(4)": 12, "(3)(4)(5)": 60, "3(4)(5)": 60, "(-3)(4)": -12, "(3)4": 12, "3{4}": 12, r"2\cdot 3(4)": 24, "1-(3)(4)": -11,
+    r"(2)\left(\frac{1}{2}\right)": 1, r"\frac{3(4)}{2}": 6, r"\sqrt{(3)(12)}": 6, "2^{3(2)}": 64, r"\frac{(3)(4)}{(2)(3)}": 2,
+    r"\frac{2}{3}(3)(2)": 4, r"\frac{1}{2}0.5": 0.25, "e^{0}(4)": 4, r"\binom{5}{2}(3)": 30, r"3\binom{5}{2}": 30,
+    r"\binom{5}{2}\binom{4}{2}": 60, r"\frac{10(9)(8)}{3!}": 120, r"2\frac{1}{2}": 2.5, r"-2\frac12": -2.5, "100(1.05)^2": 110.25,
+    r"\log_2(8)(2)": 6, "10^-2": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", JUXTAPOSED)
+def test_factors_side_by_side_are_a_product(text: str):
+    assert math_reward(rf"\boxed{{{text}}}", str(JUXTAPOSED[text])) == 1.0
+    assert math_reward(rf"\boxed{{{JUXTAPOSED[text]}}}", text) == 1.0
+    assert math_reward(rf"\boxed{{{text}}}", str(JUXTAPOSED[text] + 1)) == 0.0
+
+
+def test_the_sum_of_two_groups_is_not_their_product():
+    assert math_reward(r"\boxed{(3)(4)}", "7") == 0.0
+    assert math_reward(r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}") == 1.0
+    assert math_reward(r"\boxed{\sin^2(x)}", r"1-\cos^2(x)") == 1.0
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    ("a^{b}", "a^b"), (r"\left(\frac{n+1}{n}\right)^n", r"(1+\frac{1}{n})^n"), ("x^{1/n}", r"\sqrt[n]{x}"), (r"a^b a^c", "a^{b+c}"),
+    (r"\frac{10!}{3!7!}", "120"), ("1010_{2}", "1010_2"), ("1010", "1010_2"), (r"\mathbb{R}", r"(-\infty,\infty)"),
+    (r"x\in\mathbb{R}", r"\mathbb{R}"), (r"\varnothing", r"\emptyset"), ("x=1,000", "1000"), (r"2\cdot 500=1,000", "1000"), ("No", "no"),
+])  # fmt: skip
+def test_other_ways_to_write_an_answer(text: str, answer: str):
+    assert math_reward(rf"\boxed{{{text}}}", answer) == 1.0
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    ("b^a", "a^b"), ("1010_3", "1010_2"), ("3_1+5", "8"), ("on", "no"), ("neve", "even"), ("%" * 400, "5"), ("5" + "%" * 400, "5"),
+    (r"\mathbb{Z}", r"(-\infty,\infty)"),
+])  # fmt: skip
+def test_answers_that_only_look_alike(text: str, answer: str):
+    assert math_reward(rf"\boxed{{{text}}}", answer) == 0.0
+
+
 @pytest.mark.parametrize(("text", "answer"), RIGHT)
 def test_right_answers_score_one(text: str, answer: str):
     assert math_reward(text, answer) == 1.0
