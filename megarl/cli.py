@@ -7,6 +7,7 @@ Ctrl-C, 143 by SIGTERM (see checkpoint.on_termination_s).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -16,7 +17,7 @@ from dataclasses import asdict
 
 import megarl
 from megarl.bench import command as bench
-from megarl.config.errors import ConfigError, problems_of
+from megarl.config.errors import ConfigError, problems_of, unreadable
 from megarl.config.keys import nearest, settings
 from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
@@ -64,11 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = parse(argv)
     try:
-        _check_outputs(arguments)
+        with _paths_looked_at():
+            _check_outputs(arguments)
+            plan = None if arguments.command == "bench" else _resolved(arguments)
         if arguments.command == "bench":
             bench.run(arguments)
         else:
-            RUN[arguments.command](_resolved(arguments), arguments)
+            RUN[arguments.command](plan, arguments)
     except ConfigError as error:
         return _fail(error.problems, 2)
     except (RuntimeError, TimeoutError) as error:
@@ -81,6 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; keep Python from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+@contextlib.contextmanager
+def _paths_looked_at() -> Iterator[None]:
+    """What comes up over a path meanwhile is a mistake in a setting."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(error) from error
 
 
 def _resolved(arguments: argparse.Namespace) -> RunPlan:

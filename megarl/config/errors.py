@@ -20,6 +20,14 @@ class RunError(RuntimeError):
     """A run cannot go on. The message says all that a person needs, and is shown in the place of a traceback, which the log has."""
 
 
+def unreadable(error: OSError) -> ConfigError:
+    """Of a path that cannot even be looked at: too long a name, or in a folder that this user may not read. Raises `error` if it is of no
+    path."""
+    if error.filename is None:
+        raise error
+    return ConfigError(f"{error.filename}: cannot be looked at: {error.strerror}")
+
+
 def problems_of(*checks: Callable[[], object]) -> list[str]:
     """Of all of them, each once: what a check raises a ConfigError about keeps no other from being asked."""
     found: list[str] = []
@@ -28,4 +36,6 @@ def problems_of(*checks: Callable[[], object]) -> list[str]:
             check()
         except ConfigError as error:
             found += error.problems
+        except OSError as error:
+            found += unreadable(error).problems
     return list(dict.fromkeys(found))

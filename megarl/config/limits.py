@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+_LONGEST_S = 2_000_000
+
+
 @dataclass(frozen=True)
 class Limit:
     text: str
@@ -31,6 +34,11 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
         return (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
 
     return Limit(f"in {brackets[0]}{low}, {high}{brackets[1]}", accepts)
+
+
+def seconds(least: float = 0) -> Limit:
+    """Of a wait: above 0, or at least `least`, and no longer than the system calls take that wait: 2**31 milliseconds."""
+    return Limit(f"{f'at least {least}' if least else 'above 0'}, at most {_LONGEST_S}", lambda value: value >= least and 0 < value <= _LONGEST_S)
 
 
 def each(limit: Limit) -> Limit:

@@ -22,6 +22,9 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
               list[str]: "a list of texts"}  # fmt: skip
 
 
+_LARGEST = 10**15  # integer that any setting means something by
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What a file and overrides come to. With problems, `config` has defaults in the place of what cannot be used; it is None where that
@@ -204,6 +207,8 @@ def _check_value(setting: Setting, value: Any) -> Iterator[str]:
         yield f"{setting.key}=: must not be empty"
     elif any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         yield f"{setting.key}={_show(value)}: must be finite"
+    elif any(isinstance(number, int) and abs(number) > _LARGEST for number in numbers):
+        yield f"{setting.key}={_show(value)}: must be at most {_LARGEST}"
     elif setting.limit and not setting.limit.accepts(value):
         yield f"{setting.key}={_show(value)}: must be {setting.limit.text}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.limits import Limit, above, at_least, between, each, one_of, setting
+from megarl.config.limits import Limit, above, at_least, between, each, one_of, setting, seconds
 
 MAX_REWARD = 1e6  # in size: beyond it the trainer's float32 no longer tells rewards apart that differ by a tenth
 STRICT = "strict"  # weights.audit
@@ -114,7 +114,7 @@ class GeneratorConfig:
         None, "size of an engine's KV cache, over all replicas of attention; null: SGLang decides from free memory", at_least(1)
     )
     mem_fraction: float = setting(0.85, "of GPU memory, weights and KV cache together", between(0, 1, open_low=True))
-    startup_timeout_s: float = setting(900.0, "until an engine answers", above(0))
+    startup_timeout_s: float = setting(900.0, "until an engine answers", seconds())
     on_failure: str = setting(
         "restart",
         "when an engine dies or hangs; restart: it is started again, given the current weights, and serves again; drop: the others do "
@@ -125,7 +125,7 @@ class GeneratorConfig:
     max_restarts: int = setting(
         3, "of one engine; when it dies once more, or ends of itself before it has ever answered, the run ends", at_least(0)
     )
-    health_s: float = setting(60.0, "an engine that shows no sign of life for so long hangs", at_least(5))
+    health_s: float = setting(60.0, "an engine that shows no sign of life for so long hangs", seconds(5))
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "more arguments of the engines, by the names of SGLang's ServerArgs"}
     )
@@ -204,7 +204,7 @@ class RolloutConfig:
         },
     )
     tool_workers: int = setting(1, "processes for tools that compute; started when the first one is called", at_least(1))
-    tool_timeout_s: float = setting(5.0, "per call of a tool", above(0))
+    tool_timeout_s: float = setting(5.0, "per call of a tool", seconds())
     tool_memory_mib: int = setting(1024, "per tool process", at_least(256))
 
 
@@ -217,7 +217,7 @@ class RewardConfig:
         one_of("math", "last_number", or_like=IMPORT_PATH, written="package.module:function"),
     )
     workers: int = setting(1, "processes that verify", at_least(1))
-    timeout_s: float = setting(5.0, "per answer", above(0))
+    timeout_s: float = setting(5.0, "per answer", seconds())
     memory_mib: int = setting(1024, "per worker process", at_least(256))
     failed_score: float = setting(
         0.0,
@@ -293,7 +293,7 @@ class CheckpointConfig:
     every: int = setting(10, "steps between checkpoints; 0: only at the end", at_least(0))
     keep: int = setting(2, "newest checkpoints kept", at_least(1))
     on_termination_s: float = setting(
-        120.0, "on SIGTERM (Slurm's preemption), until the running step is done and saved; past it the run is ended as it is", above(0)
+        120.0, "on SIGTERM (Slurm's preemption), until the running step is done and saved; past it the run is ended as it is", seconds()
     )
 
 
@@ -344,19 +344,19 @@ class LaunchConfig:
 class TimeoutConfig:
     """Deadlines in seconds. On expiry the waiting side says whom it waited for, and for what."""
 
-    rendezvous_s: float = setting(600.0, "all processes of the run up and connected", above(0))
+    rendezvous_s: float = setting(600.0, "all processes of the run up and connected", seconds())
     collective_s: float = setting(
         1800.0,
         "one collective of the trainer ranks: so long may one load, save, or wait for engines while the others wait for it",
-        above(0),
+        seconds(),
     )
     rollouts_s: float = setting(
-        3600.0, "the trainer waits for a batch, or for engines that evaluate; the generator waits for room", above(0)
+        3600.0, "the trainer waits for a batch, or for engines that evaluate; the generator waits for room", seconds()
     )
-    weights_s: float = setting(600.0, "one weight update, any part", above(0))
-    request_s: float = setting(3600.0, "one generation request", above(0))
-    samples_s: float = setting(3600.0, "the samples of one prompt: all turns, tools and scores", above(0))
-    silence_s: float = setting(60.0, "a node's launcher shows no sign of life", above(0))
+    weights_s: float = setting(600.0, "one weight update, any part", seconds())
+    request_s: float = setting(3600.0, "one generation request", seconds())
+    samples_s: float = setting(3600.0, "the samples of one prompt: all turns, tools and scores", seconds())
+    silence_s: float = setting(60.0, "a node's launcher shows no sign of life", seconds())
 
 
 @dataclass
@@ -398,7 +398,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     max_steps: int = setting(100, "optimizer steps of the whole run", at_least(1))
-    seed: int = setting(0, "of everything random in the run", at_least(0))
+    seed: int = setting(0, "of everything random in the run", between(0, 2**31 - 1))
     run_dir: str = setting(
         "runs/default",
         "where the run writes; made for this user alone, unless it is there. A run that finds its checkpoints there goes on from the last",

@@ -5,6 +5,7 @@ Each check is a small function that yields problems: the key, its value, what is
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from megarl.plan.server_args import check_server_args
 from megarl.plan.weights import check_warm_start
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+MAX_RANKS = 100_000
 TAKEN_NAMES = ("reward", "response_tokens", "version")  # the metric eval/reward/mean is data.eval's
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
@@ -36,6 +38,16 @@ def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
         yield f"rollout.top_p={config.rollout.top_p}: only 1 is supported: the trainer scores the untruncated distribution"
     if config.rollout.top_k != -1:
         yield f"rollout.top_k={config.rollout.top_k}: only -1 is supported: the trainer scores the untruncated distribution"
+
+
+def check_ranks(config: RunConfig) -> Iterable[str]:
+    """More are no cluster, but a slip of the finger; and their layouts would fill the memory."""
+    trainer, generator = config.trainer, config.generator
+    for section, axes in (("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
+                          ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")})):  # fmt: skip
+        if (ranks := math.prod(axes.values())) > MAX_RANKS:
+            product = " * ".join(f"{section}.{axis}={size}" for axis, size in axes.items() if size > 1)
+            yield f"{product}: {ranks} ranks; at most {MAX_RANKS} can be planned with"
 
 
 def check_virtual_stages(config: RunConfig) -> Iterable[str]:
@@ -113,6 +125,7 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
 
 
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
+    check_ranks,
     check_virtual_stages,
     check_truncated_sampling,
     check_server_args,
