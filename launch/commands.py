@@ -74,7 +74,7 @@ def _report(run_dir: Path) -> None:
 
 
 def note_beginning(plan: RunPlan, resume: Resume) -> None:
-    """Notes in a run's folder what it begins with. Raises ConfigError where one that goes on needs it as a reference, and it has changed."""
+    """Notes in a run's folder what it begins with. Raises ConfigError where a resumed run needs that as a reference and it has changed."""
     config, weights = plan.config, plan.weights
     now = fingerprint(Path(weights.path)) if Path(weights.path).is_dir() else ""
     if not resume.checkpoint:

@@ -54,8 +54,8 @@ def _damage(folder: Path) -> str:
 
 @contextlib.contextmanager
 def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
-    """A checkpoint (the newest, or that of `step`) that stays whole while it is read, though the run that makes checkpoints removes old ones:
-    a folder of hard links to its files. Raises ConfigError where there is none.
+    """A checkpoint (the newest, or that of `step`) that stays whole while it is read, even if its run removes it: a folder of hard links
+    to its files. Raises ConfigError where there is none.
 
     On a file system without hard links it is the checkpoint itself, which may be removed under its reader; that is said.
     """

@@ -1,4 +1,4 @@
-"""A run that is asked to stop (Ctrl-C, or SIGTERM, as Slurm's preemption sends it): its trainer ranks finish the running step, save, and end.
+"""A run that is asked to stop (by Ctrl-C, or SIGTERM as from Slurm's preemption): its trainer ranks finish the running step, save, and end.
 
 The request reaches all nodes through the folder where their launchers meet. Engines and their driver are not needed for it, and
 are ended when the trainer ranks are done.

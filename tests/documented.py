@@ -90,7 +90,8 @@ NOT_RUN = {
     "hf download NAME --local-dir FOLDER": PLACEHOLDERS,
     "megarl export runs/own/config.yaml --output …": PLACEHOLDERS,
     "megarl reshard CONFIG --json": PLACEHOLDERS,
-    "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=run1 -m megarl train CONFIG": PLACEHOLDERS,
+    "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=run1 "
+    "-m megarl train CONFIG": PLACEHOLDERS,
 }
 LISTED = {**FIRST_DAY, **OWN_RUN, **LONG, **NOT_RUN}
 

@@ -158,5 +158,5 @@ def render(facts: Mapping[str, Any]) -> str:
         lines.append("  ".join(cells).rstrip())
     notes = ["Seconds are means per step. The trainer waits for its batch, and for engines to take its weights.",
              "Efficiency is ideal / step; the ideal is the longer phase at full use.",
-             "late: by how much the trainer overslept; above 1% something else keeps the machine busy, and that tells on the cell."]  # fmt: skip
+             "late: by how much the trainer overslept; above 1% something else keeps the machine busy, and the cell is off."]  # fmt: skip
     return "\n".join([title(facts), *lines, *notes])

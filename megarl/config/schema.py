@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.limits import Limit, above, at_least, between, each, one_of, setting, seconds
+from megarl.config.limits import Limit, above, at_least, between, each, one_of, seconds, setting
 
 MAX_REWARD = 1e6  # in size: beyond it the trainer's float32 no longer tells rewards apart that differ by a tenth
 STRICT = "strict"  # weights.audit
@@ -199,7 +199,7 @@ class RolloutConfig:
     stop: list[str] = field(
         default_factory=list,
         metadata={
-            "meaning": "texts that end a response (a turn, of several), beside end-of-text; the text belongs to the response, and is learned",
+            "meaning": "texts that end a response, or a turn of it, beside end-of-text; the text belongs to the response, and is learned",
             "limit": Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts)),
         },
     )
@@ -257,8 +257,8 @@ class WeightsConfig:
     audit: str = setting(
         STRICT,
         "on: after every update, hashes of what was sent are compared with what is in the engines' memory, and what no update writes there "
-        "(rotary caches, what is made of weights) with what it was; strict: what is about to be overwritten, too, with what the last update "
-        "left; off: neither. true and false are on and off",
+        "(rotary caches, what is made of weights) with what it was; strict: what is about to be overwritten, too, with what the last "
+        "update left; off: neither. true and false are on and off",
         one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),
     )
 

@@ -103,8 +103,8 @@ def _finite_or_none(value: float | int | bool) -> float | int | bool | None:
 
 
 def cut_from(path: Path, step: int) -> None:
-    """Truncates a metrics file before the first line of `step` or later, and before a torn last line. A last line that lacks its newline alone
-    is kept."""
+    """Truncates a metrics file before the first line of `step` or later, and before a torn last line. A last line that lacks
+    only its newline is kept."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -143,8 +143,8 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """The whole lines of a metrics.jsonl, none where there is no file yet; values that were not finite come back as NaN. Damaged lines are left
-    out: `damaged_lines` has them."""
+    """The whole lines of a metrics.jsonl, none where there is no file yet. Values that were not finite come back as NaN. Damaged lines are
+    left out: `damaged_lines` has them."""
     return [row for _, row in _lines(Path(path)) if row is not None]
 
 

@@ -102,8 +102,8 @@ class OrdinalsWriter:
 def recover_ordinals(run_dir: Path | str, step: int, consumed: Iterable[Ordinal]) -> str:
     """Writes the line that ordinals.jsonl lacks of the steps before `step`, from `consumed`, all prompts that those were trained on.
 
-    Returns a sentence about it, empty where nothing is missing. Of several lines it can only say that they are missing: which prompts belong to
-    which is not known.
+    Returns a sentence about it, empty where nothing is missing. Where several lines are missing it can only say so: which prompts belong to
+    which of them is not known.
     """
     path = Path(run_dir) / "rollouts" / ORDINALS_FILE
     cut_from(path, step)

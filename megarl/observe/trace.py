@@ -48,7 +48,7 @@ class TraceWriter:
 
 
 def merge_traces(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/trace.json, a group of tracks a process in Perfetto. Works after a crash too: torn and damaged lines are left out."""
+    """Writes `run_dir`/trace.json, in Perfetto a group of tracks per process. Works after a crash too: damaged lines are left out."""
     run_dir = Path(run_dir)
     events: list[dict[str, Any]] = []
     for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):

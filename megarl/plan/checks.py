@@ -85,7 +85,7 @@ def check_apply(config: RunConfig) -> Iterable[str]:
     if config.weights.apply == "in_flight" and mode != "in_flight":
         yield f"weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is {mode}"
     if config.weights.apply == "in_flight" and not config.weights.audited:
-        yield "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers as soon as it is written"
+        yield "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers once it is written"
 
 
 def check_algorithm(config: RunConfig) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What the SGLang that is installed takes as arguments, read off its source: to import it takes ten seconds, to read it a twentieth of one."""
+"""What arguments the installed SGLang takes, read off its source: importing it takes ten seconds, reading it a twentieth of one."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The grammar reads a whole number and what follows it as a mixed number: (3)(4) is 7 to it, and e^{0}(4) is 5. It reads 0.5 behind a fraction
 as 0 and .5. Here the sign is set wherever a number, a group, a fraction, a power or a binomial coefficient ends and another number, group,
-fraction or binomial coefficient begins, except between a number and a fraction, which are a mixed number where the grammar takes them for one.
+fraction or binomial coefficient begins, except between a number and a fraction that the grammar takes for a mixed number.
 """
 
 from __future__ import annotations

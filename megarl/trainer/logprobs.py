@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of whole sequences, from logits split by vocabulary and, where there is context parallelism, by position."""
+"""Log-probabilities and entropy of whole sequences, from logits split by vocabulary and, under context parallelism, by position."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ KNOWN: list[tuple[str, str, dict[str, Any], str, list[dict[str, int]]]] = [
     ("tied_odd_width", "qwen2", TIED, "float32", [{"tp": 2, "pp": 2}, {"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 3}]),
     ("tied_dp3", "qwen2", POWERS, "bfloat16", [{"pp": 2, "dp": 3}, {}, {"pp": 2, "dp": 3}, {"tp": 2, "pp": 2, "zero": 0}]),
     ("no_experts_zero1", "deepseek_v3", DENSE_FIRST, "float32", [{"pp": 2, "dp": 2, "first_stage_layers": 1}, {}, {"dp": 3}]),
-    ("no_experts_zero0", "deepseek_v3", DENSE_FIRST, "bfloat16", [{"pp": 2, "dp": 2, "ep": 2, "zero": 0, "first_stage_layers": 1}, {"pp": 2, "dp": 2}]),
+    ("no_experts_zero0", "deepseek_v3", DENSE_FIRST, "bfloat16", [
+        {"pp": 2, "dp": 2, "ep": 2, "zero": 0, "first_stage_layers": 1}, {"pp": 2, "dp": 2},
+    ]),
 ]  # fmt: skip
 
 

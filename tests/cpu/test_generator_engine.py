@@ -168,9 +168,9 @@ def test_keys_show_neither_in_process_titles_nor_in_the_log_nor_to_users(engine)
     assert not secret_in(engine.log.read_text())
 
     async def server_info(client: EngineClient) -> str:
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {engine.keys.api}"}) as session:
-            async with session.get(f"{engine.url}/server_info") as response:
-                return await response.text()
+        headers = {"Authorization": f"Bearer {engine.keys.api}"}
+        async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{engine.url}/server_info") as response:
+            return await response.text()
 
     assert engine.keys.admin not in with_client(engine, server_info)
 

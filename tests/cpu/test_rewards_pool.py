@@ -296,8 +296,8 @@ def test_a_function_of_the_users_own(graders: Path):
     async def test() -> None:
         async with RewardPool("graders:letters", log_folder=graders) as pool:
             for text, score in {
-                "banana": Score(1.5), "": Score(0.0), "true": Score(1.0), "numpy": Score(0.5), "numpy true": Score(1.0), "array": Score(2.0),
-                "dict": Score(3.0, {"format": 1.0}), "dataclass": Score(0.25, {"length": 9.0}),
+                "banana": Score(1.5), "": Score(0.0), "true": Score(1.0), "numpy": Score(0.5), "numpy true": Score(1.0),
+                "array": Score(2.0), "dict": Score(3.0, {"format": 1.0}), "dataclass": Score(0.25, {"length": 9.0}),
             }.items():  # fmt: skip
                 assert await pool.score(ScoreRequest(text, "a")) == score, text
             assert await pool.rate("a" * 400_000, "a") == 200_000

@@ -29,8 +29,8 @@ CASES = [
         ("launch.worker", "generator 0"), WAITED, r"generator\.0: .*" + STOPPED, id="the generator", marks=pytest.mark.matrix,
     ),
     pytest.param(
-        ("sglang::scheduler",), r"engine\.0 has answered nothing for \d+ s; it is ended", r"engine\.0 was killed by SIGKILL", id="a scheduler",
-        marks=pytest.mark.matrix,
+        ("sglang::scheduler",), r"engine\.0 has answered nothing for \d+ s; it is ended", r"engine\.0 was killed by SIGKILL",
+        id="a scheduler", marks=pytest.mark.matrix,
     ),
 ]  # fmt: skip
 

@@ -76,7 +76,10 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
     spawn(2, out, [
         *gradients(2),
-        *({"run": "gradients", "name": f"bf16.{m}", "model": str(models[m]), "topology": topology, "dtype": "bfloat16"} for m, topology in BF16),
+        *(
+            {"run": "gradients", "name": f"bf16.{model}", "model": str(models[model]), "topology": topology, "dtype": "bfloat16"}
+            for model, topology in BF16
+        ),
         *(checkpoint("save", name, layout) for name, (_, layout, _) in CHECKPOINTS.items()), *loads(2),
         {"run": "init", "name": "init.tp2", "model": untied, "topology": {"tp": 2}, "seed": 3},
         train("tp2", tp=2), train("dp2", dp=2), logprobs(2),

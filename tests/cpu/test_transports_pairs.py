@@ -184,9 +184,9 @@ def test_relays_can_be_turned_off(processes, tmp_path):
 def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(processes, tmp_path):
     a, b = host("a", GLOO), host("b", GLOO)
     refused = r"weights.transport=shared_memory: trainer rank 0 on a and generator rank 1 on b share no memory.*between them work gloo"
-    with pytest.raises(ConfigError, match=refused):
-        with run(processes, tmp_path, WeightsConfig(transport="shared_memory"), [a, a], [a, b, b]):
-            pass
+    config = WeightsConfig(transport="shared_memory")
+    with pytest.raises(ConfigError, match=refused), run(processes, tmp_path, config, [a, a], [a, b, b]):
+        pass
 
 
 def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):

@@ -246,9 +246,9 @@ async def _impatient(generator: Generator) -> None:
 def test_a_flipped_bit(site, hub, kind, monkeypatch):
     monkeypatch.setattr(faulty_transports, "before_write", faulty_transports.flip_one_bit)
     generator, job = site.generator, site.job(hub, HOOKED[kind])
-    with threads(as_thread(0, job), as_thread(1, job), hub=hub), unusable_after(site), beside(generator) as requests:
-        with pytest.raises(AuditError) as failure:
-            take(site, job, hub)
+    writers = threads(as_thread(0, job), as_thread(1, job), hub=hub)
+    with writers, unusable_after(site), beside(generator) as requests, pytest.raises(AuditError) as failure:
+        take(site, job, hub)
     with pytest.raises(EngineError, match="must not be used any more: its weights may be old or half-written"):
         generator.run(_outcome(requests[0]))
     assert str(failure.value).splitlines()[1:] == [f"{faulty_transports.FLIPPED} on generator rank 1 is not what trainer rank 1 sent"]
@@ -316,9 +316,9 @@ def test_a_flipped_bit_in_the_second_of_two_groups(site, hub, kind, monkeypatch)
     job = site.job(hub, HOOKED[kind], model=str(site.other), in_groups=True)
     generator.map_memory(site.key_file)
     before, resumed = generator.memory(), counted(generator.client, "resume", monkeypatch)
-    with threads(as_thread(0, job), as_thread(1, job), hub=hub), unusable_after(site), beside(generator) as requests:
-        with pytest.raises(AuditError) as failure:
-            take(site, job, hub)
+    writers = threads(as_thread(0, job), as_thread(1, job), hub=hub)
+    with writers, unusable_after(site), beside(generator) as requests, pytest.raises(AuditError) as failure:
+        take(site, job, hub)
     assert str(failure.value).splitlines()[1:] == [f"{faulty_transports.FLIPPED} on generator rank 1 is not what trainer rank 1 sent"]
     with pytest.raises(EngineError, match="must not be used any more"):
         generator.run(_outcome(requests[0]))
@@ -508,9 +508,9 @@ def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
     monkeypatch.setattr(faulty_transports, "before_write", kill)
     job = site.job(hub, HOOKED[kind], weights_s=30.0)
     lost = f"engine {site.generator.client.url}/update_weights_from_tensor is not reachable"  # writers go on without it
-    with threads(as_thread(0, job), as_thread(1, job), hub=hub), unusable_after(site, paused=False):
-        with pytest.raises(RuntimeError, match=lost):
-            take(site, job, hub)
+    writers = threads(as_thread(0, job), as_thread(1, job), hub=hub)
+    with writers, unusable_after(site, paused=False), pytest.raises(RuntimeError, match=lost):
+        take(site, job, hub)
     assert psutil.wait_procs(processes, timeout=15)[1] == []
 
 

@@ -46,8 +46,8 @@ OF_FAMILY = {
     "qwen3_moe": {"moe_intermediate_size": 256},
     "mixtral": {"hidden_size": 512},
     "deepseek_v3": {
-        "num_attention_heads": 4, "head_dim": 64, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "moe_intermediate_size": 256,
+        "num_attention_heads": 4, "head_dim": 64, "q_lora_rank": 128, "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "moe_intermediate_size": 256,
     },
 }  # fmt: skip
 OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")

@@ -23,8 +23,9 @@ def test_functions_run_elsewhere_and_fail_with_a_reason(tmp_path: Path) -> None:
             (name, pid), result = await asyncio.gather(tools.run(whose, "\u00e9"), tools.run(calculate, "6*7"))
             assert (name, result) == ("\u00e9", "42") and pid != os.getpid()
             for how, reason in {
-                "value": "no such thing: \n\u00e9", "mistake": "it failed: KeyError", "memory": "it ran out of memory",
-                "odd": "it failed: TypeError", "exit": "it brought its process down (exit status 3)", "2000000": "more than 1048576 bytes of result",
+                "value": "no such thing: \n\u00e9", "mistake": "it failed: KeyError", "odd": "it failed: TypeError",
+                "memory": "it ran out of memory", "exit": "it brought its process down (exit status 3)",
+                "2000000": "more than 1048576 bytes of result",
             }.items():  # fmt: skip
                 with pytest.raises(ToolError) as error:
                     await tools.run(fail, how)

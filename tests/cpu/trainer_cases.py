@@ -25,10 +25,12 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
 }  # fmt: skip
 YARN = {
-    "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+    "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 0.7,
 }  # fmt: skip
 DEEPSEEK_V3: dict[str, Any] = {
-    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "rope_parameters": dict(rope_theta=500.0, **YARN),
+    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "rope_parameters": dict(rope_theta=500.0, **YARN),
     "first_k_dense_replace": 1, "intermediate_size": 48, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,

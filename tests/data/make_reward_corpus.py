@@ -318,8 +318,8 @@ def complex_numbers(rng):
 
 @kind
 def trigonometry(rng):
-    exact = {("sin", 30): "1/2", ("cos", 60): "1/2", ("tan", 45): "1", ("sin", 45): r"\frac{\sqrt{2}}{2}", ("cos", 30): r"\frac{\sqrt{3}}{2}",
-             ("sin", 90): "1", ("cos", 180): "-1", ("tan", 60): r"\sqrt{3}"}  # fmt: skip
+    exact = {("sin", 30): "1/2", ("cos", 60): "1/2", ("tan", 45): "1", ("sin", 45): r"\frac{\sqrt{2}}{2}",
+             ("cos", 30): r"\frac{\sqrt{3}}{2}", ("sin", 90): "1", ("cos", 180): "-1", ("tan", 60): r"\sqrt{3}"}  # fmt: skip
     for (name, degrees), value in exact.items():
         turn = Fraction(degrees, 180)
         radians = rf"\frac{{{turn.numerator}\pi}}{{{turn.denominator}}}"
@@ -407,8 +407,9 @@ def unmarked(rng):
 
 @kind
 def parts_of_what_is_unmarked(rng):
-    forms = ["2^{}", "(3,{})", "1e{}", "\\frac{{1}}{{{}}}", "2 + {}", "2*{}", "3/{}", "x^{}", "\\sqrt {}", "sqrt({})", "{}x", "{}!", "x > {}",
-             "x_{}", "[1, {})", "3, {}", "3 {}", "12:{}", "{}/7", "{}^2", "\\log_2 {}", "|x-{}|", "3.{}", "-{}", "{}e2", "2-{}"]  # fmt: skip
+    forms = ["2^{}", "(3,{})", "1e{}", "\\frac{{1}}{{{}}}", "2 + {}", "2*{}", "3/{}", "x^{}", "\\sqrt {}", "sqrt({})", "{}x", "{}!",
+             "x > {}", "x_{}", "[1, {})", "3, {}", "3 {}", "12:{}", "{}/7", "{}^2", "\\log_2 {}", "|x-{}|", "3.{}", "-{}", "{}e2",
+             "2-{}"]  # fmt: skip
     for form in forms:
         for n in (5, 7, 31):
             yield str(n), form.format(n), False
@@ -490,8 +491,9 @@ def nearly_equal(rng):
 
 @kind
 def nothing_of_use(rng):
-    for response in ["", " ", "\\boxed{}", "\\boxed{", "#### ", "The answer is", "I do not know.", "?", "$$", "\\boxed{?}", "\\boxed{\\text{}}",
-                     "\\boxed{\\boxed{}}", "...", "\\boxed{=}", "\\boxed{,}", "\\boxed{()}", "\\boxed{\\frac{}{}}", "answer:"]:  # fmt: skip
+    for response in ["", " ", "\\boxed{}", "\\boxed{", "#### ", "The answer is", "I do not know.", "?", "$$", "\\boxed{?}",
+                     "\\boxed{\\text{}}", "\\boxed{\\boxed{}}", "...", "\\boxed{=}", "\\boxed{,}", "\\boxed{()}",
+                     "\\boxed{\\frac{}{}}", "answer:"]:  # fmt: skip
         for reference in ("5", "x", "(1,2)"):
             yield reference, response, False
 

@@ -114,9 +114,13 @@ class _Module:
     def _read(self, node: ast.AST, names: dict[str, type], own: dict[str, type], mentioned: set[str]) -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and (cls := self._section(node.value, names, own)):
             self._found.add((cls.__name__, node.attr))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-            if (cls := self._section(node.args[0], names, own)) is not None:
-                self._found |= {(cls.__name__, name) for name in mentioned & _fields(cls).keys()}
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and (cls := self._section(node.args[0], names, own))
+        ):
+            self._found |= {(cls.__name__, name) for name in mentioned & _fields(cls).keys()}
 
     def _section(self, node: ast.expr, names: dict[str, type], own: dict[str, type]) -> type | None:
         if isinstance(node, ast.Name):

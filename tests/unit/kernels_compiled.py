@@ -13,8 +13,8 @@ from megarl.kernels import audit_triton, logprobs_triton, quantise_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
-    "codes": "*u8", "scales": "*fp32", "row_weights": "*i64", "word_weights": "*i64", "partial": "*i64", "targets": "*i64", "log_z": "*fp32", "grad": "*fp32",
-    "temperature": "fp32", "BF16": "constexpr", "STEPS": "constexpr", "INTERPRETED": "constexpr",
+    "codes": "*u8", "scales": "*fp32", "row_weights": "*i64", "word_weights": "*i64", "partial": "*i64", "targets": "*i64",
+    "log_z": "*fp32", "grad": "*fp32", "temperature": "fp32", "BF16": "constexpr", "STEPS": "constexpr", "INTERPRETED": "constexpr",
 }  # fmt: skip
 UNALIGNED = ("floor_bits", "tiles_across", "strips", "temperature", "tokens")
 

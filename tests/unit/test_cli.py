@@ -337,8 +337,9 @@ def test_a_run_dir_that_cannot_be_written_to_is_a_mistake_in_the_configuration(r
 
 
 @pytest.mark.parametrize("setting", [
-    "generator.engines=99999999999", "trainer.cp=99999999999999999999", "trainer.dp=10000000", "seed=4294967296", "max_steps=1000000000000000000000000000000",
-    "rollout.prompts_per_step=99999999999999999999", "timeouts.request_s=1e300", "reward.timeout_s=2147483648",
+    "generator.engines=99999999999", "trainer.cp=99999999999999999999", "trainer.dp=10000000", "seed=4294967296",
+    "max_steps=1000000000000000000000000000000", "rollout.prompts_per_step=99999999999999999999",
+    "timeouts.request_s=1e300", "reward.timeout_s=2147483648",
     f"model.path={'x' * 300}", f"run_dir={'x' * 300}", f"data.train.source={'x' * 300}.jsonl",
 ])  # fmt: skip
 def test_a_value_beyond_all_reason_is_one_message(setting: str, run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:

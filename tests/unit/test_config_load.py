@@ -94,7 +94,8 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("async_.capacity=1", "async_.capacity=1: unknown key; did you mean async.capacity?"),
         (
             "weights.color=red",
-            "weights.color=red: unknown key; its section has weights.transport, weights.relay, weights.apply, weights.group_bytes, weights.audit",
+            "weights.color=red: unknown key; "
+            "its section has weights.transport, weights.relay, weights.apply, weights.group_bytes, weights.audit",
         ),
         ("zzz=1", "zzz=1: unknown key; docs/config.md lists every key"),
         ("max_steps", "max_steps: an override must be of the form key=value, such as trainer.tp=2"),

@@ -35,7 +35,7 @@ def test_the_header_asks_for_the_nodes_that_the_plan_needs(script, monkeypatch):
 
 @pytest.mark.parametrize("script", GPU_SCRIPTS, ids=lambda script: script.stem)
 def test_the_last_step_and_checkpoint_have_the_time_that_slurm_gives_them(script):
-    """By default two minutes, in which no model of these sizes is trained on and saved: what came after the last checkpoint would be lost."""
+    """The default of two minutes is too short to finish a step and save at these sizes: what came after the last checkpoint is lost."""
     (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
     (ahead_s,) = re.findall(r"^B:USR1@(\d+)", directive(script, "signal"))
     assert load_config(ROOT / config, []).checkpoint.on_termination_s == int(ahead_s) - 60  # a minute to end and to requeue

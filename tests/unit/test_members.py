@@ -61,13 +61,13 @@ def test_listeners_of_before_are_left_alone():
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: it takes a second user")
 def test_a_stranger_who_came_before_the_group_was_closed_is_refused():
     """Gloo would take it for the rank whose number it says."""
-    with pytest.raises(RuntimeError, match=f"user {STRANGER} of this host has connected to a process group"), members_only():
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.settimeout(20)
-            argv = [sys.executable, "-c", CONNECTS, str(listener.getsockname()[1])]
-            stranger = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            kept = listener.accept(), socket.socket(fileno=os.dup(listener.fileno()))
-            assert stranger.stdout.readline() == b"connected\n"
+    refused = pytest.raises(RuntimeError, match=f"user {STRANGER} of this host has connected to a process group")
+    with refused, members_only(), socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        argv = [sys.executable, "-c", CONNECTS, str(listener.getsockname()[1])]
+        stranger = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        kept = listener.accept(), socket.socket(fileno=os.dup(listener.fileno()))
+        assert stranger.stdout.readline() == b"connected\n"
     stranger.communicate(timeout=10)
     for each in (kept[0][0], kept[1]):
         each.close()

@@ -131,8 +131,9 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         (f"{REPLICAS} generator.tp=1 generator.quantization=fp8_block", "generator.dp_attention=2: must divide generator.tp=1"),
         (
             f"{REPLICAS} generator.tp=4 generator.quantization=fp8_block",
-            "generator.quantization=fp8_block: with generator.tp=4, generator.ep=1, generator.dp_attention=2 a rank must hold multiples of 128; "
-            "it holds 192 rows of model.layers.*.mlp.experts.*.gate_proj.weight, 192 rows of model.layers.*.mlp.experts.*.up_proj.weight, "
+            "generator.quantization=fp8_block: with generator.tp=4, generator.ep=1, generator.dp_attention=2 a rank must hold multiples "
+            "of 128; it holds 192 rows of model.layers.*.mlp.experts.*.gate_proj.weight, "
+            "192 rows of model.layers.*.mlp.experts.*.up_proj.weight, "
             "192 columns of model.layers.*.mlp.experts.*.down_proj.weight",
         ),
         (f"{REPLICAS} generator.max_concurrency=1", "generator.max_concurrency=1: must be at least generator.dp_attention=2"),
@@ -146,7 +147,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         (
             "weights.apply=in_flight async.partial_rollout=in_flight weights.audit=false",
-            "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers as soon as it is written",
+            "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers once it is written",
         ),
         (
             "weights.apply=in_flight async.partial_rollout=retract",
@@ -252,8 +253,8 @@ def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_pa
     sizes = ["trainer.pp=4", "trainer.first_stage_layers=16", "generator.tp=8", "generator.ep=8"]
     model = deepseek(tmp_path, q_lora_rank=160)
     assert problems_of(tmp_path, model, *sizes, "generator.quantization=fp8_block") == [
-        "generator.quantization=fp8_block: must be null for this model: at any generator.tp SGLang fuses rows that must be multiples of 128, "
-        "and are 160 of model.layers.*.self_attn.q_a_proj.weight"
+        "generator.quantization=fp8_block: must be null for this model: at any generator.tp SGLang fuses rows that must be multiples "
+        "of 128, and are 160 of model.layers.*.self_attn.q_a_proj.weight"
     ]
     assert resolve(config(tmp_path, model, *sizes))
 

@@ -60,7 +60,8 @@ def test_one_that_ended_of_being_asked_for_its_stack_is_not_the_cause(tmp_path):
 
 
 def test_leaving_ends_descendants_too(tmp_path):
-    code = "import subprocess, sys, time; c = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)']); print(c.pid, flush=True); time.sleep(60)"
+    child = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])"
+    code = f"import subprocess, sys, time; child = {child}; print(child.pid, flush=True); time.sleep(60)"
     with ProcessGroup(tmp_path) as group:
         group.start(python("engine.0", code))
         wait_for(lambda: group.log_path("engine.0").read_text().strip())
@@ -187,7 +188,7 @@ def test_a_thread_that_dies_ends_its_process():
 
 
 def test_who_has_taken_a_port_is_named(tmp_path):
-    listen = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1], flush=True); time.sleep(60)"
+    listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
     with ProcessGroup(tmp_path / "ours") as ours, ProcessGroup(tmp_path / "theirs") as theirs:
         ports = {}
         for group, what in ((ours, "hub"), (theirs, "engine.0")):

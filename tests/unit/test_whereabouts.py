@@ -1,4 +1,4 @@
-"""A rank that others wait for in vain is named, with what it was doing: real gloo ranks, one of which stops or is busy, while another ends."""
+"""A rank that others wait for in vain is named, with what it was doing: of real gloo ranks one stops or is busy, and another ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, how, doing):
             watch(group, {f"trainer.{rank}" for rank in range(3)}, poll=lambda: None)
     text = str(failed.value)
     assert "trainer.1 exited with status 1" in text
-    waited = "TimeoutError: trainer.1 waited 3 s for trainer.0 or trainer.2 in all_reduce of TENSOR_MODEL_PARALLEL_GROUP, called outside of megarl"
-    assert waited in text, text
+    waited = "trainer.1 waited 3 s for trainer.0 or trainer.2 in all_reduce of TENSOR_MODEL_PARALLEL_GROUP, called outside of megarl"
+    assert f"TimeoutError: {waited}" in text, text
     late = [line for line in text.splitlines() if line.endswith("<- not waiting")]
     assert len(late) == 1 and late[0].startswith("  trainer.2: step 7 (") and doing in late[0], text
     assert any(line.startswith("  trainer.0: step 7 (") for line in text.splitlines()), text
