@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -24,13 +25,18 @@ def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Call
         module = _import(module_name)
     except ImportError as error:
         raise ConfigError(f"{setting}: cannot be imported: {error}") from error
-    except Exception as error:  # the user's module, at its import
+    except (Exception, SystemExit) as error:  # the user's module, at its import
         raise ConfigError(f"{setting}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
         near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
         raise ConfigError(f"{setting}: {module_name} has no function or class {name}" + (f"; did you mean {near[0]}?" if near else ""))
     return found
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it must be awaited: an async function, or an object whose class has an async __call__."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _import(module: str) -> Any:

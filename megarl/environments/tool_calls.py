@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from typing import Annotated
 
 from msgspec import Meta
 from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError
-from megarl.config.named import find_callable
+from megarl.config.named import find_callable, is_async
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.base import RolloutContext, ToolError
 from megarl.environments.transcript import Transcript
@@ -89,7 +88,7 @@ class ToolCalls:
             return f"error: {error}", True
 
     async def _run(self, context: RolloutContext, argument: str) -> str:
-        if not inspect.iscoroutinefunction(self._tool):
+        if not is_async(self._tool):
             return str(await context.run_in_worker(self._tool, argument))
         try:
             async with asyncio.timeout(context.tool_timeout_s) as deadline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from megarl.config.named import is_async
 from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -92,7 +92,7 @@ async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resour
 async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path) -> Callable[[ScoreRequest], Awaitable[Score]]:
     """The run's verifier."""
     own = loading.load_reward(config)
-    if own is not None and inspect.iscoroutinefunction(own.function):
+    if own is not None and is_async(own.function):
         return RewardInLoop(config.reward, *own).score
     logs.mkdir(parents=True, exist_ok=True)
     pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs)

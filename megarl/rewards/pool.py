@@ -35,7 +35,8 @@ class RewardPool(WorkerPool):
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [config.name, ",".join(parameters)]
         limits = (config.workers, config.timeout_s, config.memory_mib)
-        super().__init__("reward", "megarl.rewards.worker", arguments, *limits, paths, log_folder)
+        own = config.name not in VERIFIERS  # it was imported by the launcher, and may read files and keys as it did there
+        super().__init__("reward", "megarl.rewards.worker", arguments, *limits, paths, log_folder, as_here=own)
 
     async def __aenter__(self) -> RewardPool:
         self.open()

@@ -81,8 +81,10 @@ class WorkerPool:
         memory_mib: int,
         paths: Sequence[str] = (),
         log_folder: Path | None = None,
+        as_here: bool = False,
     ):
-        """`paths` are places to import from, beside that of this package."""
+        """`paths` are places to import from, beside that of this package. `as_here`: the workers have the working directory and the
+        environment of this process; otherwise the root, and nothing but PATH."""
         self.name = name
         self.timed_out = 0  # calls failed for their time
         self.replaced = 0  # workers lost, for whatever reason
@@ -92,6 +94,7 @@ class WorkerPool:
         self._timeout_s = timeout_s
         self._workers = workers
         self._log_folder = log_folder
+        self._as_here = as_here
         self._waiting: deque[_Request] = deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -229,8 +232,9 @@ class WorkerPool:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
             # Nothing is awaited from here until the process is known: a close at that moment would leave it behind.
             # Hashes as in every other worker: nothing that depends on the order of a set may differ between them.
-            environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-            process = subprocess.Popen(self._command, stdin=theirs, stdout=theirs, stderr=printed, env=environment, cwd="/")
+            inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
+            environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
+            process = subprocess.Popen(self._command, stdin=theirs, stdout=theirs, stderr=printed, env=environment, cwd=folder)
         return _Worker(process, reader, writer)
 
     def _fail(self, error: RuntimeError) -> None:

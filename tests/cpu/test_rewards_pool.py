@@ -394,3 +394,19 @@ def test_an_async_function_judges_all_at_once():
         assert scores == [Score(0.0, failure=Failure("timeout", "it took longer than 2 s")), *[Score(1.0)] * 99]
 
     run(test)
+
+
+def test_a_function_of_ones_own_finds_its_files_and_keys_where_the_launcher_found_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_KEY", "0.25")
+    (tmp_path / "rubric.txt").write_text("0.5")
+    (tmp_path / "own_rubric.py").write_text(
+        "import os\nRIGHT, KEY = float(open('rubric.txt').read()), float(os.environ['JUDGE_KEY'])\n"
+        "def graded(text, answer):\n    return RIGHT + KEY\n"
+    )
+
+    async def score() -> Score:
+        async with rewards.RewardPool(RewardConfig(name="own_rubric:graded"), ["text", "answer"], tmp_path) as pool:
+            return await asyncio.wait_for(pool.score(ScoreRequest("a", "a")), DEADLINE_S)
+
+    assert asyncio.run(score()) == Score(0.75)
