@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _paths_looked_at():
             _check_outputs(arguments)
             plan = None if arguments.command == "bench" else _resolved(arguments)
-        if arguments.command == "bench":
+        if plan is None:
             bench.run(arguments)
         else:
             RUN[arguments.command](plan, arguments)

@@ -137,10 +137,10 @@ def _walk(cls: type, prefix: str) -> Iterator[Setting | Section]:
         meaning = field.metadata.get("meaning", "")
         named = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
         named, _ = _without_optional(named)
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield Section(key, hint, optional, meaning)
             yield from _walk(hint, key + ".")
-        elif dataclasses.is_dataclass(named):
+        elif isinstance(named, type) and dataclasses.is_dataclass(named):
             yield Section(key, dict, False, meaning, many=True)
             yield Section(f"{key}.{NAME}", named, True, meaning)
             yield from _walk(named, f"{key}.{NAME}.")

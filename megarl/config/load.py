@@ -66,7 +66,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         blamed.add(setting.key)
         OmegaConf.update(tree, field_path(setting.key), setting.default)
     complete = not OmegaConf.missing_keys(tree)
-    return Loaded(OmegaConf.to_object(tree) if complete else None, problems, frozenset(blamed | meant))
+    config = OmegaConf.to_object(tree) if complete else None
+    assert config is None or isinstance(config, RunConfig)
+    return Loaded(config, problems, frozenset(blamed | meant))
 
 
 def dump_config(config: RunConfig) -> str:
@@ -79,11 +81,12 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
     """The leaves of the file, dotted. A file that cannot be read at all raises: nothing else is worth saying then."""
     try:
         text = path.read_text(encoding="utf-8")
-        tree = OmegaConf.to_container(OmegaConf.create(text))
     except FileNotFoundError:
         raise ConfigError(_not_found(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a YAML file: {error}") from None
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         at = error.problem_mark.line if error.problem_mark else 0
@@ -94,6 +97,13 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
     if not isinstance(tree, dict) or list(tree) == [text.strip()]:  # OmegaConf makes a bare word a key
         raise ConfigError(f"{path}: must hold a mapping of keys to values")
     return list(_leaves(tree, "", problems))
+
+
+def _plain_mapping(tree: DictConfig) -> dict[Any, Any]:
+    """As OmegaConf.to_container, which may return any container."""
+    plain = OmegaConf.to_container(tree)
+    assert isinstance(plain, dict)
+    return plain
 
 
 def _not_found(path: Path) -> str:
@@ -112,7 +122,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
             problems.append(f"{override}: an override must be of the form key=value, such as trainer.tp=2")
             continue
         try:
-            value = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + text]))["value"] if text else ""
+            value = _plain_mapping(OmegaConf.from_dotlist(["value=" + text]))["value"] if text else ""
         except (yaml.YAMLError, OmegaConfBaseException):
             value = text
         setting = setting_of(key)
@@ -183,7 +193,7 @@ def _wrong_type(setting: Setting, value: Any) -> str:
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
     """Resolve interpolations, then hold every value against its setting's limit."""
-    written = OmegaConf.to_container(tree)
+    written = _plain_mapping(tree)
     for setting in concrete(written):
         text = _dig(written, setting.key)
         if text is None or setting.key in skip:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -72,7 +73,7 @@ class _Inbox:
     """Messages that arrived while another type was awaited, in order of arrival per type."""
 
     def __init__(self) -> None:
-        self._queues: dict[type, deque[tuple[str, Message]]] = defaultdict(deque)
+        self._queues: dict[type, deque[tuple[str, Any]]] = defaultdict(deque)  # by type: (sender, message of that type)
 
     def put(self, sender: str, message: Message) -> None:
         self._queues[type(message)].append((sender, message))
@@ -139,7 +140,7 @@ class _Endpoint:
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until anything at all arrives; False past the deadline."""
-        return bool(self._socket.poll(max(0.0, timeout_s) * 1000))
+        return bool(self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000)))
 
     def receive(self, kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M]:
         """Waits for a message of type `kind`; returns (sender, message).
@@ -182,7 +183,7 @@ class Hub(_Endpoint):
         socket.router_handover = True  # a peer whose connection broke unnoticed here comes back under its name; else nobody would hear it
         socket.sndhwm = socket.rcvhwm = 0
         socket.bind(f"tcp://{host}:{port}")
-        self.address = socket.last_endpoint.decode()
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = socket.get_monitor_socket(REFUSALS)
         self._refused = 0
         self._loop: asyncio.AbstractEventLoop | None = None  # where tasks wait for messages
@@ -196,7 +197,7 @@ class Hub(_Endpoint):
 
     def _note_refusals(self) -> None:
         """Those who came without the run's key: the first is told, the second, the fourth, …, so that they cannot fill the log."""
-        while self._refusals.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._refusals.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             recv_monitor_message(self._refusals)
             self._refused += 1
             if self._refused.bit_count() == 1:
@@ -236,7 +237,7 @@ class Hub(_Endpoint):
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._arrivals = loop, Pulse()
-            loop.add_reader(self._socket.getsockopt(zmq.FD), self._take_in_readable)
+            loop.add_reader(self._socket.fileno(), self._take_in_readable)
 
     def _take_in_readable(self) -> None:
         """Called by the event loop, which would log what is raised, and go on: those who wait look, and raise it."""
@@ -253,7 +254,7 @@ class Hub(_Endpoint):
         if self._socket.closed:
             return
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._socket.fileno())
         context = self._socket.context
         self._socket.disable_monitor()
         self._refusals.close(linger=0)

@@ -57,7 +57,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
     for number, kind in enumerate(map.destination.kinds):
         if kind.rule is None:
             continue
-        cut = _cut_regions(map, number)
+        cut = _cut_regions(map, number, kind.rule)
         groups: dict[str, list[tuple[str, Box, Holder]]] = defaultdict(list)  # namespace of tiles → (logical, box, holder)
         for name, regions in cut.items():
             space = tile_space(kind, name)
@@ -72,15 +72,14 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
                     yield from _of_layers(map, kind, number, space, logical, holder, others, stage, replica)
 
 
-def _cut_regions(map: ReshardMap, number: int) -> dict[str, list[Box]]:
+def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box]]:
     """Per logical tensor the boxes of cut rows. Of one scale for a whole parameter, all boxes."""
-    kind = map.destination.kinds[number]
     rows = [row for row in map.rows if row.kind == number and row.transform == QUANTISE]
-    everything = of_whole_tensor(kind.rule) and any(row.cut for row in rows)
+    everything = of_whole_tensor(rule) and any(row.cut for row in rows)
     regions: dict[str, list[Box]] = defaultdict(list)
     for row in rows:
         if row.cut or everything:
-            regions[row.logical_name].append(_grown(kind.rule, row.logical))
+            regions[row.logical_name].append(_grown(rule, row.logical_box))
     return regions
 
 
@@ -105,21 +104,23 @@ def _of_layers(
 ) -> Iterator[tuple[tuple, AmaxPart]]:
     origin = map.source.kinds[holder.kind]
     tensor = origin.shards[holder.shard]
-    tiles = kind.rule.tiles(logical)
+    rule, held, first = kind.rule, holder.held_box, (logical.start[-2], logical.start[-1])
+    assert rule is not None
+    tiles = rule.tiles(logical)
     for instance in np.flatnonzero(origin.stages == stage).tolist():
         layer = str(origin.first_layer + instance)
         ranks = {_rank(map, other, instance, replica) for other in others} - {_rank(map, holder, instance, replica)}
         names = space.replace(LAYER_FIELD, layer), origin.name_of(instance)
         where = map.destination.depth(kind, instance), number, names[0], logical.start
         if len(logical.start) == 2:
-            yield where, AmaxPart(names[0], kind.rule, names[1], holder.box, logical.start, tiles, tuple(sorted(ranks)))
+            yield where, AmaxPart(names[0], rule, names[1], held, first, tiles, tuple(sorted(ranks)))
             continue
         for e in range(logical.shape[0]):
             expert = str(logical.start[0] + e)
             stacked = EXPERT_FIELD not in tensor.name
-            box = Box((holder.box.start[0] + e,) + holder.box.start[1:], (1,) + holder.box.shape[1:]) if stacked else holder.box.drop()
+            box = Box((held.start[0] + e,) + held.start[1:], (1,) + held.shape[1:]) if stacked else held.drop()
             of, source_name = (name.replace(EXPERT_FIELD, expert) for name in names)
-            yield where, AmaxPart(of, kind.rule, source_name, box, logical.start[1:], tiles.drop(), tuple(sorted(ranks)))
+            yield where, AmaxPart(of, rule, source_name, box, first, tiles.drop(), tuple(sorted(ranks)))
 
 
 def _rank(map: ReshardMap, holder: Holder, instance: int, replica: int) -> int:

@@ -54,7 +54,7 @@ def _stripes(map: ReshardMap) -> Iterator[tuple[Row, int]]:
         known = row
         if row.transform != ZEROS:
             kind, held = map.source.kinds[row.holders[0].kind], row.holders[0]
-            piece = next(p for p in kind.shards[held.shard].pieces if p.local.contains(held.box))
+            piece = next(p for p in kind.shards[held.shard].pieces if p.local.contains(held.held_box))
             known = structs.replace(row, holders=tuple(stripes[piece.logical_name, kind.layers][piece.logical]))
         key = row.kind, row.transform == ZEROS, tuple([(h.kind, h.shard) for h in known.holders])
         sizes[key] = known, sizes.get(key, (row, 0))[1] + map.row_bytes(row)

@@ -123,7 +123,7 @@ def _write(turns: Turns, rows: list[Row], shelf: Shelf, served: Callable[[Row], 
 def _share(first_depth: int, first_layer: int, shelf: Shelf, served: _Served) -> _Share:
     layers: list[str] = []
     copies = []
-    instance = None
+    instance, depth = None, first_depth
     for i, h, s, r in served:
         if i != instance:
             layers.append(str(first_layer + i))
@@ -163,7 +163,8 @@ def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None
         return [None] * len(share.layers)
     weights = turns.destination.kinds[row.weights]
     assert weights.rule is not None
-    return share.hows(weights.rule, tile_space(weights, row.logical_name), row.logical.start[-2:], row.cut)
+    origin = row.logical.start[-2], row.logical.start[-1]
+    return share.hows(weights.rule, tile_space(weights, row.logical_name), origin, row.cut)
 
 
 def _of_each_expert(

@@ -37,7 +37,7 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
                     raise ValueError(_lacking(source, destination, kind, piece))
                 for logical, holders, common in stripes[key].within(piece.logical):
                     chosen = _nearest(holders, t, len(kind.shards))
-                    moved = tuple([Holder(h.kind, h.shard, common.move(logical, h.box)) for h in chosen])
+                    moved = tuple([Holder(h.kind, h.shard, common.move(logical, h.held_box)) for h in chosen])
                     box = common.move(piece.logical, piece.local)
                     if kind.rule is None:
                         dtype = source.kinds[chosen[0].kind].shards[chosen[0].shard].dtype

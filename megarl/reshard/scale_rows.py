@@ -6,20 +6,24 @@ from msgspec.structs import replace
 
 from megarl.reshard.box import Box
 from megarl.reshard.kinds import Kind, Layout, Piece
+from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.scales import of_whole_tensor
 from megarl.reshard.template import SCALE, Holder, Row
 
 
 def with_cuts(kind: Kind, found: list[Row]) -> list[Row]:
     """Marks rows of which a tile reaches beyond the row."""
+    rule = kind.rule
+    assert rule is not None
     extents: dict[str, Box] = {}
     for row in found:
         known = extents.get(row.logical_name)
-        extents[row.logical_name] = row.logical if known is None else _hull(known, row.logical)
+        extents[row.logical_name] = row.logical_box if known is None else _hull(known, row.logical_box)
     fused = len({piece.logical_name for tensor in kind.shards for piece in tensor.pieces}) > 1
-    whole = kind.rule.whole_tiles
     return [
-        replace(row, cut=True) if (of_whole_tensor(kind.rule) and fused) or not whole(row.logical, extents[row.logical_name].end) else row
+        replace(row, cut=True)
+        if (of_whole_tensor(rule) and fused) or not rule.whole_tiles(row.logical_box, extents[row.logical_name].end)
+        else row
         for row in found
     ]
 
@@ -31,25 +35,26 @@ def _hull(a: Box, b: Box) -> Box:
 
 def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
     """Each tile's scale is written by whoever writes the tile's first element on that shard."""
+    assert kind.rule is not None and kind.scales is not None
     scales = destination.kinds[kind.scales]
     rows = []
     for row in found:
         tensor = kind.shards[row.shard]
         number = next(i for i, piece in enumerate(tensor.pieces) if piece.local.contains(row.box))
-        owned = _owned(kind, tensor.pieces[number], number, row.logical)
+        owned = _owned(kind.rule, tensor.pieces[number], number, row.logical_box)
         if owned is None:
             continue
         made, tiles = owned
-        held = tuple([Holder(h.kind, h.shard, made.move(row.logical, h.box)) for h in row.holders])
+        held = tuple([Holder(h.kind, h.shard, made.move(row.logical_box, h.held_box)) for h in row.holders])
         piece = scales.shards[row.shard].pieces[0 if of_whole_tensor(kind.rule) else number]
         box = tiles.move(piece.logical, piece.local)
         rows.append(Row(kind.scales, row.shard, box, held, SCALE, 1, 0, row.logical_name, made, row.cut, row.kind))
     return rows
 
 
-def _owned(kind: Kind, piece: Piece, number: int, logical: Box) -> tuple[Box, Box] | None:
+def _owned(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Box, Box] | None:
     """(what of `logical` lies in tiles whose scale this row writes, those tiles); None where it writes no scale."""
-    rule, start, shape = kind.rule, list(logical.start), list(logical.shape)
+    start, shape = list(logical.start), list(logical.shape)
     if of_whole_tensor(rule) and number:
         return None
     for dim, size in ((-2, rule.rows), (-1, rule.cols)):

@@ -112,6 +112,7 @@ def _check_aligned(tensor: LocalTensor, piece: Piece, rule: Rule, logical: Logic
     if not is_block(rule):
         return
     for dim, block in ((-2, rule.rows), (-1, rule.cols)):
+        assert block is not None
         start, end = piece.logical.start[dim], piece.logical.start[dim] + piece.logical.shape[dim]
         if start % block or (end % block and end != logical.shape[dim]):
             raise ConfigError(

@@ -64,6 +64,7 @@ def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: st
 def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str) -> LocalTensor:
     """The shard-th of `shards` contiguous chunks of the parameter's groups (see models.parameters)."""
     dim, groups = parameter.dim, parameter.groups
+    assert dim is not None
     tensors = [logical[part.logical_name] for part in parameter.parts]
     # per part: extent of one group's slice
     slices = [(part.padded or tensor.shape[dim]) * part.replicas // groups for part, tensor in zip(parameter.parts, tensors)]

@@ -25,6 +25,12 @@ class Holder(Struct, frozen=True, gc=False):
     shard: int
     box: Box | None
 
+    @property
+    def held_box(self) -> Box:
+        """`box`, of anything but zeros."""
+        assert self.box is not None
+        return self.box
+
 
 class Row(Struct, frozen=True, gc=False):
     """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
@@ -50,6 +56,12 @@ class Row(Struct, frozen=True, gc=False):
     def weights(self) -> int:
         """The row's kind; of a row of scales, the kind of their weights."""
         return self.kind if self.travels_with is None else self.travels_with
+
+    @property
+    def logical_box(self) -> Box:
+        """`logical`, of a row that quantises or makes scales."""
+        assert self.logical is not None
+        return self.logical
 
     @property
     def route(self) -> tuple:
