@@ -69,7 +69,8 @@ class VocabParallelLogprobs(torch.autograd.Function):
         return (everyone[:, 1].sum(dim=0) - log_z).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (grad,) = grads
         kept, flat, local_targets, log_z = ctx.saved_tensors
         gradient = ctx.local.local_backward(kept, flat, local_targets, log_z, grad.reshape(-1).float(), ctx.real, ctx.temperature)
         return gradient.view(ctx.shape), None, None, None, None

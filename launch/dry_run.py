@@ -92,6 +92,7 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
         interface = plan.config.launch.interface or (interface_with(LOOPBACK) if alone else None)
         return NodePart(plan, node, report, unknown, folder, interface, Path("SCRATCH"), alone)
 
+    assert job.trainer_role and job.driver_role  # a dry run is of `megarl train`, which has both
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
     for node in placed:
         if 0 in node.serves:

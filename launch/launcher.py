@@ -196,7 +196,7 @@ def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job) -> EngineKee
 def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job) -> tuple[set[str], set[str]]:
     """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
     trainers = here.trainers(job.trainer_role) if job.trainer_role else []
-    drivers = [here.driver(job.driver_role)] if _drives(here.placed, job) else []
+    drivers = [here.driver(job.driver_role)] if job.driver_role and _drives(here.placed, job) else []
     workers = [*trainers, *drivers]
     engines = here.engines()
     for spec in [*engines, *workers]:

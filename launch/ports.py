@@ -13,7 +13,9 @@ def taken(ports: Mapping[str, int], address: str, own: Mapping[str, int]) -> Ite
     """A line for each of `ports`, by what it is for, on which others listen at `address` than the processes `own` and their descendants."""
     ours = {process.pid for pid in own.values() for process in _family(pid)}
     for connection in psutil.net_connections("tcp"):
-        wanted = [what for what, port in ports.items() if connection.laddr and port == connection.laddr.port]
+        if not connection.laddr:
+            continue
+        wanted = [what for what, port in ports.items() if port == connection.laddr.port]
         here = connection.status == psutil.CONN_LISTEN and connection.laddr.ip in (address, *_EVERYWHERE)
         if here and wanted and connection.pid not in ours:
             yield f"port {connection.laddr.port}, chosen for {wanted[0]} when it was free, has been taken by {_who(connection.pid)}"

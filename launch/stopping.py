@@ -12,7 +12,7 @@ import time
 from megarl.launch.meeting import Meeting
 from megarl.launch.processes import ProcessGroup
 
-NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+NAMES: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Stopped(Exception):
@@ -47,14 +47,16 @@ class StopOrder:
             return False
         self._signalled, self.signal = True, number
         if self._since is None:
-            self._begin()
+            self._begin(self._trainers)
             self._meeting.ask_to_stop()
         return True
 
     def poll(self) -> None:
         """Follows an order given on another node. Raises Stopped past the deadline."""
-        if self._since is None and self._trainers is not None and self._meeting.asked_to_stop():
-            self._begin()
+        if self._trainers is None:
+            return
+        if self._since is None and self._meeting.asked_to_stop():
+            self._begin(self._trainers)
         if self._since is not None and not self._told:
             self._told = True  # here, as a signal's handler may have come into the middle of another print
             within = f"the running step is finished and saved, within {self._deadline_s:g} s (checkpoint.on_termination_s)"
@@ -72,6 +74,6 @@ class StopOrder:
     def given(self) -> bool:
         return self._since is not None
 
-    def _begin(self) -> None:
+    def _begin(self, trainers: set[str]) -> None:
         self._since = time.monotonic()
-        self._processes.ask_to_stop(self._trainers)
+        self._processes.ask_to_stop(trainers)

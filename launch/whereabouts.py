@@ -47,8 +47,10 @@ def _frames(written: str) -> list[re.Match[str]]:
 
 
 def _is_ending(written: str) -> bool:
-    """Whether the main thread was in the handlers of the interpreter's exit, which no module's code has called, or told of an error."""
+    """Whether the main thread, whose stack is there, was in the handlers of the interpreter's exit, which no module's code has called, or
+    told of an error."""
     stack = _STACK.search(written)
+    assert stack is not None
     frames = _frames(written)
     whole = not written[stack.end() :].startswith("  ...")  # faulthandler stops at 100 frames
     return (whole and frames[-1][3] not in _OUTERMOST) or any(Path(frame[1]).name == "traceback.py" for frame in frames)

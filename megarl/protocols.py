@@ -54,7 +54,9 @@ class Channel(Protocol):
     outbound: str  # executor name
     inbound: str  # executor name
     type: ChannelType
-    capacity: int | None
+
+    @property
+    def capacity(self) -> int | None: ...
 
     def send(self, executor: Executor) -> None: ...
 

@@ -26,8 +26,15 @@ class Microbatch(Protocol):
 class Algorithm(Protocol):
     """One training objective, with its settings inside."""
 
-    needs_reference: bool  # whether `loss` reads `microbatch.reference_logprobs`
-    skip_zero: bool  # samples of zero advantage have no gradient, and may be left out of training
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `loss` reads `microbatch.reference_logprobs`."""
+        ...
+
+    @property
+    def skip_zero(self) -> bool:
+        """Whether samples of zero advantage have no gradient, and may be left out of training."""
+        ...
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Advantages [G, n] of n samples for each of G prompts, from their rewards [G, n]."""

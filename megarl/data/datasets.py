@@ -243,10 +243,11 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def _hub(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
     why = "" if Path(config.source).exists() else unreachable()  # before the import, which looks at what this sets
     import datasets
+    from datasets.exceptions import DatasetsError
 
     try:
         rows = datasets.load_dataset(config.source, config.subset, split=config.split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         subset = f", subset {config.subset}" if config.subset else ""
         what = f"{key}.source={config.source}{subset}, split {config.split}"
         reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]

@@ -38,10 +38,11 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
     name, arguments = config.rollout.name, config.rollout.args
     setting = f"rollout.name={name}"
     found = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
+    make: Callable[..., Any] = found
     if inspect.isclass(found):
         if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  it is whether that is async
             raise ConfigError(f"{setting}: its objects must be callable by an async __call__; see docs/environments.md")
-        return functools.partial(found, **check_arguments(found, 1, arguments, setting, "rollout.args"))
+        return functools.partial(make, **check_arguments(found, 1, arguments, setting, "rollout.args"))
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(f"{setting}: must be an async function or a class; see docs/environments.md")
     bound = functools.partial(found, **check_arguments(found, 4, arguments, setting, "rollout.args"))

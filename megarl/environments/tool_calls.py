@@ -62,7 +62,7 @@ class ToolCalls:
     async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Sample:
         transcript = Transcript(prompt, self._tokenizer, sampling.max_tokens, index)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._close))
-        errors = 0
+        calls = errors = 0
         for calls in range(self._max_calls + 1):
             [completion] = await context.generate(transcript.token_ids, transcript.turn(sampling), 1)
             transcript.add_policy(completion)
@@ -90,8 +90,9 @@ class ToolCalls:
     async def _run(self, context: RolloutContext, argument: str) -> str:
         if not is_async(self._tool):
             return str(await context.run_in_worker(self._tool, argument))
+        deadline = asyncio.timeout(context.tool_timeout_s)
         try:
-            async with asyncio.timeout(context.tool_timeout_s) as deadline:
+            async with deadline:
                 return str(await self._tool(argument))
         except ValueError as error:
             raise ToolError(str(error)) from error

@@ -7,7 +7,7 @@ that they are of. Those of the last weights are added to the last row when all p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def forget_after(run_dir: Path | str, version: Version) -> None:
             (Path(run_dir) / "eval" / f"version_{result['version']:06d}.json").unlink()
 
 
-def sets(evaluation: Evaluation) -> dict[str, Evaluation]:
+def sets(evaluation: Mapping[str, Any]) -> dict[str, Evaluation]:
     """The scores of each held-out set by name, those of data.eval under ""."""
     own = {key: value for key, value in evaluation.items() if key not in ("suites", "version")}
     return ({"": own} if own else {}) | evaluation.get("suites", {})

@@ -33,9 +33,10 @@ def remove_leftovers(run_dir: Path | str) -> None:
 
 def make_room(run_dir: Path | str) -> None:
     """Where the disk would not take one more checkpoint of the newest one's size, older ones go before it is written. The newest stays."""
-    *older, newest = [path for _, path in complete_checkpoints(run_dir)] or [None]
-    if newest is None:
+    complete = [path for _, path in complete_checkpoints(run_dir)]
+    if not complete:
         return
+    *older, newest = complete
     needed_bytes = sum(file.stat().st_size for file in newest.iterdir())
     for path in older:
         if (free_bytes := shutil.disk_usage(newest).free) >= needed_bytes:

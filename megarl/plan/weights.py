@@ -111,7 +111,9 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
     instead = "remove it to train it anew, or name another folder"
     if made_by is None and holds_weights(config.model.path):
         yield f"sft.output={output}: is there already, and was not made by megarl sft (it has no {WARM_START}); {instead}"
-    for key, now in json.loads(warm_start_record(config)).items() if made_by else ():
+    if not made_by:
+        return
+    for key, now in json.loads(warm_start_record(config)).items():
         same = _same_folder(made_by[key], now) if key == "model.path" else made_by.get(key) == now
         if not same:
             yield f"{key}={json.dumps(now)}: the warm start in sft.output={output} was made with {json.dumps(made_by.get(key))}; {instead}"
@@ -132,7 +134,9 @@ def begin_with(config: RunConfig, weights: Weights, fingerprint: str) -> None:
 def read_begun_with(config: RunConfig) -> Weights | None:
     """None where an earlier version of this program began the run. Raises ConfigError where it cannot be read."""
     begun = _read(Path(config.run_dir) / BEGUN_WITH, "path")
-    return begun and Weights(begun["path"], begun.get("warm_start", False), fingerprint=begun.get("fingerprint", ""))
+    if begun is None:
+        return None
+    return Weights(begun["path"], begun.get("warm_start", False), fingerprint=begun.get("fingerprint", ""))
 
 
 def _read(path: Path, needed: str) -> dict[str, Any] | None:

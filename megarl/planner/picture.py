@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 
 from megarl.planner.baseline import Baseline
 from megarl.planner.estimate import Estimate, generate_parts, train_parts
@@ -33,18 +35,19 @@ def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> N
     plt.close(figure)
 
 
-def _bars(axes: matplotlib.axes.Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
+def _bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
     """One stacked bar per row; a part has the same colour in all. Parts that take nothing are left out."""
     rows = {row: {name: value for name, value in parts.items() if value > 0} for row, parts in rows.items()}
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
-    colours = matplotlib.colormaps["tab20"].colors
+    colours = matplotlib.colormaps["tab20"]
     longest = max(sum(parts.values()) for parts in rows.values())
     for row, parts in rows.items():
         left = 0.0
         for name, value in parts.items():
-            axes.barh(row, value, left=left, color=colours[names.index(name) % 20], edgecolor="white", lw=0.5, label=name)
+            axes.barh(row, value, left=left, color=colours(names.index(name) % 20), edgecolor="white", lw=0.5, label=name)
             if value > LETTER * len(name) * longest:
-                axes.text(left + value / 2, row, f"{name}\n{value:.3g}", ha="center", va="center", fontsize=7)
+                middle: Any = row  # a category as in barh, which the annotation of `text` does not know
+                axes.text(left + value / 2, middle, f"{name}\n{value:.3g}", ha="center", va="center", fontsize=7)
             left += value
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))  # a part that two rows have stands there once
     axes.legend(handles.values(), handles.keys(), fontsize=7, bbox_to_anchor=(1.0, 1.0), loc="upper left")

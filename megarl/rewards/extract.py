@@ -42,8 +42,9 @@ def marked_answer(text: str) -> str | None:
     lower = text.lower()
     start, phrase = max((lower.rfind(phrase), phrase) for phrase in _PHRASES)
     if start >= 0 and len(lower) == len(text):
-        start = _BEHIND_PHRASE.match(text, start + len(phrase)).end()
-        return clean(_line(text, start).split(". ")[0])
+        behind = _BEHIND_PHRASE.match(text, start + len(phrase))
+        assert behind is not None  # it may be empty
+        return clean(_line(text, behind.end()).split(". ")[0])
     return None
 
 
@@ -113,11 +114,15 @@ def _line(text: str, start: int) -> str:
 def _boxed(text: str, start: int) -> str:
     """Content of the box that opens at `start`; empty if it is not closed within the allowed length, or a factor of a product."""
     line = text[max(0, start - MAX_ANSWER_CHARS) : start].rsplit("\n", 1)[-1]
-    opening = _BOX.match(text, start).end()
+    box = _BOX.match(text, start)
+    assert box is not None
+    opening = box.end()
     if _PRODUCT_WITH_BOX.fullmatch(line):
         return ""
     if text[opening : opening + 1] != "{":  # \\boxed 5
-        return _UNBRACED.match(text, opening)[0]
+        unbraced = _UNBRACED.match(text, opening)
+        assert unbraced is not None  # it may be empty
+        return unbraced[0]
     depth = 0
     for i in range(opening, min(len(text), opening + MAX_ANSWER_CHARS)):
         if text[i] == "{":

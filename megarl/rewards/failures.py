@@ -26,10 +26,10 @@ def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> str | 
     if counts.total() <= config.max_failed_fraction * len(samples):
         return None
     share = f"of {len(samples)} samples {told_failures([failure_metrics(samples)])}"
-    example = next(sample for sample in samples if sample.failure is not None)
+    example, failure = next((sample, sample.failure) for sample in samples if sample.failure is not None)
     text = example.text if len(example.text) <= _EXAMPLE_CHARS else example.text[:_EXAMPLE_CHARS] + "…"
     limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
-    return f"reward.name={config.name}: {share}, {limit}; for example {text!a}: {example.failure.reason}"
+    return f"reward.name={config.name}: {share}, {limit}; for example {text!a}: {failure.reason}"
 
 
 def told_failures(rows: Sequence[Mapping[str, float]]) -> str:

@@ -26,8 +26,9 @@ class RewardInLoop:
     async def score(self, request: ScoreRequest) -> Score:
         """Raises: RunError for a mistake of the function."""
         arguments = dict(zip(self._parameters, arguments_of(request, self._parameters)))
+        deadline = asyncio.timeout(self._config.timeout_s)
         try:
-            async with asyncio.timeout(self._config.timeout_s) as deadline:
+            async with deadline:
                 found = await self._function(**arguments)
         except ValueError as error:
             return self._failed("error", str(error))

@@ -194,7 +194,8 @@ def _expression(text: str, checked: bool) -> Any:
     import math_verify  # with SymPy half a second and 50 MiB: only once an answer needs it
 
     latex = f"${_rewritten(text)}$"
-    found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    no_timeout: Any = None  # its annotation has forgotten the None that its documentation allows
+    found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=no_timeout)
     if not found:
         return None
     if checked:

@@ -62,8 +62,8 @@ def _value(expression: Any, where: dict[str, Fraction]) -> Value | None:
     parts = expression.subs(at).doit().evalf(_DIGITS).as_real_imag()
     if not all(part.is_Float or part.is_Rational for part in parts):
         return None
-    found = [_fraction(part) for part in parts]
-    return None if None in found else (found[0], found[1])
+    real, imaginary = map(_fraction, parts)
+    return None if real is None or imaginary is None else (real, imaginary)
 
 
 def _fraction(number: Any) -> Fraction | None:

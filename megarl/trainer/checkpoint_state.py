@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from megarl.reshard.box import Box, whole_box
 from megarl.reshard.kinds import LocalTensor, Piece
@@ -124,7 +124,7 @@ def _position(box: Box, shape: tuple[int, ...]) -> int:
 
 def random_boxes() -> Iterator[HeldBox]:
     """The states of this rank's random generators: tensors of bytes that no other rank has."""
-    states = {"torch": torch.get_rng_state(), **{f"tracker/{name}": s for name, s in get_cuda_rng_tracker().get_states().items()}}
+    states = {"torch": torch.get_rng_state(), **{f"tracker/{name}": s for name, s in _tracker().get_states().items()}}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     for name, state in states.items():
@@ -137,7 +137,13 @@ def set_random(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(found.pop("torch"))
     if (cuda := found.pop("cuda", None)) is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
-    get_cuda_rng_tracker().set_states({name.removeprefix("tracker/"): state for name, state in found.items()})
+    _tracker().set_states({name.removeprefix("tracker/"): state for name, state in found.items()})
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None  # made when Megatron's generators were seeded
+    return tracker
 
 
 def random_prefix() -> str:

@@ -49,7 +49,7 @@ def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> tuple[StoredF
         for part in held:
             tensor = stored.setdefault(part.name, StoredTensor(_NAMES[part.values.dtype], part.shape, []))
             tensor.boxes.append(StoredBox(file, out.tell(), part.box.start, part.box.shape, part.share))
-            out.write(memoryview(part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+            out.write(part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         size_bytes = out.tell()
         out.flush()
         os.fsync(out.fileno())

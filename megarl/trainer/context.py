@@ -56,7 +56,8 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,) = grads
         if ctx.summed:
             grad = grad.contiguous().clone()
             dist.all_reduce(grad, group=ctx.group)

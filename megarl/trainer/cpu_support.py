@@ -192,24 +192,24 @@ def _patch_type_checks() -> None:
 
 def _patch_experts() -> None:
     """Slips of Megatron's mixture of experts where there is no Transformer Engine, no CUDA tensor, no NCCL."""
-    utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
+    utils = _module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
-        utils.te_general_gemm = None  # type: ignore[attr-defined]  # read to choose between two kernels
+        utils.te_general_gemm = None  # read to choose between two kernels
     original = utils.maybe_move_tensor_to_cpu
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor  # the original converts CUDA's only
 
     _replace_everywhere(original, maybe_move_tensor_to_cpu)
-    mappings = sys.modules["megatron.core.tensor_parallel.mappings"]
+    mappings = _module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = gather_uneven(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
 
 
 def _patch_latent_attention() -> None:
     """It takes Transformer Engine for installed, because Megatron's extension for it can be imported, and asks for its classes."""
-    latent = sys.modules["megatron.core.transformer.multi_latent_attention"]
-    latent.HAVE_TE = isinstance(latent.TELinear, type)  # type: ignore[attr-defined]
+    latent = _module("megatron.core.transformer.multi_latent_attention")
+    latent.HAVE_TE = isinstance(latent.TELinear, type)
 
 
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -221,7 +221,7 @@ def _replace_everywhere(original: Callable[..., Any], replacement: Callable[...,
 
 def _patch_random() -> None:
     """The random tracker and activation recomputation keep the state of the CPU generator instead of a GPU's."""
-    random = sys.modules["megatron.core.tensor_parallel.random"]
+    random = _module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
@@ -239,6 +239,11 @@ def _patch_random() -> None:
                 torch.set_rng_state(outer)
 
     random.CudaRNGStatesTracker = CpuRngStatesTracker
+
+
+def _module(name: str) -> Any:
+    """Of Megatron, to be patched: no type knows what is put into it."""
+    return sys.modules[name]
 
 
 def _megatron_modules() -> list[types.ModuleType]:

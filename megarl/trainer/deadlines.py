@@ -64,6 +64,7 @@ def _names(frame: FrameType, role: str) -> str:
 
 def _description(frame: FrameType) -> str:
     group = frame.f_locals["group"] or dist.group.WORLD
+    assert group is not None  # a collective of it has just failed
     return group.group_desc if group.group_desc not in ("", "default_pg", "undefined") else "all ranks"
 
 

@@ -34,15 +34,16 @@ def together(
     `raises`, on every rank, where one of `failures` came up on any.
     """
     failure: Exception | None = None
+    results: list[T] = []  # one, or none where it failed
     try:
-        result = action()
+        results.append(action())
     except failures as error:
         failure = error
     told: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, None if failure is None else str(failure) or repr(failure))
     problems = {text: rank for rank, text in reversed(list(enumerate(told))) if text is not None}
     if not problems:
-        return result
+        return results[0]
     alike = len(problems) == 1 and None not in told
     raise raises("; ".join(text if alike else f"rank {rank}: {text}" for text, rank in reversed(problems.items()))) from failure
 

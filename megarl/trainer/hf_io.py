@@ -176,7 +176,7 @@ def _bytes(tensor: LocalTensor) -> int:
 
 def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
     """Writes `values` as the elements `box` of the tensor at `place`: one write, or one per row where columns are cut."""
-    data = memoryview(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     row_bytes = place.nbytes // place.shape[0]
     rows = box.shape[0]
     if box.shape[1:] == place.shape[1:]:

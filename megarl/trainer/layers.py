@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.trainer import context
+from megarl.trainer.groups import context_group, tensor_group
 
 
 class RMSNorm(torch.nn.Module):
@@ -51,7 +51,7 @@ class CausalAttention(MegatronModule):
     ):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
-        self.cp_group = parallel_state.get_context_parallel_group()
+        self.cp_group = context_group()
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -85,6 +85,7 @@ class LatentAttention(CausalAttention):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """query and key [s, b, heads, d], value [s, b, heads, v] -> [s, b, heads * v]."""
+        assert isinstance(self.config, MLATransformerConfig)
         own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         if shared.requires_grad and self.config.tensor_model_parallel_size > 1:
             # (Megatron's own copy_to_tensor_model_parallel_region sums a copy of what is not contiguous, and returns the unsummed.)
@@ -94,5 +95,5 @@ class LatentAttention(CausalAttention):
 
 def _summed_over_tensor_ranks(grad: torch.Tensor) -> torch.Tensor:
     total = grad.contiguous()
-    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    dist.all_reduce(total, group=tensor_group())
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
     scaling = dict(spec.rope_scaling or {})
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(spec, config, stage),
+        transformer_layer_spec=cast(ModuleSpec, _layer_spec(spec, config, stage)),  # it takes both, and is annotated with one
         vocab_size=padded_vocab_size(spec.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -166,7 +166,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
     )
     if rope_type(spec) == "llama3":
         # GPTModel's own rope_scaling flag fixes all but the factor at Llama 3.1's values.
-        rotary = model.rotary_pos_emb
+        rotary: Any = model.rotary_pos_emb  # which a checker takes for a tensor or any module
         rotary.inv_freq = rotary._apply_scaling(
             rotary.inv_freq,
             factor=scaling["factor"],
@@ -186,7 +186,7 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
         for name, parameter in (*chunk.named_parameters(), *biases):
             found = _LAYER.match(name)
             if found:
-                layer = chunk.decoder.layers[int(found[1])]
+                layer: Any = chunk.decoder.layers[int(found[1])]
                 name = f"decoder.layers.{layer.layer_number - 1}.{_global_expert(found[2], layer)}"
             named[name] = parameter
     return named
@@ -196,7 +196,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
 
-def _global_expert(name: str, layer: torch.nn.Module) -> str:
+def _global_expert(name: str, layer: Any) -> str:
     """`name`, a parameter of the layer, with the number of the expert among all."""
     found = _EXPERT.fullmatch(name)
     return f"{found[1]}{layer.mlp.local_expert_indices[int(found[2])]}{found[3]}" if found else name
@@ -211,7 +211,8 @@ def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -
     first, count = get_transformer_layer_offset(config, vp_stage=stage), get_num_layers_to_build(config, vp_stage=stage)
     dense, sparse = (_local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None))
     layers = [dense if layer < spec.first_dense_layers else sparse for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    norm: Any = RMSNorm  # a class, as Megatron's own specs give it; annotated is a module
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int | None) -> ModuleSpec:
@@ -220,9 +221,9 @@ def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int |
     layer = get_gpt_layer_local_spec(
         experts, config.moe_grouped_gemm, config.qk_layernorm, multi_latent_attention=latent, normalization="RMSNorm"
     )
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
+    submodules: Any = layer.submodules  # annotated as any object
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
     attention.core_attention = LatentAttention if latent else CausalAttention
     for norm in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ():
         setattr(attention, norm, RMSNorm)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -20,7 +20,7 @@ from megarl.config.schema import OptimizerConfig
 SCHEDULES = ("constant", "cosine")
 
 
-def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> MegatronOptimizer:
+def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> ChainedOptimizer:
     """AdamW on fp32 master weights; with zero=1 its state is split over data-parallel ranks."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -37,8 +37,9 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
             params_dtype=dtype,
             use_distributed_optimizer=zero == 1,
         ),
-        chunks,
+        [*chunks],
     )
+    assert isinstance(optimizer, ChainedOptimizer)  # as it is without FSDP
     for part in optimizer.chained_optimizers:
         _allocate_state(part)
     return optimizer
@@ -74,7 +75,7 @@ class OptimizerShard:
         return self.parameter.data.view(-1)[self.first : self.end]
 
 
-def optimizer_shards(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
+def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
     """Of all that this rank's optimizers (one, or one of the dense mesh and one of the experts') hold; it may be nothing."""
     for part in optimizer.chained_optimizers:
         for parameter, first, master in _masters(part):
@@ -98,7 +99,7 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
         yield from ((parameter, 0, parameter) for group in groups for parameter in group["params"])
 
 
-def steps_made(optimizer: MegatronOptimizer) -> set[int]:
+def steps_made(optimizer: ChainedOptimizer) -> set[int]:
     """By Adam's own count, of everything that this rank holds: one number, or none where it holds nothing."""
     adams = [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
     ours = {int(state["step"]) for adam in adams if isinstance(adam, torch.optim.AdamW) for state in adam.state.values()}
@@ -106,7 +107,7 @@ def steps_made(optimizer: MegatronOptimizer) -> set[int]:
     return ours | {int(group.get("step", 0)) for group in groups}  # Transformer Engine counts by group
 
 
-def set_steps_made(optimizer: MegatronOptimizer, steps: int) -> None:
+def set_steps_made(optimizer: ChainedOptimizer, steps: int) -> None:
     for adam in (part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None):
         if isinstance(adam, torch.optim.AdamW):
             for state in adam.state.values():

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from megarl.topology import TrainerTopology
 from megarl.trainer.distributed import groups_closed
+from megarl.trainer.groups import data_group, pipeline_group
 
 
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
@@ -46,11 +47,11 @@ def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dic
     if outputs:
         total = torch.stack([torch.stack([value.double() for value in output.values()]) for output in outputs]).sum(dim=0)
         if dp > 1:
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(total, group=data_group())
         sums = dict(zip(outputs[0], total.tolist(), strict=True))
     if pp > 1:
         shared = [sums]
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast_object_list(shared, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.broadcast_object_list(shared, src=last, group=pipeline_group())
         sums = shared[0]
     return sums

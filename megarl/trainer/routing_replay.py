@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megarl.models.routing import RoutingFormat
 from megarl.trainer import context
+from megarl.trainer.groups import context_group, tensor_group
 
 
 class LayerReplay(RouterReplay):
@@ -70,6 +70,7 @@ class RoutingReplay:
         self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {chunk: {} for chunk in chunks}
         for chunk, layers in self._routers.items():
             for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+                assert router.layer_number is not None
                 layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
 
     def reset(self) -> None:
@@ -82,9 +83,9 @@ class RoutingReplay:
 
         Each router gets the tokens of this rank, in Megatron's order: sequence first, cut by context and by sequence parallelism.
         """
-        mine = context.cut(routing, parallel_state.get_context_parallel_group()).transpose(0, 1)
+        mine = context.cut(routing, context_group()).transpose(0, 1)
         if self._sequence_parallel:
-            tp = parallel_state.get_tensor_model_parallel_group()
+            tp = tensor_group()
             mine = mine.chunk(tp.size())[tp.rank()]
         tokens = mine.flatten(0, 1)
         for layer, replay in self._routers[chunk].items():

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -29,6 +28,7 @@ from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
+from megarl.trainer.groups import context_group, tensor_group
 from megarl.trainer.logprobs import token_entropy, token_logprobs
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
@@ -144,14 +144,15 @@ class MegatronTrainer:
         )
         learning_rate = self.learning_rate.advance()
         _, grad_norm, _ = self.optimizer.step()
+        assert grad_norm is not None  # only with a loss scale, which bf16 does not need, could there be none
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
-        loss = sums.pop("loss") / denominator
+        mean_loss = sums.pop("loss") / denominator
         entropy = sums.pop(ENTROPY) / (sums.pop(ENTROPY_TOKENS) or math.nan)
         positions = sum(len(s.token_ids) - 1 for s in sequences)
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        return StepResult(loss, float(grad_norm), sums, entropy, learning_rate, routing)
+        return StepResult(mean_loss, float(grad_norm), sums, entropy, learning_rate, routing)
 
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, logits: torch.Tensor
@@ -214,12 +215,10 @@ class MegatronTrainer:
         return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.length_multiple, group)[self.coordinate.dp]
 
     def _logprobs(self, logits: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
-        tp_group, cp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-        return token_logprobs(logits, microbatch.tokens, tp_group, self.spec.vocab_size, temperature, cp_group)
+        return token_logprobs(logits, microbatch.tokens, tensor_group(), self.spec.vocab_size, temperature, context_group())
 
     def _entropy(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        tp_group, cp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-        return token_entropy(logits, tp_group, self.spec.vocab_size, temperature, cp_group)
+        return token_entropy(logits, tensor_group(), self.spec.vocab_size, temperature, context_group())
 
     def _run(
         self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
@@ -229,15 +228,16 @@ class MegatronTrainer:
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(batches)
             # Rotary positions come from the shape, and causality from the attention itself: no ids, no mask.
-            tokens = context.cut(microbatch.tokens[:, :-1], parallel_state.get_context_parallel_group())
+            tokens = context.cut(microbatch.tokens[:, :-1], context_group())
             if self.replay is not None:
+                assert microbatch.routing is not None
                 self.replay.put(model, microbatch.routing)
             return model(tokens, None, None), partial(head, microbatch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[map(make, plan) for _ in self.ddp],  # chunks of a rank are at different microbatches
-            model=self.ddp,
+            model=[*self.ddp],
             num_microbatches=len(plan),
             # Not used with variable_seq_lengths, but the schedule multiplies them.
             seq_length=plan[0].positions,

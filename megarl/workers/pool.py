@@ -206,6 +206,7 @@ class WorkerPool:
 
     async def _start(self, number: int) -> _Worker | None:
         """A worker that has said it is ready; None once starting has failed for good."""
+        code = None
         for _ in range(_MAX_FAILED_STARTS):
             worker = await self._spawn(number)
             try:
@@ -218,7 +219,7 @@ class WorkerPool:
             if line == b"ready\n":
                 return worker
             worker.kill()
-        code = worker.process.returncode
+            code = worker.process.returncode
         attempts = f"{_MAX_FAILED_STARTS} attempts, last exit status {code}"
         log = self.log(number)
         told = f"the end of {log}:\n{log_tail(log)}" if log else "its errors are on stderr"
@@ -234,7 +235,8 @@ class WorkerPool:
             # Hashes as in every other worker: nothing that depends on the order of a set may differ between them.
             inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
             environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
-            process = subprocess.Popen(self._command, stdin=theirs, stdout=theirs, stderr=printed, env=environment, cwd=folder)
+            end = theirs.fileno()
+            process = subprocess.Popen(self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder)
         return _Worker(process, reader, writer)
 
     def _fail(self, error: RuntimeError) -> None:

@@ -1,0 +1,29 @@
+"""Megatron's process groups. Its own getters give no usable type: for all that a checker knows, they may return None or a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+
+def tensor_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_tensor_model_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_context_parallel_group())
+
+
+def data_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_data_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_pipeline_model_parallel_group())
+
+
+def _made(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)
+    return group
