@@ -107,7 +107,7 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
             stack.callback(receiver.close)
             sent_s = [_send(generator, step) for step in range(depth)]
             held_up_s, receive_s = [], []
-            trainer = Trainer(0, depth)
+            trainer: Any = Trainer(0, depth)
             receiver.ledger()  # takes in what fills the buffer
             for step in range(depth, depth + steps):
                 sent_s.append(_send(generator, step))
@@ -182,8 +182,9 @@ def _group(ordinal: int, version: int) -> Group:
 def _follow(store: str, first: int, steps: int) -> None:
     """Trainer rank 1: receives every batch."""
     with _ranks(store, 1):
-        trainer = Trainer(1, first)
-        receiver = RolloutsReceiver(None, None, TIMEOUT_S)
+        trainer: Any = Trainer(1, first)
+        no_link: Any = None  # only rank 0 speaks with the generator
+        receiver = RolloutsReceiver(no_link, None, TIMEOUT_S)
         for _ in range(steps):
             receiver.recv(trainer)
 

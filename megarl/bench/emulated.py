@@ -109,6 +109,7 @@ class EmulatedEngine:
             clock = self._clock()
             held = sum(run.held_tokens + run.decoded(clock) for run in self._runs if run.starts_s < clock)
             await asyncio.sleep(held * self.prefill_s)
+        assert self._paused_at is not None
         self._paused_s, self._paused_at = self._paused_s + _now() - self._paused_at, None
         self._switched.append(self._clock())
         self._versions.append(version)

@@ -49,7 +49,7 @@ class FaultyTransport(SharedMemoryTransport):
             if taken(folder, DIE) is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if taken(folder, GARBLE) is not None:
-                _the_peer().send(OfAnotherVersion())
+                _the_peer().send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
         super().write(copy, values)
 
 

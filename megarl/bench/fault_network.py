@@ -18,7 +18,7 @@ from megarl.bench.fault_hooks import OfAnotherVersion
 from megarl.bench.fault_run import ENGINES, STARTED_S, FaultRun, carried_out
 from megarl.launch.rendezvous import Rendezvous
 from megarl.messaging.link import Peer, RunKey
-from megarl.messaging.messages import WeightsApplied
+from megarl.messaging.messages import WeightsOffer
 
 NEW_PEER = "trainer.7"
 
@@ -32,7 +32,7 @@ def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
         stranger.connect(f"tcp://127.0.0.1:{port}")
         stranger.send(b"let me in")
         forger = Peer("trainer.0", RunKey.generate(), f"tcp://127.0.0.1:{port}")
-        forger.send(WeightsApplied(0, True, 0.0, 0))
+        forger.send(WeightsOffer(0))
         time.sleep(0.5)
         forger.close()
         stranger.close(linger=0)
@@ -62,7 +62,7 @@ def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]
     (found,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
     rendezvous = Rendezvous.load(found.parent)
     peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
-    peer.send(OfAnotherVersion())
+    peer.send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
     time.sleep(0.5)
     peer.close()
     return {}

@@ -49,7 +49,7 @@ class FaultRun:
     folder: Path
     model: Path
     launches: int = 0
-    launcher: subprocess.Popen | None = None
+    started: subprocess.Popen[bytes] | None = None
     seen: set[psutil.Process] = field(default_factory=set)  # of the launcher that runs now
     _read: dict[Path, int] = field(default_factory=dict)  # bytes of each log
     _heard: str = ""  # since the last mark
@@ -74,9 +74,14 @@ class FaultRun:
             left.unlink()
         self.launches, self.seen, self._read, self._heard = self.launches + 1, set(), {}, ""
         with open(self.output, "wb") as file:
-            self.launcher = subprocess.Popen(
+            self.started = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, ORDERS: str(self.orders)}, start_new_session=True
             )
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        assert self.started is not None
+        return self.started
 
     @property
     def output(self) -> Path:
@@ -174,7 +179,7 @@ class FaultRun:
         return len(alive)
 
     def kill(self) -> None:
-        if self.launcher is not None and self.launcher.poll() is None:
+        if self.started is not None and self.started.poll() is None:
             for process in [*self.descendants(), self.launcher]:
                 try:
                     process.kill()

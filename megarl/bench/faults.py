@@ -185,7 +185,7 @@ def make_model(folder: Path, seed: int) -> Path:
 
     shutil.copytree(CONFIG.parent / "models/tiny-llama", folder)
     torch.manual_seed(seed)
-    LlamaForCausalLM(AutoConfig.from_pretrained(folder)).to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(AutoConfig.from_pretrained(folder)).float().save_pretrained(folder)
     return folder
 
 

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megarl.bench.overlap_cell import Cell, generate, train
@@ -46,11 +46,11 @@ class Lane:
         while len(answers) < 2:
             left_s = deadline - time.monotonic()
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
-            ready = multiprocessing.connection.wait(waiting, max(0.0, left_s))
+            ready = wait(waiting, max(0.0, left_s))
             if not ready:
                 names = [name for name, pipe in zip(("the generator", "the trainer"), self._pipes) if pipe in waiting]
                 raise TimeoutError(f"{cell.name}: {' and '.join(names)} did not finish within {self._timeout_s:.0f} s")
-            for pipe in ready:
+            for pipe in (pipe for pipe in waiting if pipe in ready):
                 answers[pipe] = _answer(cell, pipe)
         return answers[self._pipes[1]]
 

@@ -85,7 +85,8 @@ def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | Non
 
 def measure(step_s: float, steps: int, lanes: int) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        keys, cells = zip(*grid(step_s, steps, folder))
+        found = list(grid(step_s, steps, folder))
+        cells = [cell for _, cell in found]
         left = len(cells)
 
         def done(cell: Cell) -> None:
@@ -94,7 +95,7 @@ def measure(step_s: float, steps: int, lanes: int) -> list[Result]:
             print(f"{cell.name}; {left} cells to go", file=sys.stderr)
 
         timeout_s = 60 + 20 * steps * step_s
-        return [result(*key, cell, rows) for key, cell, rows in zip(keys, cells, run_cells(cells, lanes, timeout_s, done))]
+        return [result(*key, cell, rows) for (key, cell), rows in zip(found, run_cells(cells, lanes, timeout_s, done))]
 
 
 def grid(step_s: float, steps: int, folder: str) -> Iterator[tuple[tuple[str, float, str], Cell]]:

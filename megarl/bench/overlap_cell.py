@@ -102,7 +102,7 @@ class EmulatedPrompts:
 class EmulatedGenerator(GeneratorExecutor):
     """The generator executor over emulated engines, without a tokenizer or rewards."""
 
-    cell: Cell | None = None
+    cell: Cell = field(kw_only=True)
 
     def init(self) -> None:
         cell, config = self.cell, self.plan.config
@@ -112,9 +112,9 @@ class EmulatedGenerator(GeneratorExecutor):
         self.sampling = Sampling(config.rollout.max_tokens)
         prefill_s = cell.token_s / PREFILL_SPEEDUP
         names = [f"emulated.{index}" for index in range(cell.engines)]
-        self.engines = [EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths) for name in names]
+        engines: list[Any] = [EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths) for name in names]
         mode = config.async_.partial_rollout
-        self.fleet = Fleet(self.engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
+        self.engines, self.fleet = engines, Fleet(engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
 
@@ -206,10 +206,10 @@ class EmulatedSender(WeightsSender):
 
     write_s = 0.0
 
-    def _prepare(self, executor: EmulatedTrainer) -> None:
+    def _prepare(self, executor: Any) -> None:
         self._transport, self._amax = _NoTransport(), _NoAmax()
 
-    def _write(self, executor: EmulatedTrainer, grant: WeightsGrant) -> None:
+    def _write(self, executor: Any, grant: WeightsGrant) -> None:
         time.sleep(self.write_s)
         self._link.send(WeightsWritten(grant.version, 0, self.write_s, {}))
 
@@ -217,7 +217,7 @@ class EmulatedSender(WeightsSender):
 class EmulatedReceiver(WeightsReceiver):
     """The receiving end, with emulated engines that stand still while the trainer writes."""
 
-    async def _update(self, executor: EmulatedGenerator, version: Version) -> Taken:
+    async def _update(self, executor: Any, version: Version) -> Taken:
         began = time.perf_counter()
         for engine in executor.engines:
             engine.pause()
@@ -237,8 +237,8 @@ def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype)
     weights = EmulatedReceiver(plan, source, link, key_file="")
     rollouts = RolloutsSender(link, cell.async_.capacity)
-    # There is no launcher, and so no rendezvous: the executor asks it for addresses of engines alone.
-    executor = EmulatedGenerator(plan, None, rollouts, cell=cell)
+    rendezvous: Any = None  # there is no launcher; the executor asks it for addresses of engines alone
+    executor = EmulatedGenerator(plan, rendezvous, rollouts, cell=cell)
     Controller(executor, [weights, rollouts], [InitialWeights(weights)], cell.steps).run()
     executor.loop.close()
 

@@ -63,6 +63,7 @@ class Gather:
             tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
         works = [torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True) for tensor in tensors]
         for work in works:
+            assert work is not None  # it is asynchronous
             work.wait()
 
     def buckets(self, count: int) -> list[str]:

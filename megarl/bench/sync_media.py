@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megarl.messaging.stores import connect_store
 from megarl.transports import gloo, mooncake
@@ -31,7 +31,8 @@ class BareMedia:
 
     def map_file(self, path: str, size: int) -> None:
         file = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,))
+        assert isinstance(file, torch.UntypedStorage)
+        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,), (1,))
 
     def copy_blocks(self, size: int) -> None:
         for part in block_parts(size, BLOCK_BYTES):
@@ -71,5 +72,6 @@ def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
         yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
 
 
-def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> Any:
+    """A gloo backend: torch's annotations of it know neither `send` nor `recv`."""
     return gloo.open_backend(connect_store(address, timeout_s), rank, size, address, timeout_s)

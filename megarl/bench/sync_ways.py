@@ -217,6 +217,7 @@ class Bench:
 
 def parameters(endpoint: Endpoint) -> list[torch.Tensor]:
     storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+    assert isinstance(storage, torch.UntypedStorage)
     return [view_at(storage, tensor) for tensor in endpoint.tensors]
 
 
