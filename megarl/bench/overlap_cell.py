@@ -174,7 +174,7 @@ class EmulatedTrainer:
         samples = [sample for group in batch.groups for sample in group.samples]
         self.rows.append({
             "step": batch.step,
-            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pauses_s),
+            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s),
             "ordinals": [group.prompt.ordinal for group in batch.groups],
             "lengths": [len(sample.token_ids) for sample in samples],
             "version/min": min(sample.min_version for sample in samples),

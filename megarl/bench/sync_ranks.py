@@ -22,7 +22,7 @@ from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import Layout
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.schedule import batches_from
+from megarl.reshard.schedule import scheduled_writes
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.transports.base import Endpoint, Sent, Transport, landing_first, send, shapes_of
 from megarl.transports.choice import transport_class
@@ -50,7 +50,7 @@ class Rank:
         if rank < layout.world_size:
             self.sources = shards(layout, rank, Path(job[0]))
             self.gather = Gather(rank, layout, self.sources, timeout_s)
-            self.writes = [write for batch in batches_from(self.map, rank) for write in batch.writes]
+            self.writes = scheduled_writes(self.map, rank)
 
     def connect_and_write(self, kind: str, endpoints: Sequence[str]) -> None:
         decoded = [Endpoint.decode(text) for text in endpoints]

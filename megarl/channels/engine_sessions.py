@@ -15,9 +15,7 @@ from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
 from megarl.plan.resolve import RunPlan
-from megarl.reshard.forwarding import Relay
 from megarl.reshard.layout import Layout
-from megarl.reshard.schedule import groups
 from megarl.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY
 from megarl.types import Version
 
@@ -31,19 +29,8 @@ class Session:
     members: list[int]  # which engines of the fleet
     update: WeightUpdate
     opened: Opened
-    grant: WeightsGrant  # what to tell every trainer rank, of the first group
+    grant: WeightsGrant  # what to tell every trainer rank
     endpoints: list[list[str]]  # by trainer rank, what to tell it beside that; empty while they stay what they are
-    group_of: tuple[int, ...]  # by depth
-
-    @property
-    def groups(self) -> int:
-        """In how many the update is written."""
-        return self.group_of[-1] + 1
-
-    @property
-    def relays(self) -> list[Relay]:
-        """Of the group that is being written."""
-        return [relay for relay in self.opened.relays if self.group_of[relay.depth] == self.update.group]
 
 
 class EngineSessions:
@@ -52,7 +39,6 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._group_of = groups(self.map, plan.group_bytes)
         self._workers: workers.Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # to whom the way is open
@@ -94,7 +80,7 @@ class EngineSessions:
                 if not known:
                     grant = WeightsGrant(version, [], len(members), opened.relay, opened.map.plan_hash)
                     endpoints = [opened.endpoints_of(rank) for rank in range(len(trainers))]
-                return Session(members, session, opened, grant, endpoints, self._group_of)
+                return Session(members, session, opened, grant, endpoints)
 
     async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
         """An engine that was started again since it last had a request to answer no longer has the weights."""
@@ -120,7 +106,6 @@ class EngineSessions:
         await workers.check_parallelism(self._workers, self._plan.generator_topology)
         hosts = await workers.connect(self._workers, self._key_file)
         await workers.settle_layout(self._workers, map.destination)
-        await workers.divide(self._workers, map.destination, self._group_of)
         if self._plan.config.weights.audited:
             await workers.watch(self._workers)
         self._opened = await open_engines(self._workers, self._plan.config.weights, map, trainers, hosts)

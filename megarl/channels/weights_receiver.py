@@ -6,7 +6,6 @@ See weights_sender for one update seen from both ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -33,7 +32,7 @@ from megarl.types import Version
 class Taken:
     """What an update cost the engines."""
 
-    pauses: list[Pause]
+    pause: Pause
     bytes_written: int  # by all trainer ranks together
 
 
@@ -112,8 +111,7 @@ class WeightsReceiver:
         with executor.trace.span(f"take weights {version}", track="weights"):
             await executor.hold()
             taken = await self._update(executor, version)
-            for group, pause in enumerate(taken.pauses):
-                executor.trace.add(f"pause for weights {version}", *pause, track="weights", group=group)
+            executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights")
         executor.release(version)
         self._applied(executor, version, taken)
 
@@ -129,8 +127,8 @@ class WeightsReceiver:
                 self._applied(executor, version, await self._write(fleet, session))
 
     def _applied(self, executor: Executor, version: Version, taken: Taken) -> None:
-        pauses_s = [ended - began for began, ended in taken.pauses]
-        self._tell(WeightsApplied(version, self._plan.config.weights.audited, pauses_s, taken.bytes_written))
+        began, ended = taken.pause
+        self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written))
         self._over(executor.get_model())
 
     def _over(self, fleet: Fleet) -> None:
@@ -158,42 +156,31 @@ class WeightsReceiver:
             self._hosts = await self._meet_trainers()
         while (session := await self._sessions.open(fleet, self._hosts, executor.version, version)) is None:
             await fleet.pulse.until(lambda: bool(fleet.members))  # whoever watches the lost ones has a deadline
-        return await self._write(fleet, session, executor.stand_still)
+        return await self._write(fleet, session)
 
-    async def _write(self, fleet: Fleet, session: Session, stand_still: Callable[[bool], None] = lambda still: None) -> Taken:
-        """From the grant to the engines' going on; those that took part serve then, but for those that were lost on the way.
-
-        `stand_still` is told when they go on between two groups of layers, and when they stop again.
-        """
-        bytes_written = 0
+    async def _write(self, fleet: Fleet, session: Session) -> Taken:
+        """From the grant to the engines' going on; those that took part serve then, but for those that were lost on the way."""
         try:
-            for group in range(session.groups):
-                if group:
-                    await session.update.let_go()
-                    stand_still(False)
-                    await session.update.open_next()
-                    stand_still(True)
-                bytes_written += await self._take_writes(session)
-            await session.update.close()
+            bytes_written = await self._take_writes(session)
+            pause = await session.update.close()
         except Exception as error:
             await session.update.abandon(str(error))
             raise
         for error in session.update.workers.lost.values():
             fleet.lose(error)
         fleet.take_back(session.members, session.grant.version)
-        return Taken(session.update.pauses, bytes_written)
+        return Taken(pause, bytes_written)
 
     async def _take_writes(self, session: Session) -> int:
-        """Lets all trainer ranks write a group, and proves what they wrote: the bytes."""
+        """Lets all trainer ranks write, and proves what they wrote: the bytes."""
         opened, update, grant = session.opened, session.update, session.grant
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
         for name, endpoints in zip(self._trainers, session.endpoints, strict=True):
-            first = msgspec.structs.replace(grant, endpoints=endpoints)
-            self._link.send(name, WeightsGrant(grant.version, [], grant.engines, group=update.group) if update.group else first)
+            self._link.send(name, msgspec.structs.replace(grant, endpoints=endpoints))
         if opened.kinds.intersection(TWO_SIDED):
             await update.receive()
-        writes = self._writes(grant.version, update.group)
+        writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
         if MOONCAKE in opened.kinds:
             await writes.landed()
             await asyncio.gather(update.spread(), writes.done())  # what landed is spread while all else is written
@@ -201,13 +188,10 @@ class WeightsReceiver:
             await writes.done()
         await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
         if opened.relays:
-            await update.pass_on(session.relays)
+            await update.pass_on(opened.relays)
         if self._plan.config.weights.audited:
-            await update.audit([message.shares for _, message in writes.parts], opened.map, session.relays)
+            await update.audit([message.shares for _, message in writes.parts], opened.map, opened.relays)
         return sum(message.bytes_written for _, message in writes.parts)
-
-    def _writes(self, version: Version, group: int = 0) -> Writes:
-        return Writes(self._link, self._trainers, version, group, self._plan.config.timeouts.weights_s)
 
     async def _meet_trainers(self) -> list[Host]:
         """Both ends must have computed the same map, before the first byte is written. Where each trainer rank runs."""

@@ -11,8 +11,6 @@ One update, seen from both ends (LlamaRL, section 5.2):
 What lands before it gets to its place (Mooncake) is written first, and WeightsWritten says that there is more to come: it is spread while
 the rest is written.
 
-With `weights.apply=in_flight` the grant is of a group of layers, and is given again for the next one when the engines have decoded on.
-
 Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where. Where it quantises and a tile is cut
 across trainer ranks, these exchange the tile's amax before they offer.
 """
@@ -40,7 +38,7 @@ from megarl.reshard.layout import Layout, generator_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.relays import RelayRule, relayed
-from megarl.reshard.schedule import groups, writes_by_group
+from megarl.reshard.schedule import scheduled_writes
 from megarl.transports.base import Endpoint, landing_first, send, shapes_of
 from megarl.transports.choice import this_host
 from megarl.transports.pairwise import PairwiseTransport
@@ -54,7 +52,7 @@ class SyncReport:
     """What one weight update cost, as a trainer rank saw it; with it, whatever sending the same weights again did."""
 
     wait_s: float = 0.0  # held back by the generator
-    sync_s: float = 0.0  # from the grant until everything is written; of groups of layers, all together
+    sync_s: float = 0.0  # from the grant until everything is written
 
 
 class WeightsSender:
@@ -73,8 +71,7 @@ class WeightsSender:
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
         self._transport, self._payloads = None, Payloads()
-        self._writes: list[list[Copy]] = [[]]  # of each group of layers, in the order they are sent
-        self._parts: list[tuple[list[Copy], list[Copy]]] = []  # of the same: what lands, and all else
+        self._writes: tuple[list[Copy], list[Copy]] = [], []  # in the order they are sent: what lands, then all else
         self._engines = plan.generator_topology.engines  # that the map is for
         self._report = SyncReport()  # of the newest version
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
@@ -94,9 +91,8 @@ class WeightsSender:
         self._cut_amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
         self._link.send(WeightsOffer(version))
         self._report = report = self._report if again else SyncReport()
-        for group in range(len(self._writes)):
-            if not self._send_group(executor, group, report, self._timeout_s if group else grant_s):
-                return
+        if not self._send_granted(executor, report, grant_s):
+            return
         self._unconfirmed = version
         executor.put_sync(report, applied=partial(self._await_applied, version))
         if is_probe_version(version, self._probe_every) and not again:
@@ -106,25 +102,24 @@ class WeightsSender:
             if probe is not None:
                 executor.compare_probe(probe)
 
-    def _send_group(self, executor: Executor, group: int, report: SyncReport, timeout_s: float) -> bool:
-        """Waits for its grant, and writes it. False where that did not come, or there is nothing to be written to."""
+    def _send_granted(self, executor: Executor, report: SyncReport, timeout_s: float) -> bool:
+        """Waits for the grant, and writes. False where that did not come, or there is nothing to be written to."""
         version, began = executor.version, time.monotonic()
         with executor.trace.span(f"wait for engines to take weights {version}"):
             grant = self._unless_stopped(executor, WeightsGrant, timeout_s, f"generator.0 to take weights version {version}")
         if grant is None:
             return False
-        if (grant.version, grant.group) != (version, group):
-            ours, theirs = (f"version {v}" + (f", group {g}" if g else "") for v, g in ((version, group), (grant.version, grant.group)))
-            raise RuntimeError(f"trainer.{executor.rank} offered weights {ours}, generator.0 granted {theirs}")
+        if grant.version != version:
+            raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
         granted = time.monotonic()
         report.wait_s += granted - began
         if grant.engines == 0:
             return False
-        with executor.trace.span(f"write weights {version}", group=group):
+        with executor.trace.span(f"write weights {version}"):
             try:
                 self._write(executor, grant)
             except Exception as error:  # so that the generator need not wait for its deadline
-                self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error), group))
+                self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
                 raise
         report.sync_s += time.monotonic() - granted
         return True
@@ -165,18 +160,17 @@ class WeightsSender:
         self._map = map
         prove_exactly_once(map)
         self._amax = AmaxExchange(map, rank, self._timeout_s)
-        self._writes = writes_by_group(map, rank, groups(map, self._plan.group_bytes))
 
     def _write(self, executor: Executor, grant: WeightsGrant) -> None:
         model = executor.get_model()
         if grant.plan_hash and self._connect(executor, grant):
             self._cut_amax = self._amax.table(model)
-        landing, others = self._parts[grant.group]
+        landing, others = self._writes
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
             started = time.monotonic()
             sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audited, self._cut_amax, self._payloads)
             write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
-            written = WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, group=grant.group, unwritten=unwritten, more=more)
+            written = WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, unwritten=unwritten, more=more)
             self._link.send(written)
 
     def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
@@ -194,7 +188,7 @@ class WeightsSender:
         self._transport.close()
         self._transport.connect(endpoints)
         self._shapes = shapes_of(endpoints)
-        self._parts = [landing_first(writes, endpoints) for writes in self._writes]
+        self._writes = landing_first(scheduled_writes(map, executor.rank), endpoints)
         return changed
 
     def recv(self, executor: Executor) -> None:

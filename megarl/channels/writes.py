@@ -1,4 +1,4 @@
-"""What the trainer ranks say of one group of a version that they write, at the generator."""
+"""What the trainer ranks say of a version that they write, at the generator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megarl.types import Version
 class Writes:
     """A rank says so of each part that it has written, of the last one without `more`. `parts` are (rank's name, what it said)."""
 
-    def __init__(self, link: Hub, trainers: Sequence[str], version: Version, group: int, timeout_s: float):
+    def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
         self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
-        self._version, self._group = version, group
+        self._version = version
         self.parts: list[tuple[str, WeightsWritten]] = []
 
     async def landed(self) -> None:
@@ -33,9 +33,8 @@ class Writes:
             awaited = f"{', '.join(missing)} to write weights version {self._version}"
             sender, message = await self._link.arrival(WeightsWritten, self._timeout_s, awaited)
             expected = sender in self._trainers and sender not in self._finished()
-            if not expected or (message.version, message.group) != (self._version, self._group):
-                what = f"version {message.version}" + (f", group {message.group}" if message.version == self._version else "")
-                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written {what}")
+            if not expected or message.version != self._version:
+                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written version {message.version}")
             if message.error:
                 raise RuntimeError(f"{sender} could not write weights version {self._version}: {message.error}")
             self.parts.append((sender, message))

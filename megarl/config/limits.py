@@ -37,8 +37,9 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
 
 def seconds(least: float = 0) -> Limit:
     """Of a wait: above 0, or at least `least`, and no longer than the system calls take that wait: 2**31 milliseconds."""
-    lowest = f"at least {least}" if least else "above 0"
-    return Limit(f"{lowest}, at most {_LONGEST_S}", lambda value: value >= least and 0 < value <= _LONGEST_S)
+    return Limit(
+        f"{f'at least {least}' if least else 'above 0'}, at most {_LONGEST_S}", lambda value: value >= least and 0 < value <= _LONGEST_S
+    )
 
 
 def each(limit: Limit) -> Limit:

@@ -245,15 +245,6 @@ class WeightsConfig:
         "engine to any other, as far as that shortens the update (docs/transports.md); off: none",
         one_of("auto", "engines", "off"),
     )
-    apply: str = setting(
-        "pause",
-        "pause: all of an update in one pause of the engines; in_flight: in a pause for each group of layers, between which requests "
-        "decode on, with some of the new weights (docs/transports.md); needs async.partial_rollout=in_flight",
-        one_of("pause", "in_flight"),
-    )
-    group_bytes: int = setting(
-        1 << 30, "with apply=in_flight, most bytes that an engine's rank is written in one pause; one layer at least", at_least(1)
-    )
     audit: str = setting(
         STRICT,
         "on: after every update, hashes of what was sent are compared with what is in the engines' memory, and what no update writes there "

@@ -134,11 +134,7 @@ class GeneratorExecutor:
             # Without engines nothing would ever finish: what is left goes on after the update, at those that have come back.
             await self._while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
-        self.stand_still(True)
-
-    def stand_still(self, still: bool) -> None:
-        """The engines do from now on, or no longer, on the way to the next version."""
-        self.stream.stand_still(still)
+        self.stream.stand_still()
 
     async def _while_serving(self, work: asyncio.Future) -> bool:
         """Whether `work` was done before the last engine was lost; it is given up then."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megarl.channels.weights_sender import SyncReport
 from megarl.types import Batch
 
 
-def step_times(
-    batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport, pauses_s: Sequence[float]
-) -> dict[str, float]:
+def step_times(batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport, pause_s: float) -> dict[str, float]:
     """The metrics of one step in seconds; docs/asynchrony.md says what each one is.
 
     The bubble is what perfect overlap would have saved: the idle time of the side that was idle for less of it.
@@ -21,8 +17,7 @@ def step_times(
         "time/train_s": train_s,
         "time/generate_s": batch.generate_s,
         "time/sync_s": sync.sync_s,
-        "time/sync_pause_s": sum(pauses_s),
-        "time/sync_longest_pause_s": max(pauses_s, default=0.0),
+        "time/sync_pause_s": pause_s,
         "time/trainer_wait_s": trainer_wait_s,
         "time/weights_wait_s": sync.wait_s,
         "time/generator_wait_s": batch.generator_wait_s,

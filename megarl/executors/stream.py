@@ -61,9 +61,9 @@ class RolloutStream:
         self._pulse.beat()
         await self._pulse.until(lambda: self.admission.in_flight == 0)
 
-    def stand_still(self, still: bool) -> None:
-        """Whether the engines stand still from now on; `put_version` says that they no longer do."""
-        self._still = still
+    def stand_still(self) -> None:
+        """The engines do from now on; `put_version` says that they no longer do."""
+        self._still = True
         self._pulse.beat()
 
     @property

@@ -145,7 +145,7 @@ class TrainerExecutor:
                 "weights/version": self.version,
                 **self.algorithm.metrics(result.sums),
                 **self._probe_metrics,
-                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pauses_s if applied else []),
+                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,

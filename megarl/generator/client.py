@@ -134,13 +134,6 @@ class EngineClient:
         """Every token sampled from now on carries `version`."""
         await self._admin_call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, timeout_s)
 
-    async def pass_a_step(self, timeout_s: float) -> None:
-        """After `resume`: what the engine is told next, it reads when all that runs has sampled a token at least.
-
-        A step follows whatever the scheduler has read; so it has begun one by the time it reads what comes after its answer.
-        """
-        await self.set_version(await self.version(timeout_s), timeout_s)  # says nothing new, and is answered by the scheduler itself
-
     async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
         """Runs one loader command (see `worker_loader`) in each of the `tp` workers; needs an open update session."""
         payload = tensor_payload(encoded)

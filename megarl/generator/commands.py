@@ -59,22 +59,12 @@ class Register(_Command, frozen=True):
     landing: dict[int, list[tuple[str, Box]]]  # by generator rank: the boxes that are to be written in one piece and then spread
 
 
-class Divide(_Command, frozen=True):
-    """From now on parameters are written group by group: the group of each, by name. (Without it, all are of group 0.)"""
-
-    groups: dict[str, int]
-
-
 class Spread(_Command, frozen=True):
-    """What lands of a group is written: puts it from landing memory into its parameters. Others may still be written meanwhile."""
-
-    group: int = 0
+    """What lands is written: puts it from landing memory into its parameters. Others may still be written meanwhile."""
 
 
 class Receive(_Command, frozen=True):
-    """Receives all messages expected of a group, straight into the live parameters."""
-
-    group: int = 0
+    """Receives all messages expected of an update, straight into the live parameters."""
 
 
 class MeetNeighbours(_Command, frozen=True):
@@ -86,10 +76,8 @@ class MeetNeighbours(_Command, frozen=True):
 
 
 class PassOn(_Command, frozen=True):
-    """A group is written: passes on what this rank leads. Answered when it is there: list[int], the generator ranks that could not be
+    """All is written: passes on what this rank leads. Answered when it is there: list[int], the generator ranks that could not be
     reached."""
-
-    group: int = 0
 
 
 class Watch(_Command, frozen=True):
@@ -97,16 +85,13 @@ class Watch(_Command, frozen=True):
 
 
 class Recall(_Command, frozen=True):
-    """A group is about to be written. Answer: Changes, of those of its parameters that are no longer what the last audit found; of a
-    group that was not audited since this was last asked, none."""
-
-    group: int = 0
+    """Parameters are about to be written. Answer: Changes, of those that are no longer what the last audit found; none where nothing was
+    audited since this was last asked."""
 
 
 class Audit(_Command, frozen=True):
-    """Answer: Found, the audit hash of every live parameter of a group, and what has changed that no update writes."""
+    """Answer: Found, the audit hash of every live parameter, and what has changed that no update writes."""
 
-    group: int = 0
     version: int = -1  # that was written
 
 
@@ -114,24 +99,10 @@ class End(_Command, frozen=True):
     """What the engine holds is half-written, and it shall be started again: its processes end. Not answered."""
 
 
-Command = (
-    Connect
-    | Describe
-    | Arrange
-    | Divide
-    | ShareMemory
-    | ShareDevice
-    | ExpectMessages
-    | Receive
-    | Register
-    | Spread
-    | MeetNeighbours
-    | PassOn
-    | Watch
-    | Recall
-    | Audit
-    | End
-)
+Command = Union[
+    Connect, Describe, Arrange, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Watch, Recall,
+    Audit, End,
+]  # fmt: skip
 
 
 class Watched(msgspec.Struct, frozen=True):

@@ -1,16 +1,13 @@
 """The engines' side of a weight update: stand still, be written to, prove it, go on under the new version.
 
-    update = WeightUpdate(workers, version)
-    await update.open(serving)         # the engines are those that were updated last → pause → SGLang's update session
-    await update.recall()              # weights.audit=strict: what is about to be overwritten is what was audited last; raises AuditError
-    … the trainer ranks write (one-sided; Mooncake: `await update.spread()` once all that lands is there), or `await update.receive()`
-    while they send …
-    await update.audit(shares, map)    # raises AuditError
-    await update.close()               # end of session → version → prefix cache emptied → resume
-    await update.abandon(reason)       # instead, when any of it failed: what may be half-written never generates
-
-Group by group (`weights.apply=in_flight`), what stands between `open` and `close` is done for each group of layers in turn, and
-between two of them `await update.let_go()`, then `await update.open_next()`: the engines decode on meanwhile.
+update = WeightUpdate(workers, version)
+await update.open(serving)         # the engines are those that were updated last → pause → SGLang's update session
+await update.recall()              # weights.audit=strict: what is about to be overwritten is what was audited last; raises AuditError
+… the trainer ranks write (one-sided; Mooncake: `await update.spread()` once all that lands is there), or `await update.receive()`
+while they send …
+await update.audit(shares, map)    # raises AuditError
+await update.close()               # end of session → version → prefix cache emptied → resume
+await update.abandon(reason)       # instead, when any of it failed: what may be half-written never generates
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -44,17 +41,12 @@ class VersionError(RuntimeError):
 
 @dataclass
 class WeightUpdate:
-    """One update of all engines. `pauses` is when they stood still: once, or once for each group of layers.
-
-    Requests that are running are retracted, and their KV is computed anew from the new weights; `in_place`, they keep it. An update in
-    groups must be in place: between two of them requests go on, with weights of which some are new.
-    """
+    """One update of all engines. Requests that are running are retracted, and their KV is computed anew from the new weights;
+    `in_place`, they keep it."""
 
     workers: Workers
     version: Version  # that is being written
     in_place: bool = False
-    group: int = 0  # that is being written
-    pauses: list[Pause] = field(default_factory=list)
 
     async def open(self, serving: Version | None = None) -> None:
         """Engines stop at a token boundary and open SGLang's update session.
@@ -62,7 +54,6 @@ class WeightUpdate:
         `serving` is the version they must hold by now (-1: none of ours yet). Raises VersionError where one holds another: it is not the
         process that was updated last, and the memory known of it is not its own. None: not checked.
         """
-        self._serving = serving
         if serving is not None:
             await self._check_versions(serving, "was it restarted since the last update?")
         mode = "in_place" if self.in_place else "retract"
@@ -76,31 +67,17 @@ class WeightUpdate:
         await self._each(begin)
         self._began = min(stopped, default=time.perf_counter())
 
-    async def let_go(self) -> None:
-        """A group is in place, and others are to follow: ends the session, so that post-load work runs, and resumes.
-
-        What is sampled until `open_next` has weights of two versions behind it, and the older one to its name.
-        """
-        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
-        await self._resume()
-
-    async def open_next(self) -> None:
-        """For the next group, once every engine has sampled a token of each running request."""
-        await self._each(lambda engine: engine.pass_a_step(self.workers.timeout_s))
-        self.group += 1
-        await self.open(self._serving)
-
     async def receive(self) -> None:
         """Two-sided transports only: the workers take in what the trainer ranks send meanwhile."""
-        await self.workers.run_all(Receive(self.group))
+        await self.workers.run_all(Receive())
 
     async def spread(self) -> None:
         """Mooncake only, when the trainer ranks have written all that lands: the workers put these boxes where they belong."""
-        await self.workers.run_all(Spread(self.group))
+        await self.workers.run_all(Spread())
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
-        """With relays only, when everything is in place at their leaders (after `receive` and `spread`). `relays` are the group's."""
-        payloads = await self.workers.run_all(PassOn(self.group))
+        """With relays only, when everything is in place at their leaders (after `receive` and `spread`)."""
+        payloads = await self.workers.run_all(PassOn())
         lost = {rank for rank, payload in enumerate(payloads) if not payload}
         by_lost = [relay for relay in relays if relay.source_rank in lost]
         left_out = {r.destination_rank: f"generator rank {r.source_rank} was lost before it passed weights on" for r in by_lost}
@@ -110,7 +87,7 @@ class WeightUpdate:
         await self.give_up(left_out)
 
     async def give_up(self, left_out: Mapping[int, str]) -> None:
-        """Goes on without the engines of these generator ranks, which lack a part of the group, and why. One that still answers is ended,
+        """Goes on without the engines of these generator ranks, which lack a part of the weights, and why. One that still answers is ended,
         so that it is started again. Raises EngineUnreachable where nothing may be lost."""
         places = {rank // self.workers.tp: why for rank, why in left_out.items()}
         missed = {place: why for place, why in places.items() if place not in self.workers.lost}
@@ -126,9 +103,9 @@ class WeightUpdate:
             await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
 
     async def audit(self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()) -> None:
-        """Compares the senders' hash shares with the hashes of the live parameters, of this group, and what no update writes with what it
-        was; raises AuditError naming tensors and ranks. `relays` are the group's."""
-        payloads = await self.workers.run_all(Audit(self.group, self.version))
+        """Compares the senders' hash shares with the hashes of the live parameters, and what no update writes with what it was; raises AuditError
+        naming tensors and ranks."""
+        payloads = await self.workers.run_all(Audit(self.version))
         gone = {rank for rank, payload in enumerate(payloads) if not payload}
         of_the_living = [{rank: hashes for rank, hashes in each.items() if rank not in gone} for each in shares]
         found = [msgspec.msgpack.decode(payload, type=commands.Found) if payload else commands.Found() for payload in payloads]
@@ -137,13 +114,13 @@ class WeightUpdate:
         compare(hashes, of_the_living, map, [relay for relay in relays if not {relay.source_rank, relay.destination_rank} & gone])
 
     async def recall(self) -> None:
-        """Before a group is written: raises AuditError, naming tensors and ranks, where its parameters are not what the last audit found."""
-        payloads = await self.workers.run_all(Recall(self.group))
+        """Before the first write: raises AuditError, naming tensors and ranks, where parameters are not what the last audit found."""
+        payloads = await self.workers.run_all(Recall())
         changes = [msgspec.msgpack.decode(payload, type=commands.Changes) if payload else commands.Changes([], -1) for payload in payloads]
         check_unchanged(changes, [engine.url for engine in self.workers.engines])
 
-    async def close(self) -> None:
-        """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`.
+    async def close(self) -> Pause:
+        """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`. When they stood still.
 
         In place they cannot be forgotten while requests use them; that they serve no other is the version's work (`EngineClient.complete`).
         Raises VersionError where an engine does not say that it holds `version`; none is resumed then.
@@ -153,7 +130,8 @@ class WeightUpdate:
         if not self.in_place:
             await self._each(lambda engine: engine.flush(self.workers.timeout_s))
         await self._check_versions(self.version, "somebody else sets versions")
-        await self._resume()
+        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
+        return self._began, time.perf_counter()
 
     async def cancel(self) -> None:
         """Before anything was granted: ends the sessions that were begun, with the weights as they were. The engines still stand still."""
@@ -165,10 +143,6 @@ class WeightUpdate:
     async def abandon(self, reason: str) -> None:
         """The engines stay as they are, most of them paused; their clients refuse every request: those that run, and those to come."""
         await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, for an update failed: {reason}"))
-
-    async def _resume(self) -> None:
-        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
-        self.pauses.append((self._began, time.perf_counter()))
 
     async def _check_versions(self, version: Version, why: str) -> None:
         found: dict[EngineClient, Version] = {}

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,7 +26,6 @@ from megarl.generator.commands import (
     Command,
     Connect,
     Describe,
-    Divide,
     End,
     ExpectMessages,
     Found,
@@ -71,8 +69,6 @@ class Worker:
         self.peer: Peer | None = None
         self.reply_address = ""
         self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
-        self.groups: dict[str, int] = {}  # by name, where not 0
-        self.arrived: set[str] | None = None  # of an update in groups: what SGLang's post-load work is still to be done for
         self.unwritten: Watch | None = None
         self.audited: dict[str, int] = {}  # what was found at the last audit; nothing of what is being written
         self.since = -1  # the version that was audited last
@@ -108,7 +104,7 @@ class Worker:
             self.neighbours.close()
             self.neighbours = None
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
-        self.receivers, self.mooncake, self.relays, self.groups, self.arrived = {}, None, [], {}, None
+        self.receivers, self.mooncake, self.relays = {}, None, []
         self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
     def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
@@ -118,16 +114,9 @@ class Worker:
         self.shapes = command.shapes[self.rank]
         self.tensors(parameters)  # raises where one does not fit
 
-    def divide(self, parameters: Parameters, command: Divide) -> None:
-        self.groups = command.groups
-
     def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory in the shapes of the reshard map."""
         return {name: as_arranged(parameter.data, self.shapes.get(name)) for name, parameter in parameters.items()}
-
-    def of_group(self, parameters: Parameters, group: int) -> dict[str, torch.Tensor]:
-        """Of `tensors`, those that are written with this group."""
-        return {name: values for name, values in self.tensors(parameters).items() if self.groups.get(name, 0) == group}
 
     def share_memory(self, parameters: Parameters, command: ShareMemory) -> Endpoint:
         """Asked again, parameters stay where they are, and mapped."""
@@ -151,7 +140,7 @@ class Worker:
         return Endpoint(self.rank, command.kind, command.address, 0, tensors, members=command.members, host=self.host)
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
-        tensors = self.of_group(parameters, command.group)
+        tensors = self.tensors(parameters)
         for receiver in self.receivers.values():
             receiver.receive(tensors)
 
@@ -163,7 +152,7 @@ class Worker:
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         if self.mooncake is not None:
-            self.mooncake.spread(self.of_group(parameters, command.group))
+            self.mooncake.spread()
 
     def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
         self.relays = command.relays.get(self.rank, [])
@@ -175,8 +164,8 @@ class Worker:
             self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
-        tensors = self.of_group(parameters, command.group)
-        for relay in [relay for relay in self.relays if relay.tensor in tensors]:
+        tensors = self.tensors(parameters)
+        for relay in self.relays:
             values = tensors[relay.tensor]
             whole = Box((0,) * values.dim(), tuple(values.shape))
             dtype = str(values.dtype).removeprefix("torch.")
@@ -196,41 +185,35 @@ class Worker:
         return Watched(self.unwritten.count, self.unwritten.nbytes)
 
     def recall(self, parameters: Parameters, command: Recall) -> Changes:
-        tensors = self.of_group(parameters, command.group)
-        audited = {name: self.audited.pop(name) for name in tensors.keys() & self.audited.keys()}
+        tensors, audited, self.audited = self.tensors(parameters), self.audited, {}
         return Changes(sorted(name for name, found in audited.items() if hash_tensor(tensors[name]) != found), self.since)
 
     def audit(self, parameters: Parameters, command: Audit) -> Found:
-        tensors = self.of_group(parameters, command.group)
-        self.arrived = set(tensors) if self.groups else None
-        hashes = {name: hash_tensor(values) for name, values in tensors.items()}
+        hashes = {name: hash_tensor(values) for name, values in self.tensors(parameters).items()}
         changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
-        self.audited |= hashes
+        self.audited = hashes
         self.since = command.version
         return Found(hashes, changes)
 
     def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
-        """SGLang's post-load work on all modules: of an update in groups, on those of the group alone. What the others hold has been
-        through it, and need not bear it twice.
+        """SGLang's post-load work on all modules.
 
         Then the model's own: DeepSeek's attention computes with tensors that are made of kv_b_proj. SGLang makes them anew only where no
         loader has run, and a custom one counts as one.
 
         Torch has not seen the parameters written. It is told, for SGLang keeps copies of some (a router's bias in another dtype) until it is.
         """
-        arrived, self.arrived = self.arrived, None
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
-            original(model if arrived is None else _written_part(model, arrived), device)
+            original(model, device)
             if hasattr(model, "post_load_weights"):
-                model.post_load_weights(weight_names=arrived)
+                model.post_load_weights()
 
 
 _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     Connect: lambda worker, parameters, command: worker.host,
     Describe: Worker.describe,
     Arrange: Worker.arrange,
-    Divide: Worker.divide,
     ShareMemory: Worker.share_memory,
     ShareDevice: Worker.share_device,
     ExpectMessages: Worker.expect_messages,
@@ -273,16 +256,6 @@ def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.
     """Around SGLang's post-load work."""
     with beating():
         _worker.finish(original, model, device)
-
-
-def _written_part(model: torch.nn.Module, arrived: set[str]) -> Any:
-    """As much of the model as post-load work asks for: the modules just written."""
-    written = [
-        (name, module)
-        for name, module in model.named_modules()
-        if any(f"{name}.{own}" in arrived for own, _ in module.named_parameters(recurse=False))
-    ]
-    return SimpleNamespace(named_modules=lambda: written)
 
 
 def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megarl.generator import commands
 from megarl.generator.client import EngineClient, EngineUnreachable
-from megarl.generator.commands import Arrange, Command, Connect, Describe, Divide
+from megarl.generator.commands import Arrange, Command, Connect, Describe
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WorkerReply
@@ -123,13 +123,6 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
     shapes = {rank: {t.name: t.shape for t in layout.tensors(rank) if t.engine_shape is not None} for rank in range(workers.count)}
     if any(shapes.values()):
         await workers.run_all(Arrange(shapes))
-
-
-async def divide(workers: Workers, layout: Layout, groups: Sequence[int]) -> None:
-    """Makes their workers take updates group by group. `groups`: of each depth (schedule.groups)."""
-    if len(set(groups)) > 1:
-        depths = [layout.depths(rank) for rank in range(workers.tp)]
-        await workers.run_all(Divide({name: groups[depth] for of_rank in depths for name, depth in of_rank.items()}))
 
 
 async def watch(workers: Workers) -> None:

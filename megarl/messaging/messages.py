@@ -26,7 +26,7 @@ class WeightsOffer(_Message, frozen=True):
 
 
 class WeightsGrant(_Message, frozen=True):
-    """Generator: the engines stand still, write this group of layers of `version` now (schedule.groups).
+    """Generator: the engines stand still, write `version` now.
 
     With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
     Without, all stays what it was. `engines` counts the engines that take part; 0: there is nothing to write.
@@ -37,11 +37,10 @@ class WeightsGrant(_Message, frozen=True):
     engines: int = -1
     relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), where engines pass on a part
     plan_hash: str = ""  # of the map that leaves out what they pass on
-    group: int = 0
 
 
 class WeightsWritten(_Message, frozen=True):
-    """Trainer rank: my copies of a group are written. `shares[generator rank][tensor]` is their share of the audit hash of that tensor.
+    """Trainer rank: my copies are written. `shares[generator rank][tensor]` is their share of the audit hash of that tensor.
 
     Or they are not: `error` then says why, and is empty otherwise. `unwritten` are generator ranks that could not be reached. With `more`
     to come, only those copies are that land (Mooncake): the workers can spread them while the others are written.
@@ -52,7 +51,6 @@ class WeightsWritten(_Message, frozen=True):
     write_s: float
     shares: dict[int, dict[str, int]]
     error: str = ""
-    group: int = 0
     unwritten: list[int] = []
     more: bool = False
 
@@ -62,7 +60,7 @@ class WeightsApplied(_Message, frozen=True):
 
     version: int
     audited: bool  # a failed audit never gets here: it ends the run
-    pauses_s: list[float]  # how long the engines stood still, each time
+    pause_s: float  # how long the engines stood still
     bytes_written: int  # by all trainer ranks together
 
 

@@ -79,15 +79,6 @@ def check_partial_rollout(config: RunConfig) -> Iterable[str]:
         yield f"async.chunk_tokens={tokens}: must be below rollout.max_tokens={config.rollout.max_tokens}, or nothing is ever cut"
 
 
-def check_apply(config: RunConfig) -> Iterable[str]:
-    """Between groups of layers requests go on with the keys and values they have, and with what has just been written."""
-    mode = config.async_.partial_rollout
-    if config.weights.apply == "in_flight" and mode != "in_flight":
-        yield f"weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is {mode}"
-    if config.weights.apply == "in_flight" and not config.weights.audited:
-        yield "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers once it is written"
-
-
 def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
 
@@ -133,7 +124,6 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_sequence_parallel,
     check_batch,
     check_partial_rollout,
-    check_apply,
     check_algorithm,
     check_eval,
 )

@@ -40,12 +40,6 @@ class RunPlan:
         """Of activations, and of weights that are not quantised. SGLang computes with fp8 weights in 16 bits only."""
         return self.config.model.dtype if self.config.generator.quantization is None else "bfloat16"
 
-    @property
-    def group_bytes(self) -> int | None:
-        """What a generator rank is written in one pause, in whole layers; None: all weights."""
-        weights = self.config.weights
-        return weights.group_bytes if weights.apply == "in_flight" else None
-
 
 def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     """Check `config` as a whole and fix what follows from it. Nothing is started, nothing is written.

@@ -159,10 +159,6 @@ class Layout:
         """The local tensors of `rank` in forward order: first stage's, layer by layer, last stage's."""
         return tuple(tensor for _, _, tensor in self._in_order(rank))
 
-    def depths(self, rank: int) -> dict[str, int]:
-        """Position in the forward pass of each local tensor of `rank`, by name."""
-        return {tensor.name: depth for depth, _, tensor in self._in_order(rank)}
-
     def _in_order(self, rank: int) -> list[tuple[int, int, LocalTensor]]:
         """(depth, number of the kind, tensor) of everything on `rank`."""
         if not 0 <= rank < self.world_size:

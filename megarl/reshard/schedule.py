@@ -2,8 +2,7 @@
 
 A *wave* is a run of tensors that follow each other in the forward pass, the same on every rank. A *batch* is what one rank
 sends to one other in one wave, as joined writes. Every rank works out only its own batches, and both ends of a batch arrive at
-the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own. A *group* is a run of layers
-between which engines may go on decoding (`weights.apply=in_flight`).
+the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own.
 """
 
 from __future__ import annotations
@@ -87,37 +86,17 @@ def depth_bytes(map: ReshardMap) -> list[int]:
 
 def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
     """Wave of each depth: depths are put together until a receiver gets `wave_bytes` in one."""
-    return _runs(depth_bytes(map), wave_bytes)
-
-
-def groups(map: ReshardMap, group_bytes: int | None) -> tuple[int, ...]:
-    """Group of each depth, in which an update is applied: whole layers, put together until a receiver gets `group_bytes` in one.
-
-    What comes before the first layer goes with it, and what comes after the last with that. None: all are one group. Equal on both
-    sides of a map, for all engines of a run, and with relays.
-    """
-    before, *layers, after = depth_bytes(map)
-    if group_bytes is None:
-        return (0,) * (len(layers) + 2)
-    layers[0] += before
-    layers[-1] += after
-    of_layers = _runs(layers, group_bytes)
-    return (of_layers[0], *of_layers, of_layers[-1])
+    result, wave, filled = [], 0, 0
+    for size in depth_bytes(map):
+        if filled and filled + size > wave_bytes:
+            wave, filled = wave + 1, 0
+        result.append(wave)
+        filled += size
+    return tuple(result)
 
 
 def _bytes_of_the_largest(kind: Kind) -> int:
     return max([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
-
-
-def _runs(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Number of the run that each of `sizes` belongs to: runs are of at most `most`, or of a single one."""
-    result, run, filled = [], 0, 0
-    for size in sizes:
-        if filled and filled + size > most:
-            run, filled = run + 1, 0
-        result.append(run)
-        filled += size
-    return tuple(result)
 
 
 def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
@@ -128,13 +107,9 @@ def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTE
     return _batches(writes, waves(map, wave_bytes), rank * receivers // map.source.world_size, receivers)
 
 
-def writes_by_group(map: ReshardMap, rank: int, group_of: Sequence[int]) -> list[list[Copy]]:
-    """What source rank `rank` sends in each group (`groups`), in the order it sends."""
-    found: list[list[Copy]] = [[] for _ in range(group_of[-1] + 1)]
-    for batch in batches_from(map, rank):
-        for write in batch.writes:
-            found[group_of[write.depth]].append(write)
-    return found
+def scheduled_writes(map: ReshardMap, rank: int) -> list[Copy]:
+    """The same, write by write."""
+    return [write for batch in batches_from(map, rank) for write in batch.writes]
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:

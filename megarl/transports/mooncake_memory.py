@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -41,11 +41,9 @@ class MooncakeMemory:
         address = mooncake.address_of(self._listen_on, self._engine, self._protocol, base)
         return Endpoint(rank, MOONCAKE, address, sum(self._blocks.values()), tensors, landings, host=host)
 
-    def spread(self, names: Container[str]) -> None:
-        """Puts what lies in landing memory into the tensors of these names."""
+    def spread(self) -> None:
+        """Puts what lies in landing memory into the tensors."""
         for (name, box), offset in zip(self._landing, self._offsets):
-            if name not in names:
-                continue
             tensor = self._tensors[name]
             landed = self._memory[offset : offset + box.numel * tensor.itemsize]
             tensor[box.slices()].copy_(landed.view(tensor.dtype).view(box.shape))

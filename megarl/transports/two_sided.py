@@ -125,12 +125,11 @@ class TwoSidedReceiver:
         self._group: Group | None = None
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes in what one update, or one group of it, writes into `tensors`: all of it, and nothing else."""
+        """Takes in what one update writes into `tensors`: all of it, and nothing else."""
         if self._group is None:
             self._group = join(self._open, self._address, self._members, f"generator rank {self._rank}", self._timeout_s)
         under_way: list[tuple[list[Message], Any]] = []
-        expected = [each for each in self._incoming if each.tensor in tensors]
-        for _, wave in groupby(expected, key=lambda each: each.wave):
+        for _, wave in groupby(self._incoming, key=lambda each: each.wave):
             messages = [self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave]
             under_way.append((messages, self._group.receive(messages)))
             if len(under_way) > 1:

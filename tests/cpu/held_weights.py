@@ -67,7 +67,7 @@ def send(rank: int, job: Job, go: Event) -> None:
         for sync in job.syncs:
             if sync.hub not in senders:
                 link = stack.enter_context(contextlib.closing(Peer(f"trainer.{rank}", key, sync.hub)))
-                senders[sync.hub] = WeightsSender(job.plan(sync.transport, sync.in_groups), link)
+                senders[sync.hub] = WeightsSender(job.plan(sync.transport), link)
             if held.version != sync.version:
                 assert go.wait(2 * DEADLINE_S)  # an engine may have to start meanwhile
             held.version = sync.version

@@ -17,7 +17,7 @@ from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import RelayRule, relayed
-from megarl.reshard.schedule import groups, writes_by_group
+from megarl.reshard.schedule import scheduled_writes
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.transports.base import Endpoint, send, shapes_of
 from megarl.transports.pairwise import PairwiseTransport
@@ -73,15 +73,15 @@ class Trainer:
         self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
         self.transport.connect(decoded)
 
-    def write(self, seed: int, group_bytes: int | None, group: int) -> tuple[dict[int, int], dict[int, dict[str, int]]]:
-        """Of one group of layers: bytes by generator rank, and the shares."""
-        writes = writes_by_group(self.map, self.rank, groups(self.map, group_bytes))[group]
+    def write(self, seed: int) -> tuple[Counter[int], dict[int, dict[str, int]]]:
+        """Bytes by generator rank, and the shares."""
+        writes = scheduled_writes(self.map, self.rank)
         sent = send(self.transport, writes, shards(self.layout, self.rank, seed), self.shapes, audit=True)
         by_rank: Counter[int] = Counter()
         for write in writes:
             by_rank[write.destination_rank] += write.bytes
         assert sent.bytes == by_rank.total()
-        return dict(by_rank), sent.shares
+        return by_rank, sent.shares
 
     def close(self) -> None:
         self.transport.close()

@@ -110,13 +110,6 @@ def hf_experts(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return torch.stack(chosen, dim=1).sort(dim=-1)[0]
 
 
-def partly_updated(old: torch.nn.Module, new: torch.nn.Module, layers: int) -> torch.nn.Module:
-    """`old` with the embedding and the first `layers` layers of `new`."""
-    mixed, mine = copy.deepcopy(old), ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(layers)))
-    mixed.load_state_dict({name: values for name, values in new.state_dict().items() if name.startswith(mine)}, strict=False)
-    return mixed
-
-
 @torch.no_grad()
 def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion: Completion, tolerance: float) -> list[int]:
     """Which of `models` sampled each token: they take over from each other in this order, each with the keys and values so far.

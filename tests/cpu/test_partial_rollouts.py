@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from sglang_engine import CONTEXT, hf_experts, hf_logprobs, hf_model, make_checkpoint, partly_updated, sampled_by, start_engine
+from sglang_engine import CONTEXT, hf_experts, hf_logprobs, hf_model, make_checkpoint, sampled_by, start_engine
 from weights_rig import mapped
 
 from megarl.generator.client import EngineClient
@@ -35,10 +34,8 @@ SHORT = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 CHUNK = 48  # an update comes long before
 TOLERANCE = 2e-5  # of log-probs, fp32: two programs, or two ways to batch, that round differently
 DEADLINE_S = 60.0
-IN_GROUPS = "in_flight, in groups"  # weights.apply=in_flight: here, of one layer each
-IN_PLACE = ("in_flight", IN_GROUPS)
-ENGINES = {"TP1": {"tp": 1}, "TP2xDPA2": {"tp": 2, "dp_attention": 2}}
-MODES = ("block", "in_flight", IN_GROUPS, "retract", "abort", "resume")
+ENGINES = {"TP1": dict(tp=1), "TP2xDPA2": dict(tp=2, dp_attention=2)}
+MODES = ("block", "in_flight", "retract", "abort", "resume")
 
 Place = tuple[int, str]  # TP rank, name
 
@@ -56,27 +53,17 @@ class Rig:
     version: int = 0
 
     def fleet(self, mode: str) -> Fleet:
-        fleet = Fleet([self.client], mode.partition(",")[0], CHUNK if mode == "resume" else None)
+        fleet = Fleet([self.client], mode, CHUNK if mode == "resume" else None)
         fleet.release(self.version)
         return fleet
-
-    def write(self, version: int, places: Iterable[Place]) -> None:
-        for place in places:
-            self.memory[place].copy_(self.weights[version % 2][place])
 
     async def update(self, fleet: Fleet, mode: str, key: int | None = None) -> None:
         """To the next version, as the weights channel does it; `key` is what the fleet takes for the version, for what goes wrong then."""
         await asyncio.wait_for(fleet.hold(DEADLINE_S), DEADLINE_S)
-        session = WeightUpdate(self.workers, self.version + 1, in_place=mode in IN_PLACE)
+        session = WeightUpdate(self.workers, self.version + 1, in_place=mode == "in_flight")
         await session.open()
-        last = {place for place in self.memory if "layers.1." in place[1] or place[1].startswith(("model.norm", "lm_head"))}
-        if mode == IN_GROUPS:
-            self.write(self.version + 1, self.memory.keys() - last)
-            await session.let_go()
-            await session.open_next()
-            self.write(self.version + 1, last)
-        else:
-            self.write(self.version + 1, self.memory)
+        for place, values in self.weights[(self.version + 1) % 2].items():
+            self.memory[place].copy_(values)
         await session.close()
         self.version += 1
         fleet.release(self.version if key is None else key)
@@ -169,8 +156,8 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
         return groups
 
     groups = runner.run(body())
-    if mode in IN_PLACE:
-        return check_in_place(rig, groups, mode)
+    if mode == "in_flight":
+        return check_in_place(rig, groups)
     check_experts(rig, groups, mode)
     for prompt, completions in zip(PROMPTS, groups):
         for version in sorted(set(itertools.chain(*(completion.versions for completion in completions)))):
@@ -196,17 +183,16 @@ def check_experts(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
     assert same > 0.995 * total > total / 2 > other, (same, other, total)
 
 
-def check_in_place(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
+def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
     """Tokens sampled after the update have keys and values of the old weights behind them: the policy that sampled them is the new
-    weights on the old cache, and in between a part of the new ones. Hugging Face's model computes it in the same way."""
+    weights on the old cache. Hugging Face's model computes it in the same way."""
     for prompt, completions in zip(PROMPTS, groups):
         for completion in completions:
             before, after = sorted(set(completion.versions))
             old, new = (rig.models[version % 2] for version in (before, after))
-            models = [old, partly_updated(old, new, 1), new] if mode == IN_GROUPS else [old, new]
-            by = sampled_by(models, prompt, completion, TOLERANCE)
-            assert set(by) == set(range(len(models))), "some of each"
-            assert completion.versions == [after if each == len(models) - 1 else before for each in by]
+            by = sampled_by([old, new], prompt, completion, TOLERANCE)
+            assert set(by) == {0, 1}, "some of each"
+            assert completion.versions == [after if each else before for each in by]
             forgotten = hf_logprobs(new, prompt + completion.token_ids)[len(prompt) - 1 :]
             forgotten = forgotten.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert difference(completion.logprobs, forgotten.tolist()) > 0.01, "the old cache makes a difference that this test can see"

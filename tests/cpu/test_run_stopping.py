@@ -35,11 +35,11 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(m
     update: the run that goes on gives it all of the weights first, and needs none of those that it began with, a warm start of a model that
     has weights itself. (In a wait for samples:
     tests/unit/test_rollouts_channel.py; a second signal: test_run_engines.py.)"""
-    run_dir, log, in_groups = tmp_path / "run", tmp_path / "log", [*settings(), "async.partial_rollout=in_flight"]
+    run_dir, log, streaming = tmp_path / "run", tmp_path / "log", [*settings(), "async.partial_rollout=in_flight"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     warm_start = run_dir / "sft/hf"
     assert run(["sft", *arguments(model, run_dir, "sft.steps=1", "model.random_init=false")[1:]]).returncode == 0
-    process = start(arguments(model, run_dir, *in_groups, "max_steps=100000"), log)
+    process = start(arguments(model, run_dir, *streaming, "max_steps=100000"), log)
     try:
         wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", timeout_s=240)
         (tmp_path / ASK).touch()
@@ -57,7 +57,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(m
     assert f"Weights: the warm start in sft.output={warm_start}; megarl sft made it of model.path={model}\n" in output
     for folder in (model, warm_start):
         (folder / "model.safetensors").unlink()
-    again = start(arguments(model, run_dir, *in_groups, "max_steps=100000", "rollout.temperature=0.9"), log)
+    again = start(arguments(model, run_dir, *streaming, "max_steps=100000", "rollout.temperature=0.9"), log)
     try:
         wait_until(lambda: len(rows(run_dir)) >= steps + 2, again, "second step after it", timeout_s=240)
         again.send_signal(signal.SIGINT)  # by Ctrl-C to the launcher alone: its children have sessions of their own

@@ -22,12 +22,11 @@ from megarl.config.schema import WeightsConfig
 from megarl.generator.audit import AuditError, compare
 from megarl.generator.opening import Opened, open_engines
 from megarl.generator.update import WeightUpdate
-from megarl.generator.workers import Workers, connect, divide
+from megarl.generator.workers import Workers, connect
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.relays import RelayRule
-from megarl.reshard.schedule import groups
 from megarl.transports import mooncake
 from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
 
@@ -74,31 +73,24 @@ class Run:
             process.start("connect", self.weights.transport, host, self.opened.endpoints_of(rank), self.opened.relay)
         return self.opened
 
-    def update(self, seed: int, group_bytes: int | None = None) -> list[Counter[int]]:
+    def update(self, seed: int) -> list[Counter[int]]:
         """Bytes sent by each trainer rank, by generator rank. Audited, and compared with the model itself."""
-        group_of = groups(plain_map(), group_bytes)
-        self.do(divide(self.workers, plain_map().destination, group_of))
         for process in self.engines:
             process.call("scramble")
         session = WeightUpdate(self.workers, version=0)
-        by_rank: list[Counter[int]] = [Counter() for _ in self.trainers]
-        for session.group in range(group_of[-1] + 1):
-            shares = []
-            for count, (sent, own) in zip(by_rank, self.update_group(seed, group_bytes, session)):
-                count.update(sent)
-                shares.append(own)
-            self.do(session.audit(shares, self.opened.map, [r for r in self.opened.relays if group_of[r.depth] == session.group]))
+        by_rank, shares = zip(*self.write(seed, session))
+        self.do(session.audit(shares, self.opened.map, self.opened.relays))
         for rank, process in enumerate(self.engines):
             memory = process.call("memory")
             expected = shards(plain_map().destination, rank, seed)
             assert memory.keys() == expected.keys()
             assert [name for name in memory if not np.array_equal(memory[name], bits(expected[name]))] == []
-        return by_rank
+        return list(by_rank)
 
-    def update_group(self, seed: int, group_bytes: int | None, session: WeightUpdate) -> list[Any]:
+    def write(self, seed: int, session: WeightUpdate) -> list[Any]:
         """What each trainer rank says of it."""
         for process in self.trainers:
-            process.start("write", seed, group_bytes, session.group)
+            process.start("write", seed)
         if self.opened.kinds.intersection(TWO_SIDED):
             self.do(session.receive())
         while self.connecting:
@@ -142,8 +134,8 @@ def test_each_pair_has_its_own_transport(processes, tmp_path, network):
     a, b = host("a", network), host("b", network)
     with run(processes, tmp_path, WeightsConfig(), [a, b], [a, b, b]) as both:
         assert both.opened.kinds == {SHARED_MEMORY, network} and not both.opened.relays
-        for seed, group_bytes in ((1, None), (2, 1)):
-            by_rank = both.update(seed, group_bytes)
+        for seed in (1, 2):
+            by_rank = both.update(seed)
         assert all(by_rank[trainer][engine] > 0 for trainer in range(TRAINERS) for engine in range(ENGINES))
 
 
@@ -153,8 +145,8 @@ def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, 
     with run(processes, tmp_path, WeightsConfig(), [a, a], [b, b, b]) as far:
         assert far.opened.kinds == {network, SHARED_MEMORY} and far.opened.relay == RelayRule("inside_hosts", ENGINES)
         of_one_engine = sum(values.nbytes for values in shards(plain_map().destination, 0, 1).values())
-        for seed, group_bytes in ((1, None), (2, 1)):
-            by_rank = far.update(seed, group_bytes)
+        for seed in (1, 2):
+            by_rank = far.update(seed)
             assert sum(sum(sent.values()) for sent in by_rank) == of_one_engine
         assert {relay.source_rank for relay in far.opened.relays} == {0, 1, 2}  # they share the load
 
@@ -167,8 +159,8 @@ def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network
     with run(processes, tmp_path, WeightsConfig(transport=network, relay="engines"), [a, a], [b, b, c]) as far:
         assert far.opened.kinds == {network, MOONCAKE, SHARED_MEMORY} and far.opened.relay == RelayRule("between_engines", 1)
         whole = sum(write.bytes for rank in range(TRAINERS) for write in plain_map().writes_from(rank))
-        for seed, group_bytes in ((1, None), (2, 1)):
-            by_rank = far.update(seed, group_bytes)
+        for seed in (1, 2):
+            by_rank = far.update(seed)
             assert sum(sum(sent.values()) for sent in by_rank) + sum(relay.bytes for relay in far.opened.relays) == whole
         assert {relay.source_rank for relay in far.opened.relays} == {relay.destination_rank for relay in far.opened.relays} == {0, 1, 2}
 

@@ -185,7 +185,7 @@ async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
 def test_engine_holds_the_export_as_the_reference_quantises_it(
     setting: Setting, layout: str, engines, trainers, key_file, tmp_path, record_property
 ):
-    kinds = [(0, SHARED_MEMORY), *((1, kind) for kind in TRANSPORTS)]  # version 0 a layer at a time, version 1 at once
+    kinds = [(0, SHARED_MEMORY), *((1, kind) for kind in TRANSPORTS)]
     record_property("matrix", (str(setting), layout, TRANSPORTS))
     synced = engines.of(setting)
     with contextlib.ExitStack() as stack:
@@ -197,7 +197,7 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
             tp=setting.tp,
             ep=setting.ep,
             dp_attention=setting.dp_attention,
-            syncs=[Sync(version, kind, hub.address, in_groups=version == 0) for (version, kind), hub in zip(kinds, hubs)],
+            syncs=[Sync(version, kind, hub.address) for (version, kind), hub in zip(kinds, hubs)],
             key_file=str(key_file),
             port=free_port(),
             folder=str(tmp_path),
@@ -224,7 +224,7 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
     """One update into noise, audited."""
     generator.set_version(sync.version - 1)
     generator.scramble()
-    generator.take(receiver(job.plan(sync.transport, sync.in_groups), hub, job.key_file))
+    generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
     return generator.memory(), generator.score(SEQUENCES)
 
 

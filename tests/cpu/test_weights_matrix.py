@@ -159,7 +159,7 @@ def test_engine_is_as_if_it_had_loaded_the_export(setting, layout, engines, trai
 
 
 def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, folder: Path) -> tuple[Job, list[Result]]:
-    """Version 0 by one transport, a layer at a time; then an optimizer step, then version 1 by each in turn, at once."""
+    """Version 0 by one transport; then an optimizer step, then version 1 by each in turn."""
     turn = synced.setting.layouts.index(layout)
     kinds = [(0, TRANSPORTS[turn % len(TRANSPORTS)]), *((1, kind) for kind in TRANSPORTS)]
     with contextlib.ExitStack() as stack:
@@ -171,7 +171,7 @@ def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, fol
             tp=synced.setting.tp,
             ep=synced.setting.ep,
             dp_attention=synced.setting.dp_attention,
-            syncs=[Sync(version, kind, hub.address, in_groups=version == 0) for (version, kind), hub in zip(kinds, hubs)],
+            syncs=[Sync(version, kind, hub.address) for (version, kind), hub in zip(kinds, hubs)],
             key_file=str(key_file),
             port=free_port(),
             folder=str(folder),
@@ -185,7 +185,7 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
     """One update into noise: the parameters and the log-probs afterwards."""
     generator.set_version(sync.version - 1)
     generator.scramble()
-    generator.take(receiver(job.plan(sync.transport, sync.in_groups), hub, job.key_file))
+    generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
     return generator.memory(), generator.score(SEQUENCES)
 
 

@@ -1,4 +1,4 @@
-"""Transports that wait in the middle of an update in groups, while the first of them is in use: for what may happen then."""
+"""Transports that wait in the middle of an update: for what may happen then."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.transports.shared_memory import SharedMemoryTransport
 
 FOLDER = "WAITING_TRANSPORT_FOLDER"  # environment: of the files ASK and REACHED
 ASK, REACHED = "ask", "reached"
-SECOND_LAYER = 2  # depth; with `weights.group_bytes=1`, of the second group
+SECOND_LAYER = 2  # depth
 DEADLINE_S = 60
 
 
 def settings(transport: str = "WaitingTransport") -> list[str]:
-    return [f"weights.transport=waiting_transport:{transport}", "weights.apply=in_flight", "weights.group_bytes=1"]
+    return [f"weights.transport=waiting_transport:{transport}"]
 
 
 def wait_if_asked(rank: int, copy: Copy) -> None:

@@ -133,9 +133,6 @@ class Generator:
     async def hold(self) -> None:
         """Nothing is running."""
 
-    def stand_still(self, still: bool) -> None:
-        """Nobody counts idle time."""
-
     def release(self, version: int) -> None:
         self.version = version
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.schema import (
-    AsyncConfig,
     GeneratorConfig,
     ModelConfig,
     ObserveConfig,
@@ -46,7 +45,6 @@ class Sync(msgspec.Struct, frozen=True):
     version: int
     transport: str
     hub: str  # where its receiving end listens
-    in_groups: bool = False  # weights.apply=in_flight, a layer at a time
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -68,7 +66,7 @@ class Job(msgspec.Struct, frozen=True):
     def export(self) -> Path:
         return Path(self.folder) / "export"
 
-    def plan(self, transport: str = "auto", in_groups: bool = False) -> RunPlan:
+    def plan(self, transport: str = "auto") -> RunPlan:
         """The run of these trainer ranks with one such engine."""
         config = RunConfig(
             model=ModelConfig(path=self.model, dtype=self.dtype),
@@ -76,8 +74,7 @@ class Job(msgspec.Struct, frozen=True):
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
-            weights=WeightsConfig(transport=transport, audit=self.audit, **({"apply": "in_flight", "group_bytes": 1} if in_groups else {})),
-            async_=AsyncConfig(partial_rollout="in_flight" if in_groups else "block"),
+            weights=WeightsConfig(transport=transport, audit=self.audit),
             observe=ObserveConfig(probe_every=0, tensorboard=False),
             timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), collective_s=DEADLINE_S + 1, weights_s=self.weights_s),
             run_dir=self.folder,
@@ -139,7 +136,7 @@ def work(rank: int, job: Job) -> None:
             executor.step()
             executor.trainer.export_hf(str(job.export), job.model)
         links.append(Peer(f"trainer.{rank}", key, sync.hub))
-        senders.append(WeightsSender(job.plan(sync.transport, sync.in_groups), links[-1]))
+        senders.append(WeightsSender(job.plan(sync.transport), links[-1]))
         senders[-1].send(executor)
     check_deadlines(plan)
     for end in [*senders, *links]:

@@ -18,7 +18,7 @@ from megarl.config.errors import ConfigError
 from megarl.generator import commands, cpu_support
 from megarl.generator.audit import AuditError, compare
 from megarl.generator.client import Parallelism
-from megarl.generator.commands import Audit, Connect, Divide, ExpectMessages, MeetNeighbours, Register
+from megarl.generator.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.wire import content_of, tensor_payload
@@ -38,35 +38,13 @@ KEYS = EngineKeys("a", "b")
 SETTINGS = EngineSettings("models/x", "float32", port=1234, context_length=64, max_running_requests=8, tp=2, device="cpu", cores=(0, 1))
 
 
-def test_post_load_work_of_a_group_is_done_on_what_it_has_written_and_nothing_else():
-    """It may not bear to be done twice: each weight has been through it when the next group arrives."""
-    layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)) for _ in range(3))
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "layers": layers})
-    worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
-    rederived: list[set[str] | None] = []  # what DeepSeek's own post-load work was told has changed
-    model.post_load_weights = lambda weight_names: rederived.append(weight_names)
-
-    def processed() -> list[str]:
-        found: list[str] = []
-
-        def process(part, device) -> None:
-            found.extend(name for name, module in part.named_modules() if not list(module.children()))
-
-        worker.finish(process, model, torch.device("cpu"))
-        return found
-
-    everything = processed()
-    assert len(everything) == 7
-    worker.audit(parameters, Audit())
-    assert processed() == everything, "an update at once"
-    worker.divide(parameters, Divide({name: 1 if "layers.2" in name else 0 for name in parameters}))
-    assert worker.audit(parameters, Audit(0)).hashes.keys() == {name for name in parameters if "layers.2" not in name}
-    assert processed() == [name for name in everything if "layers.2" not in name]
-    assert processed() == everything, "a session of somebody else"
-    assert worker.audit(parameters, Audit(1)).hashes.keys() == {name for name in parameters if "layers.2" in name}
-    assert processed() == ["layers.2.0", "layers.2.1"]
-    last = {name for name in parameters if "layers.2" in name}
-    assert rederived == [None, None, parameters.keys() - last, None, last]
+def test_post_load_work_is_done_on_all_modules_and_then_the_models_own():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    done: list[str] = []
+    model.post_load_weights = lambda: done.append("the model's own")
+    worker = Worker(lambda: 0, Host)
+    worker.finish(lambda part, device: done.extend(name for name, _ in part.named_modules()), model, torch.device("cpu"))
+    assert done == ["", "0", "1", "the model's own"]
 
 
 def test_server_command_keeps_keys_out_of_argv():

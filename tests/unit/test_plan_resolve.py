@@ -142,18 +142,6 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "eval.max_tokens=131072: must be less than the model's context of 131072, prompt and response together",
         ),
         (
-            "weights.apply=in_flight",
-            "weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is block",
-        ),
-        (
-            "weights.apply=in_flight async.partial_rollout=in_flight weights.audit=false",
-            "weights.audit=off: must be on or strict with weights.apply=in_flight, which uses each group of layers once it is written",
-        ),
-        (
-            "weights.apply=in_flight async.partial_rollout=retract",
-            "weights.apply=in_flight: needs async.partial_rollout=in_flight, which lets requests keep their KV cache; it is retract",
-        ),
-        (
             "async.chunk_tokens=64",
             "async.chunk_tokens=64: only async.partial_rollout=resume cuts; it is block",
         ),

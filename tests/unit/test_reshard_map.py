@@ -21,7 +21,7 @@ from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
 from megarl.reshard.relays import RelayRule, busiest_bytes, foreseen, relayed, summary
 from megarl.reshard.report import to_json
 from megarl.reshard.rows import Holder, Row, coalesce
-from megarl.reshard.schedule import batches_from, batches_to, depth_bytes, groups, writes_by_group
+from megarl.reshard.schedule import batches_from, batches_to, scheduled_writes
 from megarl.reshard.table import render
 from megarl.reshard.turns import Service, Turns
 from megarl.topology import GeneratorTopology, TrainerTopology
@@ -216,7 +216,7 @@ def test_schedule_covers_every_write_once_and_both_ends_agree():
 MIXTURE = ModelSpec(
     "qwen3_moe", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4, num_experts=8, experts_per_token=2, expert_intermediate_size=8
 )
-GROUPED = {
+KINDS = {
     "dense": lambda: tiny_map(),
     "tied": lambda: tiny_map(spec=dataclasses.replace(TINY, tie_word_embeddings=True)),
     "experts": lambda: tiny_map(spec=MIXTURE),
@@ -225,32 +225,14 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("kind", GROUPED)
-@pytest.mark.parametrize("layers", [1, 2, 3, 100])
-def test_groups_are_whole_layers_in_forward_order_and_every_write_is_in_one(kind, layers):
-    map = GROUPED[kind]()
-    plan_hash, last = map.plan_hash, map.destination.num_layers
-    of_a_layer = depth_bytes(map)[2 if last > 1 else 1]
-    group_of = groups(map, layers * of_a_layer)
-    assert len(group_of) == last + 2 and group_of[0] == 0 and group_of[1] == 0 and group_of[last] == group_of[last + 1]
-    assert all(after - before in (0, 1) for before, after in itertools.pairwise(group_of))
-    if layers == 100:
-        assert group_of == groups(map, None) == (0,) * len(group_of)
-    elif kind != "one layer":
-        assert 1 < max(group_of) + 1 <= last and (layers > 1 or max(group_of) + 1 == last)
-    sent = [writes_by_group(map, rank, group_of) for rank in range(map.source.world_size)]
-    for rank, of_groups in enumerate(sent):
-        assert Counter(itertools.chain(*of_groups)) == Counter(map.writes_from(rank))
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ends_of_a_pair_know_the_order_of_its_messages_which_carry_no_names(kind):
+    map = KINDS[kind]()
+    sent = [scheduled_writes(map, rank) for rank in range(map.source.world_size)]
     for rank in range(map.destination.world_size):
-        depths = map.destination.depths(rank)
-        assert depths.keys() == {tensor.name for tensor in map.destination.tensors(rank)}
-        for group in range(max(group_of) + 1):
-            written = [write for of_groups in sent for write in of_groups[group] if write.destination_rank == rank]
-            expected = [copy for copy in map.writes_to(rank) if group_of[depths[copy.destination_tensor]] == group]
-            assert Counter(written) == Counter(expected), "what this end awaits by the tensor's name"
-            for source in range(map.source.world_size):  # messages between two ranks carry no names
-                assert [w for w in written if w.source_rank == source] == [c for c in expected if c.source_rank == source]
-    assert map.plan_hash == plan_hash == GROUPED[kind]().plan_hash
+        awaited = map.writes_to(rank)
+        for source, writes in enumerate(sent):
+            assert [w for w in writes if w.destination_rank == rank] == [c for c in awaited if c.source_rank == source]
 
 
 def test_senders_that_feed_the_same_receivers_begin_with_different_ones():

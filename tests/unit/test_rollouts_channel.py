@@ -260,7 +260,7 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
             time.sleep(delay_s)
             hub.send("trainer.0", WeightsGrant(offer.version, []))
             hub.receive(WeightsWritten, 10, "the writes")
-            hub.send("trainer.0", WeightsApplied(offer.version, True, [0.0], 0))
+            hub.send("trainer.0", WeightsApplied(offer.version, True, 0.0, 0))
             if delay_s == 0.2:
                 hub.send("trainer.0", WeightsWanted(offer.version))
         time.sleep(0.1)
@@ -275,7 +275,7 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
     receiver.recv(trainer)
     step_s = time.monotonic() - began
     other.join(10)
-    times = step_times(trainer.batches[0], step_s, 0.0, trainer.waited_s, trainer.report, [])
+    times = step_times(trainer.batches[0], step_s, 0.0, trainer.waited_s, trainer.report, 0.0)
     assert times["time/weights_wait_s"] >= 0.5 and times["time/sync_s"] >= 2 * Sender.write_s, "both times"
     assert times["time/trainer_wait_s"] >= 0.6
     assert times["time/trainer_wait_s"] + times["time/sync_s"] <= step_s

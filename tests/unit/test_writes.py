@@ -11,7 +11,7 @@ from megarl.reshard.map import Copy
 from megarl.transports.base import Endpoint, Landing, landing_first
 
 NAMES = ["trainer.0", "trainer.1"]
-VERSION, GROUP = 7, 2
+VERSION = 7
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def ends():
         yield hub, [stack.enter_context(closing(Peer(name, key, hub.address))) for name in NAMES]
 
 
-def part(more: bool = False, group: int = GROUP, error: str = "") -> WeightsWritten:
-    return WeightsWritten(VERSION, 10, 0.1, {}, error, group, more=more)
+def part(more: bool = False, version: int = VERSION, error: str = "") -> WeightsWritten:
+    return WeightsWritten(version, 10, 0.1, {}, error, more=more)
 
 
 def test_what_lands_is_there_before_all_is_written(ends):
@@ -32,7 +32,7 @@ def test_what_lands_is_there_before_all_is_written(ends):
     hub, (first, second) = ends
 
     async def take() -> list[tuple[str, bool]]:
-        writes = Writes(hub, NAMES, VERSION, GROUP, 5)
+        writes = Writes(hub, NAMES, VERSION, 5)
         first.send(part(more=True))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(writes.landed(), 0.2)
@@ -51,8 +51,8 @@ def test_what_lands_is_there_before_all_is_written(ends):
     ("messages", "error"),
     [
         ([part(more=True), part(error="no route")], "trainer.0 could not write weights version 7: no route"),
-        ([part(), part()], "waited for trainer.1 to write weights version 7, but trainer.0 has written version 7, group 2"),
-        ([part(group=3)], "waited for trainer.0, trainer.1 to write weights version 7, but trainer.0 has written version 7, group 3"),
+        ([part(), part()], "waited for trainer.1 to write weights version 7, but trainer.0 has written version 7"),
+        ([part(version=8)], "waited for trainer.0, trainer.1 to write weights version 7, but trainer.0 has written version 8"),
     ],
     ids=["that fails after the first part", "that has finished before", "that is ahead"],
 )
@@ -61,14 +61,14 @@ def test_a_rank(ends, messages, error):
     for message in messages:
         first.send(message)
     with pytest.raises(RuntimeError, match=error):
-        asyncio.run(Writes(hub, NAMES, VERSION, GROUP, 5).done())
+        asyncio.run(Writes(hub, NAMES, VERSION, 5).done())
 
 
 def test_a_rank_that_says_nothing_is_named(ends):
     hub, (first, _) = ends
     first.send(part())
     with pytest.raises(TimeoutError, match="generator.0 waited 0 s for trainer.1 to write weights version 7"):
-        asyncio.run(Writes(hub, NAMES, VERSION, GROUP, 0.1).done())
+        asyncio.run(Writes(hub, NAMES, VERSION, 0.1).done())
 
 
 def test_what_lands_goes_first():
