@@ -1,14 +1,12 @@
 """Block quantisation in Triton, equal to megarl/reshard/quantise.py bit for bit, on the GPU and under Triton's interpreter.
 
-One program takes one tile: it reads the tile once, finds its amax, and writes codes and scale to where they belong. Everything that
+One program takes one tile: it finds its amax, or writes its codes by a given scale. Everything that
 rounds is spelled out: division is correctly rounded (Triton's `/` is not), and the cast to e4m3 is done in integers (the interpreter's
 own cast goes wrong where rounding carries into the next power of two). The amax is a maximum over integers, because the bit patterns
 of non-negative numbers are ordered as the numbers are, with infinity and then NaN on top: no NaN gets lost.
 """
 
 from __future__ import annotations
-
-import struct
 
 import torch
 import triton
@@ -17,8 +15,6 @@ import triton.language as tl
 from megarl.reshard.box import Box
 from megarl.reshard.quantise import FP8, require_finite
 from megarl.reshard.quantise_rules import Rule
-
-AMAX, WHOLE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -59,11 +55,11 @@ def _divide(x, scale, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _tile_kernel(
-    values, codes, scales,  # bf16 as int16 | uint8 | float32, amax in mode AMAX
+    values, codes, scales,  # bf16 as int16 | uint8, contiguous, written | float32, read; with AMAX: no codes, and the amax is written
     rows, cols, top, left,  # extent of the box; where it starts in its first tile
-    value_lead, value_row, value_col, code_lead, code_row, code_col, scale_lead, scale_row, scale_col,  # strides
-    floor_bits, tiles_across,
-    MODE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, INTERPRETED: tl.constexpr,
+    value_lead, value_row, value_col, scale_lead, scale_row, scale_col,  # strides
+    tiles_across,
+    AMAX: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     tile_row = tl.program_id(0) // tiles_across
     tile_col = tl.program_id(0) % tiles_across
@@ -74,38 +70,21 @@ def _tile_kernel(
     bits = tl.load(values + lead * value_lead + r * value_row + c * value_col, mask=inside, other=0).to(tl.int32) << 16
     at = scales + lead * scale_lead + tile_row.to(tl.int64) * scale_row + tile_col.to(tl.int64) * scale_col
 
-    if MODE == GIVEN:
-        scale = tl.load(at)
-    else:
+    if AMAX:
         amax_bits = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1), axis=0)
-        if MODE == AMAX:
-            tl.store(at, amax_bits.to(tl.float32, bitcast=True))
-        else:
-            amax = tl.maximum(amax_bits, floor_bits).to(tl.float32, bitcast=True)
-            scale = tl.div_rn(amax, tl.full((), 448.0, tl.float32))
-            tl.store(at, scale)
-    if MODE != AMAX:
-        scaled = _divide(bits.to(tl.float32, bitcast=True), scale, INTERPRETED)
-        tl.store(codes + lead * code_lead + r * code_row + c * code_col, _e4m3(scaled, bits), mask=inside)
-
-
-def quantise_block(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rule: Rule, name: str) -> None:
-    """See megarl.kernels.quantise_block."""
-    _launch(WHOLE, values, codes, scales, 0, 0, rule)
-    require_finite(scales, name, rule.tiles(_box(values, 0, 0)))
-
-
-def quantise_block_with(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule
-) -> None:
-    """See megarl.kernels.quantise_block_with."""
-    _launch(GIVEN, values, codes, scales, row_start, col_start, rule)
+        tl.store(at, amax_bits.to(tl.float32, bitcast=True))
+    else:
+        scaled = _divide(bits.to(tl.float32, bitcast=True), tl.load(at), INTERPRETED)
+        tl.store(codes + (lead * rows + r) * cols + c, _e4m3(scaled, bits), mask=inside)
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
     """See megarl.kernels.quantise_with."""
+    tiles = rule.tiles(_box(values, row_start, col_start))
+    if tuple(scales.shape) != tiles.shape:
+        raise ValueError(f"values {tuple(values.shape)} at ({row_start}, {col_start}) need scales {tiles.shape}, got {tuple(scales.shape)}")
     codes = torch.empty(values.shape, dtype=FP8, device=values.device)
-    quantise_block_with(values, codes, scales, row_start, col_start, rule)
+    _launch(values, codes.view(torch.uint8), scales, row_start, col_start, rule)
     return codes
 
 
@@ -113,26 +92,20 @@ def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, 
     """See megarl.kernels.tile_amax."""
     tiles = rule.tiles(_box(values, row_start, col_start))
     amax = torch.empty(tiles.shape, device=values.device)
-    _launch(AMAX, values, None, amax, row_start, col_start, rule)
+    _launch(values, None, amax, row_start, col_start, rule)
     require_finite(amax, name, tiles)
     return amax
 
 
-def _launch(
-    mode: tl.constexpr, values: torch.Tensor, codes: torch.Tensor | None, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule
-) -> None:
-    tiles = rule.tiles(_box(values, row_start, col_start))
-    if tuple(scales.shape) != tiles.shape or (codes is not None and codes.shape != values.shape):
-        raise ValueError(f"values {tuple(values.shape)} at ({row_start}, {col_start}) need codes of that shape and scales {tiles.shape}; "
-                         f"got {codes if codes is None else tuple(codes.shape)} and {tuple(scales.shape)}")  # fmt: skip
+def _launch(values: torch.Tensor, codes: torch.Tensor | None, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> None:
+    """Without `codes`, `scales` is where the amax goes."""
     source = _three_dims(values.detach().to(torch.bfloat16).view(torch.int16))
-    target = source if codes is None else _three_dims(codes.view(torch.uint8))
     scales = _three_dims(scales)
     lead, down, across = scales.shape
     _tile_kernel[(down * across, lead)](
-        source, target, scales, *source.shape[1:], row_start % rule.rows, col_start % rule.cols,
-        *source.stride(), *target.stride(), *scales.stride(), _float32_bits(rule.floor), across,
-        MODE=mode, TILE_ROWS=rule.rows, TILE_COLS=rule.cols, INTERPRETED=triton.knobs.runtime.interpret, num_warps=8,
+        source, source if codes is None else codes, scales, *source.shape[1:], row_start % rule.rows, col_start % rule.cols,
+        *source.stride(), *scales.stride(), across,
+        AMAX=codes is None, TILE_ROWS=rule.rows, TILE_COLS=rule.cols, INTERPRETED=triton.knobs.runtime.interpret, num_warps=8,
     )  # fmt: skip
 
 
@@ -143,7 +116,3 @@ def _box(values: torch.Tensor, row_start: int, col_start: int) -> Box:
 def _three_dims(tensor: torch.Tensor) -> torch.Tensor:
     """[lead, rows, cols], the same memory. Raises RuntimeError where leading dims cannot be joined without a copy."""
     return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.view(-1, *tensor.shape[-2:]) if tensor.dim() > 3 else tensor
-
-
-def _float32_bits(x: float) -> int:
-    return struct.unpack("<i", struct.pack("<f", x))[0]

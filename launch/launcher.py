@@ -67,7 +67,7 @@ def launch(
             _prepared(plan, job, node, folder, prepare),
             scratch_folder() as scratch,
             ProcessGroup(job.logs) as processes,
-            _termination(processes, meeting, plan, job) as order,
+            _termination(processes, meeting, plan) as order,
         ):
             placed = placement(plan, job, node.count, len(gpus()))
             report = _report(plan, job, node, placed[node.rank])
@@ -100,8 +100,8 @@ def launch(
 
 
 @contextlib.contextmanager
-def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan, job: Job) -> Iterator[StopOrder]:
-    """SIGTERM and Ctrl-C as an order to stop, where `job` can; what goes wrong on the way is told with it."""
+def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan) -> Iterator[StopOrder]:
+    """SIGTERM and Ctrl-C as an order to stop; what goes wrong on the way is told with it."""
     order = StopOrder(meeting, processes, plan.config.checkpoint.on_termination_s)
     with termination_as_exit(first=order.order):
         try:
@@ -149,7 +149,7 @@ def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, 
         return meeting.await_rendezvous()
     if problems := disagreements(reports):
         raise ConfigError(problems)
-    rendezvous = _rendezvous(job, meeting.folder, placed, reports, resume)
+    rendezvous = _rendezvous(meeting.folder, placed, reports, resume)
     meeting.publish(rendezvous)
     return rendezvous
 
@@ -163,7 +163,7 @@ def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
     return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems, infiniband_ports())
 
 
-def _rendezvous(job: Job, folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:
+def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:
     """Fresh keys for one launch, and where everything is."""
     keys = EngineKeys.generate()
     key_file = folder / "message_key.json"

@@ -18,16 +18,6 @@ class TrainerCoordinate:
 
 
 @dataclass(frozen=True)
-class ExpertCoordinate:
-    """Place of one trainer rank on the mesh of the experts, which has the same pipeline stages."""
-
-    etp: int
-    ep: int
-    dp: int
-    pp: int
-
-
-@dataclass(frozen=True)
 class TrainerTopology:
     """Sizes of the trainer's mesh axes. Ranks run in Megatron's default order: tp fastest, then cp, dp, pp.
 
@@ -65,12 +55,6 @@ class TrainerTopology:
     def rank(self, coordinate: TrainerCoordinate) -> int:
         c = coordinate
         return c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))
-
-    def expert_coordinate(self, rank: int) -> ExpertCoordinate:
-        rest, etp = divmod(rank, self.etp)
-        rest, ep = divmod(rest, self.ep)
-        pp, dp = divmod(rest, self.expert_dp)
-        return ExpertCoordinate(etp=etp, ep=ep, dp=dp, pp=pp)
 
 
 @dataclass(frozen=True)

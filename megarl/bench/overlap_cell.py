@@ -160,9 +160,6 @@ class EmulatedTrainer:
     def get_model(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def get_output(self) -> None:
-        """The trainer sends weights, nothing else."""
-
     def step(self) -> None:
         started, batch = time.monotonic(), self.batch
         with self.trace.span(f"train step {batch.step}"):

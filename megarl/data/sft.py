@@ -14,8 +14,8 @@ from megarl.models.spec import ModelSpec
 from megarl.types import TrainSequence
 
 
-def sft_batches(config: RunConfig, spec: ModelSpec, start_step: int = 0) -> Iterator[list[TrainSequence]]:
-    """The batches of steps `start_step` to `sft.steps`, each of `sft.batch_size` sequences; batch t depends on t and `seed` alone.
+def sft_batches(config: RunConfig, spec: ModelSpec) -> Iterator[list[TrainSequence]]:
+    """The batches of `sft.steps` steps, each of `sft.batch_size` sequences; batch t depends on t and `seed` alone.
 
     Raises: ConfigError for mistakes in the data, or when a sequence is longer than the model's context.
     """
@@ -23,7 +23,7 @@ def sft_batches(config: RunConfig, spec: ModelSpec, start_step: int = 0) -> Iter
     dataset, key = (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
     rows = load_rows(dataset, key, config.seed, "none", tokenizer.source)
     size = config.sft.batch_size
-    for step in range(start_step, config.sft.steps):
+    for step in range(config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
         indices = (row_index(ordinal, len(rows), f"sft/{config.seed}", config.data.shuffle) for ordinal in ordinals)
         yield [sft_sequence(rows[index], tokenizer, spec.max_position_embeddings) for index in indices]

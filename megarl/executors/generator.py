@@ -115,9 +115,6 @@ class GeneratorExecutor:
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
         self.curr_step += 1
 
-    def get_output(self) -> None:
-        """Groups went out as they finished."""
-
     def get_model(self) -> Fleet:
         """The engines: where the weights channel writes to."""
         return self.fleet

@@ -167,9 +167,6 @@ class TrainerExecutor:
         """Where this executor's ranks keep the weights."""
         return self.trainer.layout
 
-    def get_output(self) -> None:
-        """The trainer sends weights, nothing else."""
-
     def get_model(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters under Megatron's names with global layer numbers: what the weights channel reads."""
         return self.trainer.local_parameters()

@@ -169,10 +169,6 @@ class EngineClient:
         self._condemned = reason
         await self._session.close()
 
-    async def load_from_disk(self, path: str, timeout_s: float) -> None:
-        """SGLang's own way: reads an HF checkpoint. For comparisons; runs of ours write directly."""
-        await self._admin_call("/update_weights_from_disk", {"model_path": path}, timeout_s)
-
     async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """Any other of SGLang's administrative endpoints. For comparisons."""
         await self._admin_call(path, body, timeout_s)

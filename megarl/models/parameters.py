@@ -73,12 +73,12 @@ def whole(name: str, place: str, *logical_names: str, layers: Layers | None = No
     return Parameter(name, place, tuple(Part(logical_name) for logical_name in logical_names), layers=layers, dtype=dtype)
 
 
-def padded_vocab_size(vocab_size: int, tp: int, divisible_by: int = 128) -> int:
-    """Rows of the trainer's embedding and output layer: the next multiple of `divisible_by * tp`.
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the trainer's embedding and output layer: the next multiple of 128 * `tp`.
 
     128 is the default of Megatron's `--make-vocab-size-divisible-by`; megatron-core itself leaves the padding to its caller.
     """
-    return round_up(vocab_size, divisible_by * tp)
+    return round_up(vocab_size, 128 * tp)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -51,18 +51,6 @@ class AmaxTable:
         return merge_amax(self._known[tiles_of], tiles)
 
 
-def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tensor: torch.Tensor, amax: AmaxTable | None = None) -> None:
-    """Writes the copy's box of `destination_tensor`, both tensors whole as the layouts state them.
-
-    A cast rounds to nearest even, as `Tensor.to` does. `source_tensor` is not looked at for zeros.
-    """
-    target = destination_tensor[copy.destination_box.slices()]
-    if copy.transform == ZEROS:
-        target.zero_()
-    else:
-        target.copy_(payload(copy, source_tensor, amax))
-
-
 class Payloads:
     """`payload`, update after update: what travels as it lies is a view, cut once and kept while its parameter stays where it is."""
 

@@ -3,7 +3,7 @@
     forwarding = inside_hosts(generator_layout(…), ranks_per_host=8)
     map = ReshardMap.build(trainer, forwarding.leaders)     what the trainer writes: proven and scheduled as any map
     forwarding.prove()                                      … and that nothing of the rest is left out
-    forwarding.relays_from(rank)                            what a generator rank passes on, each once its tensor is complete
+    forwarding.relays                                       what generator ranks pass on, each once its tensor is complete
 
 Who leads is a table of ranks per kind and *turn*: instances (layers) take turns, so that all ranks share the load.
 """
@@ -63,12 +63,6 @@ class Forwarding:
                     for tensor in kind.tensors(shard, instance):
                         found.append(Relay(*ends, tensor.name, depth, math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
         return sorted(found, key=lambda relay: relay.depth)
-
-    def relays_from(self, rank: int) -> list[Relay]:
-        return [relay for relay in self.relays if relay.source_rank == rank]
-
-    def relays_to(self, rank: int) -> list[Relay]:
-        return [relay for relay in self.relays if relay.destination_rank == rank]
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that each generator rank passes on, and that each is passed."""

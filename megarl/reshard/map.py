@@ -13,7 +13,6 @@ from megarl.models.parameters import EXPERT_FIELD
 from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
 from megarl.reshard.lists import of_experts, received, sent
-from megarl.reshard.nodes import Nodes
 from megarl.reshard.rows import ZEROS, Row, coalesce, join
 from megarl.reshard.turns import Turns
 
@@ -45,17 +44,13 @@ class ReshardMap:
     destination: Layout
     rows: tuple[Row, ...] = field(repr=False)
     build_s: float = 0.0
-    nodes: Nodes | None = None
 
     @classmethod
-    def build(cls, source: Layout, destination: Layout, nodes: Nodes | None = None) -> ReshardMap:
-        """Pure arithmetic on the two layouts: equal inputs give equal maps on every rank. Raises ValueError when they do not fit.
-
-        With `nodes`, receivers take from a sender on their own node where there is one.
-        """
+    def build(cls, source: Layout, destination: Layout) -> ReshardMap:
+        """Pure arithmetic on the two layouts: equal inputs give equal maps on every rank. Raises ValueError when they do not fit."""
         begin = time.perf_counter()
         rows = join(source, destination)
-        return cls(source, destination, rows, time.perf_counter() - begin, nodes)
+        return cls(source, destination, rows, time.perf_counter() - begin)
 
     def __str__(self) -> str:
         sides = f"{self.source.name} {self.source.world_size} -> {self.destination.name} {self.destination.world_size}"
@@ -86,7 +81,6 @@ class ReshardMap:
         """Equal on every rank of a run, and only for equal maps: covers copies, senders, names, shapes and dtypes."""
         digest = hashlib.blake2b(b"megarl reshard map 3", digest_size=16)
         digest.update(repr(self.rows).encode())
-        digest.update(repr(self.nodes).encode())
         for layout in (self.source, self.destination):
             digest.update(f"{layout.name} {layout.world_size}".encode())
             for kind in layout.kinds:
@@ -154,7 +148,7 @@ class ReshardMap:
     @cached_property
     def turns(self) -> Turns:
         """Who sends what: which of the ranks that hold a box, to which replica."""
-        return Turns(self.source, self.destination, self.rows, self.nodes)
+        return Turns(self.source, self.destination, self.rows)
 
 
 def count_tensors(layout: Layout) -> int:

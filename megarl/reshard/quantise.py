@@ -98,8 +98,7 @@ def _amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> t
 def _codes(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
     scaled = _tiled(values.detach().to(torch.bfloat16), row_start, col_start, rule).float()
     per_tile = scales.unsqueeze(-1).unsqueeze(-3)
-    scaled = scaled.mul_(per_tile.reciprocal()) if rule.reciprocal else scaled.div_(per_tile)
-    codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8)
+    codes = scaled.div_(per_tile).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8)
     top, left = _offset(row_start, rule.rows), _offset(col_start, rule.cols)
     rows, cols = values.shape[-2:]
     return codes.flatten(-4, -3).flatten(-2)[..., top : top + rows, left : left + cols]

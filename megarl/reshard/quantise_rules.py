@@ -4,7 +4,7 @@ A tensor is cut into tiles over its last two dims (output channels, input channe
 
     amax   the tile's largest |x|, raised to `floor`
     scale  amax / 448                       rounded to float32
-    code   x / scale, or x * (1 / scale)    rounded to float32 once per operation, clamped to +-448, then to e4m3
+    code   x / scale        rounded to float32, clamped to +-448, then to e4m3
 
 All roundings are to nearest even, so a rule names one result, bit for bit, on any device. What SGLang 0.5.21 makes by it:
 
@@ -14,10 +14,6 @@ All roundings are to nearest even, so a rule names one result, bit for bit, on a
     CHANNEL         weight_scale [out, 1]. The converter's `channel_fp8`, for every finite input. Loaded as it is.
     TENSOR          weight_scale [1, 1]. The converter's `tensor_fp8` of float32 values that are bf16 numbers. (Of a bf16 tensor it
                     makes the same scale, but divides in bf16, scale rounded too, by torch's promotion rules: codes differ.)
-    CHANNEL_ONLINE  what the loader makes of a bf16 checkpoint under quantization=fp8 or w8a8_fp8 after loading:
-                    `per_token_group_quant_fp8(weight, in)`. Its Triton kernel in exact arithmetic; its CUDA kernel except on
-                    Hopper (compiled with fast math there: inexact division) and except for all-zero rows (scale 0).
-    TENSOR_ONLINE   the same for the experts of an MoE: `scaled_fp8_quant` per expert, except for an all-zero expert (scale 0).
 
 On CUDA, `tensor / 448.0` of torch multiplies by the rounded reciprocal instead, so tools written with it may give scales that differ
 by one unit in the last place from their own on a CPU. Here a division is a division.
@@ -38,7 +34,6 @@ class Rule:
     rows: int | None  # of one tile; None: all rows of the tensor
     cols: int | None  # of one tile; None: all columns of the tensor
     floor: float  # a smaller amax counts as this: keeps the scale of a tile of zeros from being 0
-    reciprocal: bool  # x * (1 / scale) instead of x / scale
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of a tensor of `shape` [..., rows, cols]: one per tile, leading dims as they are."""
@@ -57,16 +52,9 @@ class Rule:
         )
 
 
-BLOCK = Rule("block", 128, 128, 1e-4, False)
-CHANNEL = Rule("channel", 1, None, 2.0**-40 * (1 + 13 / 128), False)  # 1e-12 rounded to bf16, as clamping a bf16 amax does
+BLOCK = Rule("block", 128, 128, 1e-4)
+CHANNEL = Rule("channel", 1, None, 2.0**-40 * (1 + 13 / 128))  # 1e-12 rounded to bf16, as clamping a bf16 amax does
 TENSOR = replace(CHANNEL, name="tensor", rows=None)
-CHANNEL_ONLINE = Rule("channel_online", 1, None, 1e-10, True)
-TENSOR_ONLINE = replace(CHANNEL_ONLINE, name="tensor_online", rows=None)
-
-
-def block_rule(rows: int, cols: int) -> Rule:
-    """BLOCK with tiles of another size: `weight_block_size` of a checkpoint's quantization_config."""
-    return replace(BLOCK, name=f"block{rows}x{cols}", rows=rows, cols=cols)
 
 
 def _count(extent: int, size: int | None) -> int:

@@ -10,7 +10,7 @@ from megarl.reshard.fleet import between_engines, passed_on
 from megarl.reshard.forwarding import Forwarding, inside_hosts
 from megarl.reshard.map import ReshardMap, Summary, count_tensors
 
-AUTO, OFF, ENGINES = "auto", "off", "engines"  # weights.relay
+AUTO, ENGINES = "auto", "engines"  # weights.relay
 INSIDE_HOSTS, BETWEEN_ENGINES = "inside_hosts", "between_engines"
 
 

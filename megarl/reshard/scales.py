@@ -36,7 +36,7 @@ def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical
         if kind.name not in names:
             result.append(kind)
             continue
-        scales = tuple(_scales(kind, tensor, rule, logical) for tensor in kind.shards)
+        scales = tuple(_scales(tensor, rule, logical) for tensor in kind.shards)
         own = replace(kind, shards=tuple(_quantised(tensor, rule) for tensor in kind.shards), rule=rule, scales=len(result) + 1)
         result += [own, replace(kind, name=scales[0].name, shards=scales, scales_of=len(result))]
     return result
@@ -77,7 +77,7 @@ def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
     return replace(tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None)
 
 
-def _scales(kind: Kind, tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
+def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
     name = scale_name(tensor.name, rule)
     if sum(piece.local.numel for piece in tensor.pieces) != Box((0,) * len(tensor.shape), tensor.shape).numel:
         raise ConfigError(f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded tensors are not quantised")

@@ -12,7 +12,6 @@ from functools import cached_property
 import numpy as np
 
 from megarl.reshard.kinds import Layout
-from megarl.reshard.nodes import Nodes
 from megarl.reshard.orders import Ordering, Orders, candidates
 from megarl.reshard.template import Row
 
@@ -35,12 +34,11 @@ class Service:
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Of two layouts. With `nodes`, receivers take from a sender on their own node where there is one."""
+    """Of two layouts."""
 
     source: Layout
     destination: Layout
     rows: tuple[Row, ...]
-    nodes: Nodes | None
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def service(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Service:
@@ -57,8 +55,6 @@ class Turns:
         stage = self.source.kinds[held].stages[first][:, None]
         picked = orders.table[stage, orders.place(stage, turn)]
         holder_of, ranks_of = candidates(self.source, row, first)
-        if self.nodes is not None:
-            picked = _on_same_node(self.nodes, ranks_of, receivers, turn, picked)
         return Service(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
 
     def alike(self, row: Row) -> tuple:
@@ -76,8 +72,7 @@ class Turns:
         key = held, id(target.stages), target.replicas, orders.ahead.tobytes()
         if key not in self._classes:
             kinds = [self.source.kinds[k] for k in held]
-            turn = self._ordinals[held[0]] * target.replicas
-            place = orders.place(kinds[0].stages, turn) if self.nodes is None else turn
+            place = orders.place(kinds[0].stages, self._ordinals[held[0]] * target.replicas)
             columns = [array.tolist() for array in (place, target.stages, *[kind.stages for kind in kinds])]
             number: dict[tuple, int] = {}
             class_of = [number.setdefault(alike, len(number)) for alike in zip(*columns)]
@@ -93,15 +88,6 @@ class Turns:
     @cached_property
     def _ordering(self) -> Ordering:
         return Ordering(self.source, self.destination, self.rows)
-
-
-def _on_same_node(nodes: Nodes, candidates: np.ndarray, receivers: np.ndarray, turn: np.ndarray, picked: np.ndarray) -> np.ndarray:
-    """`picked`, replaced by the candidates on the receiver's node, in turn, where there are any. candidates: [instances, C]."""
-    near = np.array(nodes.trainer)[candidates][:, None, :] == np.array(nodes.generator)[receivers][:, :, None]
-    count = near.sum(2)
-    which = turn % np.maximum(count, 1)
-    first = (near.cumsum(2) > which[:, :, None]).argmax(2)
-    return np.where(count > 0, first, picked)
 
 
 def _rank_within(stages: np.ndarray) -> np.ndarray:

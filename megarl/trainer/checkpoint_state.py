@@ -64,13 +64,13 @@ def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[Hel
             yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
 
 
-def held_boxes(trainer: MegatronTrainer, kinds: Iterable[str] = SAVED) -> Iterator[HeldBox]:
+def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All that this rank's optimizers hold."""
     shapes, held = logical_shapes(trainer), runs(trainer)
     for tensor in trainer.layout.tensors(dist.get_rank()):
         if run := held.get(tensor.name):
             for piece in tensor.pieces:
-                yield from _boxes(run, run.first, run.end, tensor, piece, shapes[piece.logical_name], kinds)
+                yield from _boxes(run, run.first, run.end, tensor, piece, shapes[piece.logical_name], SAVED)
 
 
 def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:

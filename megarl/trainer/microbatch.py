@@ -28,11 +28,6 @@ class MicrobatchPlan:
         """Length the model runs at: the last token of a sequence is predicted, and predicts nothing."""
         return self.length - 1
 
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens the model works on, padding included: what the budget counts."""
-        return max(len(self.indices), 1) * self.positions
-
 
 @dataclass(frozen=True)
 class MicroBatch:

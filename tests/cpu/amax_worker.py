@@ -12,11 +12,11 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
+from copies_reference import apply_copy
 from reshard_reference import full_tensors, megatron
 
 from megarl.channels.amax_exchange import AmaxExchange
 from megarl.models import ModelSpec
-from megarl.reshard.execute import apply_copy
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.topology import GeneratorTopology, TrainerTopology

@@ -54,7 +54,7 @@ class Quantised:
         values = torch.cat([self.tensors[name] for name in group])
         rows, cols, floor = TILES[self.quantization]
         rows, cols = rows or values.shape[0], cols or values.shape[1]
-        codes, scales = (torch.from_numpy(each) for each in quantise_reference.quantise(values, rows, cols, floor, reciprocal=False))
+        codes, scales = (torch.from_numpy(each) for each in quantise_reference.quantise(values, rows, cols, floor))
         spread = scales.repeat_interleave(rows, 0)[: values.shape[0]].repeat_interleave(cols, 1)[:, : values.shape[1]]
         sizes = [len(self.tensors[name]) for name in group]
         for name, code, of_elements in zip(group, codes.split(sizes), spread.split(sizes)):

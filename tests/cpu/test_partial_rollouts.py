@@ -108,7 +108,7 @@ async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
     await client.end_update(DEADLINE_S)
     memory = {(rank, name): values for rank, tensors in enumerate(mapped(endpoints)) for name, values in tensors.items()}
     weights = [{place: values.clone() for place, values in memory.items()}]
-    await client.load_from_disk(str(checkpoints[1]), DEADLINE_S)
+    await client.call("/update_weights_from_disk", {"model_path": str(checkpoints[1])}, DEADLINE_S)
     await client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
     await client.end_update(DEADLINE_S)
     weights.append({place: values.clone() for place, values in memory.items()})

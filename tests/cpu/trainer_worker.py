@@ -111,7 +111,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
     t, here = trainer.topology, trainer.coordinate
     dense = (here.dp * t.cp + here.cp, t.dp * t.cp)
-    expert = (t.expert_coordinate(dist.get_rank()).dp, t.expert_dp) if trainer.spec.num_experts else dense
+    expert = (dist.get_rank() // (t.etp * t.ep) % t.expert_dp, t.expert_dp) if trainer.spec.num_experts else dense
     buffers = [(b, dense) for chunk in trainer.ddp for b in chunk.buffers]
     buffers += [(b, expert) for chunk in trainer.ddp for b in chunk.expert_parallel_buffers]
     for name, parameter in parameters_by_name(trainer.chunks).items():

@@ -171,7 +171,7 @@ class Generator:
         """SGLang's own way."""
 
         async def load() -> None:
-            await self.client.load_from_disk(str(checkpoint), DEADLINE_S)
+            await self.client.call("/update_weights_from_disk", {"model_path": str(checkpoint)}, DEADLINE_S)
             await self.client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
             await self.client.end_update(DEADLINE_S)
             await self.client.flush(DEADLINE_S)

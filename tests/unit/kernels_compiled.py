@@ -12,11 +12,11 @@ from triton.compiler import ASTSource
 from megarl.kernels import audit_triton, logprobs_triton, quantise_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {
-    "codes": "*u8", "scales": "*fp32", "row_weights": "*i64", "word_weights": "*i64", "partial": "*i64", "targets": "*i64",
-    "log_z": "*fp32", "grad": "*fp32", "temperature": "fp32", "BF16": "constexpr", "STEPS": "constexpr", "INTERPRETED": "constexpr",
-}  # fmt: skip
-UNALIGNED = ("floor_bits", "tiles_across", "strips", "temperature", "tokens")
+TYPES = dict(
+    codes="*u8", scales="*fp32", row_weights="*i64", word_weights="*i64", partial="*i64", targets="*i64", log_z="*fp32", grad="*fp32",
+    temperature="fp32", BF16="constexpr", STEPS="constexpr", INTERPRETED="constexpr",
+)  # fmt: skip
+UNALIGNED = ("tiles_across", "strips", "temperature", "tokens")
 
 
 def ptx(kernel, types: dict[str, str], **constants) -> str:
@@ -32,14 +32,14 @@ def accesses(text: str, kind: str) -> set[str]:
     return set(re.findall(rf"{kind}\.global\.([\w.]+)", text))
 
 
-@pytest.mark.parametrize("mode", [quantise_triton.AMAX, quantise_triton.WHOLE, quantise_triton.GIVEN], ids=["amax", "whole", "given"])
-def test_quantise(mode):
+@pytest.mark.parametrize("amax", [True, False], ids=["amax", "codes"])
+def test_quantise(amax):
     text = ptx(
-        quantise_triton._tile_kernel, {"values": "*i16"}, MODE=mode, TILE_ROWS=128, TILE_COLS=128, INTERPRETED=False,
-        value_col=1, code_col=1, scale_col=1,
+        quantise_triton._tile_kernel, dict(values="*i16"), AMAX=amax, TILE_ROWS=128, TILE_COLS=128, INTERPRETED=False,
+        value_col=1, scale_col=1,
     )  # fmt: skip
     assert accesses(text, "ld") <= {"v4.b32", "b32"} and "v4.b32" in accesses(text, "ld")  # 16 bytes at a time; b32: a given scale
-    if mode != quantise_triton.AMAX:
+    if not amax:
         assert "v4.b32" in accesses(text, "st")
         assert len(re.findall(r"fma\.rn\.f32", text)) == 2 * 64  # per element of a thread: 128 * 128 / 256
     assert set(re.findall(r"(?:div|rcp|mul|add|fma)[\w.]*\.f32", text)) <= {"div.rn.f32", "mul.f32", "add.f32", "fma.rn.f32"}

@@ -9,6 +9,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernels.py"
 import pytest
 import quantise_reference as reference
 import torch
+from quantise_reference import block_rule
 
 from megarl import kernels
 from megarl.kernels import audit_triton, logprobs, logprobs_triton, quantise_triton
@@ -16,7 +17,7 @@ from megarl.reshard import audit, quantise
 from megarl.reshard.box import Box
 from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.execute import AmaxTable, payload
-from megarl.reshard.quantise_rules import BLOCK, Rule, block_rule
+from megarl.reshard.quantise_rules import BLOCK, Rule
 from megarl.reshard.rows import QUANTISE, SCALE
 
 torch.set_num_threads(1)
@@ -28,11 +29,9 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_whole(x: torch.Tensor, rule: Rule) -> None:
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rule.scale_shape(tuple(x.shape)))
-    quantise_triton.quantise_block(x, codes, scales, rule, "x")
+    scales = quantise.scales_of(quantise_triton.tile_amax(x, 0, 0, rule, "x"), rule)
     wanted = quantise.quantise(x, rule, "x")
-    assert equal(codes, wanted[0]) and equal(scales, wanted[1])
+    assert equal(quantise_triton.quantise_with(x, 0, 0, scales, rule), wanted[0]) and equal(scales, wanted[1])
 
 
 def test_every_bf16_number_in_tiles_of_its_own_size():
@@ -46,8 +45,7 @@ def test_every_tie_between_two_codes():
     middles = (reference.E4M3[:-1] + reference.E4M3[1:]) / 2
     x = torch.tensor([*reference.E4M3, *middles, 1e-3, 448.0, 0.0]).view(2, 128)
     check_whole(x.bfloat16(), BLOCK)
-    codes, scale = torch.empty(2, 128, dtype=torch.float8_e4m3fn), torch.ones(1, 1)
-    quantise_triton.quantise_block_with(-x, codes, scale, 0, 0, BLOCK)
+    codes = quantise_triton.quantise_with(-x, 0, 0, torch.ones(1, 1), BLOCK)
     assert codes.view(torch.uint8).numpy().tolist() == reference.e4m3_codes(-x.double().numpy()).tolist()
 
 
@@ -61,16 +59,8 @@ def test_random_tiles_with_zeros_subnormals_and_huge_numbers(spread):
     check_whole(x.t(), RULE)
 
 
-def test_places_experts_into_strided_destinations():
-    x = torch.randn(2, 20, 33, generator=torch.Generator().manual_seed(2)).bfloat16()
-    engine = torch.zeros(2, 50, 40, dtype=torch.float8_e4m3fn)
-    engine_scales = torch.full((2, 3 + 1, 3 + 2), -1.0)
-    codes, scales = engine[:, 10:30, 4:37], engine_scales[:, 1:, 2:]
-    quantise_triton.quantise_block(x, codes, scales, RULE, "x")
-    wanted = quantise.quantise(x, RULE, "x")
-    assert equal(codes, wanted[0]) and equal(scales, wanted[1])
-    codes.view(torch.uint8).zero_()
-    assert not engine.view(torch.uint8).any() and int((engine_scales != -1).sum()) == scales.numel()
+def test_experts():
+    check_whole(torch.randn(2, 20, 33, generator=torch.Generator().manual_seed(2)).bfloat16(), RULE)
 
 
 @pytest.mark.parametrize("box", [Box((0, 0), (40, 70)), Box((3, 5), (30, 60)), Box((11, 17), (2, 3)), Box((8, 16), (9, 54))])
@@ -80,8 +70,7 @@ def test_cut_tiles_in_two_passes(box):
     part = x[box.slices()]
     amax = quantise_triton.tile_amax(part, *box.start, RULE, "x")
     assert equal(amax, quantise.tile_amax(part, *box.start, RULE, "x"))
-    codes = torch.empty(box.shape, dtype=torch.float8_e4m3fn)
-    quantise_triton.quantise_block_with(part, codes, whole[1][RULE.tiles(box).slices()], *box.start, RULE)
+    codes = quantise_triton.quantise_with(part, *box.start, whole[1][RULE.tiles(box).slices()], RULE)
     assert equal(codes, whole[0][box.slices()])
 
 
@@ -106,15 +95,13 @@ def test_a_copy_of_a_map_that_quantises(transform, cut, monkeypatch):
 def test_nan_and_infinity_are_refused(bad):
     x = torch.ones(20, 40).bfloat16()
     x[18, 39] = bad
-    with pytest.raises(RuntimeError, match=r"w2: .*first in tile \(2, 2\)"):
-        quantise_triton.quantise_block(x, torch.empty(20, 40, dtype=torch.float8_e4m3fn), torch.empty(3, 3), RULE, "w2")
     with pytest.raises(RuntimeError, match=r"w2: .*first in tile \(5, 2\)"):
         quantise_triton.tile_amax(x, 24, 0, RULE, "w2")
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="need codes of that shape"):
-        quantise_triton.quantise_block_with(torch.ones(4, 4), torch.empty(4, 4, dtype=torch.float8_e4m3fn), torch.ones(1, 1), 6, 0, RULE)
+def test_scales_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="need scales"):
+        quantise_triton.quantise_with(torch.ones(4, 4), 6, 0, torch.ones(1, 1), RULE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])

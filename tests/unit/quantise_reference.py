@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+
+from megarl.reshard.quantise_rules import BLOCK, Rule
 
 # Value of each non-negative e4m3 code: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7F is NaN (OCP 8-bit floating point, section 5).
 E4M3 = np.array([(c & 7) * 2.0**-9 if c < 8 else (8 + (c & 7)) * 2.0 ** ((c >> 3) - 10) for c in range(127)])
@@ -34,7 +38,7 @@ def float32(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32).astype(np.float64)
 
 
-def quantise(x: torch.Tensor, rows: int, cols: int, floor: float, reciprocal: bool) -> tuple[np.ndarray, np.ndarray]:
+def quantise(x: torch.Tensor, rows: int, cols: int, floor: float) -> tuple[np.ndarray, np.ndarray]:
     """(codes uint8 [R, C], scales float32) of a 2-D tensor, one tile after the other."""
     values = bf16_values(x)
     codes = np.empty(values.shape, np.uint8)
@@ -42,7 +46,12 @@ def quantise(x: torch.Tensor, rows: int, cols: int, floor: float, reciprocal: bo
     for i, j in np.ndindex(scales.shape):
         at = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
         scale = float32(np.maximum(np.abs(values[at]).max(), float(np.float32(floor))) / 448.0)
-        scaled = values[at] * float32(1.0 / scale) if reciprocal else values[at] / scale
+        scaled = values[at] / scale
         codes[at] = e4m3_codes(np.clip(float32(scaled), -448.0, 448.0))
         scales[i, j] = scale
     return codes, scales
+
+
+def block_rule(rows: int, cols: int) -> Rule:
+    """BLOCK with tiles of another size."""
+    return replace(BLOCK, name=f"block{rows}x{cols}", rows=rows, cols=cols)

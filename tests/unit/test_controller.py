@@ -40,9 +40,6 @@ class FakeExecutor:
     def save_checkpoint(self):
         pass
 
-    def get_output(self):
-        return self.batch
-
     def get_model(self):
         return self.version
 
@@ -60,7 +57,7 @@ class FakeRollouts:
     capacity: int = 0
 
     def send(self, executor):
-        self.wire.put(executor.get_output())
+        self.wire.put(executor.batch)
 
     def recv(self, executor):
         executor.batch = self.wire.get(timeout=5)

@@ -241,10 +241,9 @@ def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: 
         assert len(sequence.mu_logprobs) == len(sequence.advantages) == len(sequence.token_ids)
 
 
-def test_sft_batches_resume_by_step_and_differ_by_seed(spec: ModelSpec):
+def test_sft_batches_differ_by_seed(spec: ModelSpec):
     config = chain_config(steps=5)
     batches = list(sft_batches(config, spec))
-    assert list(sft_batches(config, spec, start_step=3)) == batches[3:]
     config.seed = 1
     assert list(sft_batches(config, spec)) != batches
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quantise_reference import block_rule
 
 from megarl.generator.cpu_support import attention, fp8, moe
 from megarl.reshard.quantise import quantise
-from megarl.reshard.quantise_rules import block_rule
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 8, 200
 

@@ -14,10 +14,6 @@ import pytest
 import torch
 from thread_groups import on_ranks
 
-from megarl import kernels
-from megarl.reshard import quantise
-from megarl.reshard.box import Box
-from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, block_rule
 from megarl.trainer.logprobs import token_logprobs
 
 torch.set_num_threads(1)
@@ -63,37 +59,11 @@ def test_no_triton_without_a_cuda_tensor():
         from megarl.reshard.audit import hash_box
         from megarl.reshard.quantise_rules import BLOCK
         assert "triton" not in sys.modules
-        k.quantise_block(torch.ones(2, 2), torch.empty(2, 2, dtype=torch.float8_e4m3fn), torch.empty(1, 1), BLOCK, "x")
+        k.quantise_with(torch.ones(2, 2), 0, 0, k.tile_amax(torch.ones(2, 2), 0, 0, BLOCK, "x"), BLOCK)
         hash_box(torch.ones(2, 2), 0, 0)
         assert not [m for m in sys.modules if m.startswith("triton") or m.endswith("_triton")]
     """
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
-
-
-@pytest.mark.parametrize("rule", [BLOCK, block_rule(32, 64), CHANNEL, TENSOR], ids=lambda rule: rule.name)
-def test_places_into_strided_destinations(rule):
-    x = torch.randn(3, 200, 300, generator=torch.Generator().manual_seed(1))
-    rows, cols = rule.scale_shape((200, 300))
-    engine = torch.zeros(3, 400, 500, dtype=torch.float8_e4m3fn)
-    engine_scales = torch.full((3, cols + 2, rows + 3), -1.0)
-    codes, scales = engine[:, 150:350, 7:307], engine_scales.transpose(1, 2)[:, 2 : 2 + rows, 1 : 1 + cols]
-    kernels.quantise_block(x, codes, scales, rule, "x")
-    wanted = quantise.quantise(x, rule, "x")
-    assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(scales, wanted[1])
-    assert int((engine.view(torch.uint8) != 0).sum()) == int((codes.view(torch.uint8) != 0).sum())
-    assert int((engine_scales != -1).sum()) == scales.numel()
-
-    codes.view(torch.uint8).zero_()
-    box = Box((0, 50, 90), (3, 150, 210))
-    tiles = rule.tiles(box)
-    assert kernels.tile_amax(x[box.slices()], 50, 90, rule, "x").shape == tiles.shape
-    kernels.quantise_block_with(x[box.slices()], codes[box.slices()], scales[tiles.slices()], 50, 90, rule)
-    assert torch.equal(codes[box.slices()].view(torch.uint8), wanted[0][box.slices()].view(torch.uint8))
-
-
-def test_refuses_a_destination_of_another_shape():
-    with pytest.raises(ValueError, match="need codes of that shape"):
-        kernels.quantise_block(torch.ones(4, 4), torch.empty(4, 5, dtype=torch.float8_e4m3fn), torch.empty(1, 1), BLOCK, "x")
 
 
 VOCAB, PADDED = 19, 24

@@ -26,7 +26,7 @@ def test_plan(lengths: list[int], dp: int, max_tokens: int, multiple: int) -> No
             assert longest <= microbatch.length < max(longest, 2) + multiple
         else:
             assert microbatch.length == multiple + 1
-        assert microbatch.padded_tokens <= max_tokens or len(microbatch.indices) <= 1
+        assert len(microbatch.indices) * microbatch.positions <= max_tokens or len(microbatch.indices) <= 1
     tokens = [sum(lengths[i] for m in plan for i in m.indices) for plan in ranks]
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
     assert ranks == plan_microbatches(lengths, dp, max_tokens, multiple)
@@ -48,7 +48,7 @@ def sequence(*token_ids: int) -> TrainSequence:
 
 def test_the_last_token_is_only_predicted() -> None:
     (plan,) = plan_microbatches([21, 21], dp=1, max_tokens=40, multiple=1)
-    assert plan == [MicrobatchPlan((0, 1), 21)] and plan[0].positions == 20 and plan[0].padded_tokens == 40
+    assert plan == [MicrobatchPlan((0, 1), 21)] and plan[0].positions == 20
 
 
 @pytest.mark.parametrize(("lengths", "count"), [([], 4), ([9] * 4, 4), ([9] * 5, 8)])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from quantise_reference import block_rule
 
 from megarl.config.errors import ConfigError
 from megarl.models import ModelSpec, load_spec
 from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
-from megarl.reshard.quantise_rules import block_rule
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 # named_parameters() of SGLang 0.5.21's TP workers on the CPU, one layer of two: hidden 128, ffn 256, 8 heads of 16.

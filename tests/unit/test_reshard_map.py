@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from copies_reference import prove_copies
 from msgspec import structs
 
 from megarl.models import ModelSpec, load_spec
@@ -17,7 +18,7 @@ from megarl.reshard.box import Box
 from megarl.reshard.fleet import passed_on
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.proof import ProofError, prove_copies, prove_exactly_once
+from megarl.reshard.proof import ProofError, prove_exactly_once
 from megarl.reshard.relays import RelayRule, busiest_bytes, foreseen, relayed, summary
 from megarl.reshard.report import to_json
 from megarl.reshard.rows import Holder, Row, coalesce
@@ -148,7 +149,7 @@ def test_proof_refuses_senders_that_do_not_hold_the_layer_and_other_receivers(da
             return damage(super().service(row, replica, stages))
 
     class Wrong(ReshardMap):
-        turns = cached_property(lambda map: WrongTurns(map.source, map.destination, map.rows, map.nodes))
+        turns = cached_property(lambda map: WrongTurns(map.source, map.destination, map.rows))
 
     map = tiny_map()
     with pytest.raises(ProofError, match=message):

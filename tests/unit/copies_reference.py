@@ -1,0 +1,74 @@
+"""Lists of copies, one by one: proven, and carried out on tensors that lie in one address space."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from megarl.reshard.execute import AmaxTable, payload
+from megarl.reshard.kinds import Layout, LocalTensor, Piece
+from megarl.reshard.map import Copy
+from megarl.reshard.proof import ProofError, _check_content, _check_cover, _extents, _Write
+from megarl.reshard.rows import ZEROS
+
+
+def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tensor: torch.Tensor, amax: AmaxTable | None = None) -> None:
+    """Writes the copy's box of `destination_tensor`, both tensors whole as the layouts state them.
+
+    A cast rounds to nearest even, as `Tensor.to` does. `source_tensor` is not looked at for zeros.
+    """
+    target = destination_tensor[copy.destination_box.slices()]
+    if copy.transform == ZEROS:
+        target.zero_()
+    else:
+        target.copy_(payload(copy, source_tensor, amax))
+
+
+def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) -> None:
+    """The proof of `prove_exactly_once` on a plain list of all copies, tensor by tensor. Raises ProofError naming tensor and rank."""
+    by_rank: dict[int, dict[str, list[Copy]]] = defaultdict(lambda: defaultdict(list))
+    for copy in copies:
+        by_rank[copy.destination_rank][copy.destination_tensor].append(copy)
+    sources = [{tensor.name: tensor for tensor in source.tensors(rank)} for rank in range(source.world_size)]
+    extents = _extents(tensor for tensors in sources for tensor in tensors.values())
+    for rank in range(destination.world_size):
+        pending = by_rank.pop(rank, {})
+        for tensor in destination.tensors(rank):
+            where = f"{tensor.name} on {destination.name} rank {rank}"
+            writes = pending.pop(tensor.name, [])
+            _check_cover(where, tensor.shape, [copy.destination_box for copy in writes])
+            for copy in writes:
+                held = None
+                if copy.transform != ZEROS:
+                    held = sources[copy.source_rank].get(copy.source_tensor or "")
+                    if held is None:
+                        raise ProofError(f"{where}: {source.name} rank {copy.source_rank} has no {copy.source_tensor}")
+                how = copy.quantisation
+                rule, cut = (None, False) if how is None else (how.rule, how.cut)
+                checked = _Write(where, copy.transform, tensor, copy.destination_box, held, copy.source_box, rule, cut, extents)
+                logical = _check_content(_lifted(checked))
+                if how is not None and (logical is None or how.origin != logical.logical.start[-2:]):
+                    raise ProofError(f"{where}: tiles are counted from {how.origin}, but the weights are {logical}")
+        for name in pending:
+            raise ProofError(f"{name} on {destination.name} rank {rank}: written, but not in the layout")
+    for rank in by_rank:
+        raise ProofError(f"{destination.name} rank {rank} is written, but not in the layout")
+
+
+def _lifted(write: _Write) -> _Write:
+    """With leading dims of 1 on the side that has fewer."""
+    dims = max(len(write.tensor.shape), len(write.held.shape) if write.held else 0)
+    if len(write.tensor.shape) == dims and (write.held is None or len(write.held.shape) == dims):
+        return write
+    held = None if write.held is None else _lift(write.held, dims)
+    origin = None if write.origin is None else write.origin.lift(dims)
+    extents = {name: (1,) * (dims - len(shape)) + shape for name, shape in write.extents.items()}
+    return replace(write, tensor=_lift(write.tensor, dims), box=write.box.lift(dims), held=held, origin=origin, extents=extents)
+
+
+def _lift(tensor: LocalTensor, dims: int) -> LocalTensor:
+    pieces = tuple(Piece(p.local.lift(dims), p.logical_name, p.logical.lift(dims)) for p in tensor.pieces)
+    return replace(tensor, shape=(1,) * (dims - len(tensor.shape)) + tensor.shape, pieces=pieces)
