@@ -44,7 +44,7 @@ def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None =
     more = f", and {passed_on:,.0f} GiB from engine to engine" if passed_on else ""
     figure.suptitle(f"{title}: {sent.sum():,.0f} GiB{more}", fontsize=11)
     corner.axis("off")
-    legend = "red: mean\ndashed: the least\nthat the layout\nallows the busiest"
+    legend = "red: mean\ndashed: the least\nthat the stages\nallow the busiest"
     corner.text(0, 0.5, legend, color="tab:red", va="center", fontsize=9, transform=corner.transAxes)
     extent = (-0.5, len(received) - 0.5, len(sent) - 0.5, -0.5)
     shown = np.ma.masked_equal(traffic(map) * gib, 0)
@@ -53,8 +53,8 @@ def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None =
     _bars(above, received, by_row=False)
     above.set_ylabel(f"GiB received\nmax/mean {received.max() / received.mean():.3f}")
     above.tick_params(labelleft=True)
-    bound = sender_bound(map).max_over_mean
     _bars(left, sent, by_row=True)
+    bound = sender_bound(map)
     left.axvline(bound * sent.mean(), color="tab:red", lw=1, ls="--")
     left.set_xlabel(f"GiB sent\nmax/mean {sent.max() / sent.mean():.3f}\n(least: {bound:.3f})")
     left.set_ylabel("sender: trainer rank")

@@ -27,23 +27,21 @@ def to_json(map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_pe
     """Summary numbers of a map, once proven, and of what is passed on beside it.
 
     `build_s`: planning and proof. `predicted_s`: the busiest rank's bytes, sent or received, over `link_bytes_per_s` (`busiest_bytes`); no
-    latency, and nothing of quantising. `sender_bound`: the least `sender_max_over_mean` that the source layout allows,
-    `sender_bound_of_stages` that the sizes of its stages alone do. `messages`: see `schedule.messages`.
+    latency, and nothing of quantising. `sender_bound`: the least `sender_max_over_mean` that the sizes of the
+    trainer's stages allow. `messages`: see `schedule.messages`.
 
     Raises ProofError when the map does not write every destination byte exactly once.
     """
     begin = time.perf_counter()
     prove_exactly_once(map)
     proof_s = time.perf_counter() - begin
-    bound = sender_bound(map)
     return dataclasses.asdict(summary(map, forwarding)) | {
         "exactly_once": True,
         "plan_hash": map.plan_hash,
         "build_s": map.build_s + proof_s,
         "predicted_s": busiest_bytes(map, forwarding) / link_bytes_per_s,
         "link_bytes_per_s": link_bytes_per_s,
-        "sender_bound": bound.max_over_mean,
-        "sender_bound_of_stages": bound.of_stages,
+        "sender_bound": sender_bound(map),
         "messages": sum_messages(map, map.write_rows),
     }
 

@@ -70,17 +70,11 @@ def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Li
     return _short(kind.name), own, names, shards, *numbers
 
 
-def _facts(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
-    (sent, received), bound, found = map.rank_bytes(), sender_bound(map), summary(map, forwarding)
-    yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}"
+def _facts(map: ReshardMap, forwarding: Optional[Forwarding], link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
+    (sent, received), found = map.rank_bytes(), summary(map, forwarding)
+    forced = f", of which the sizes of the trainer's stages force {sender_bound(map):.4f}"
+    yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}{forced}"
     yield "receivers", f"{_shared(received)}: max/mean {received.max() / received.mean():.4f}"
-    yield (
-        "",
-        (
-            f"of the senders' {found.sender_max_over_mean:.4f} the trainer's layout forces {bound.max_over_mean:.4f}, "
-            f"the sizes of its pipeline stages alone {bound.of_stages:.4f}"
-        ),
-    )
     count = sum_messages(map, map.write_rows)
     yield "messages", f"{count / len(sent):,.0f} a sender and {count / len(received):,.0f} a receiver on average"
     if forwarding is not None:
