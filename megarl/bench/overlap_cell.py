@@ -20,6 +20,7 @@ from megarl.channels.buffer import RolloutBuffer
 from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
 from megarl.channels.weights_receiver import InitialWeights, Taken, WeightsReceiver
 from megarl.channels.weights_sender import SyncReport, WeightsSender
+from megarl.channels.writes import Writes
 from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
 from megarl.controller import Controller
 from megarl.executors.generator import GeneratorExecutor
@@ -220,10 +221,10 @@ class EmulatedReceiver(WeightsReceiver):
             engine.pause()
         for name in self._trainers:
             self._link.send(name, WeightsGrant(version, []))
-        await self._writes(version).done()
+        await Writes(self._link, self._trainers, version, self._plan.config.timeouts.weights_s).done()
         for engine in executor.engines:
             await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
-        return Taken([(began, time.perf_counter())], 0)
+        return Taken((began, time.perf_counter()), 0)
 
 
 def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:

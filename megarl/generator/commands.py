@@ -99,10 +99,23 @@ class End(_Command, frozen=True):
     """What the engine holds is half-written, and it shall be started again: its processes end. Not answered."""
 
 
-Command = Union[
-    Connect, Describe, Arrange, ShareMemory, ShareDevice, ExpectMessages, Receive, Register, Spread, MeetNeighbours, PassOn, Watch, Recall,
-    Audit, End,
-]  # fmt: skip
+Command = (
+    Connect
+    | Describe
+    | Arrange
+    | ShareMemory
+    | ShareDevice
+    | ExpectMessages
+    | Receive
+    | Register
+    | Spread
+    | MeetNeighbours
+    | PassOn
+    | Watch
+    | Recall
+    | Audit
+    | End
+)
 
 
 class Watched(msgspec.Struct, frozen=True):

@@ -103,8 +103,8 @@ class WeightUpdate:
             await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
 
     async def audit(self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()) -> None:
-        """Compares the senders' hash shares with the hashes of the live parameters, and what no update writes with what it was; raises AuditError
-        naming tensors and ranks."""
+        """Compares the senders' hash shares with the hashes of the live parameters, and what no update writes with what it was; raises
+        AuditError naming tensors and ranks."""
         payloads = await self.workers.run_all(Audit(self.version))
         gone = {rank for rank, payload in enumerate(payloads) if not payload}
         of_the_living = [{rank: hashes for rank, hashes in each.items() if rank not in gone} for each in shares]
@@ -120,7 +120,8 @@ class WeightUpdate:
         check_unchanged(changes, [engine.url for engine in self.workers.engines])
 
     async def close(self) -> Pause:
-        """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`. When they stood still.
+        """Ends the session, so that post-load work runs; forgets keys and values of older weights; goes on as `version`. Returns when
+        the engines stood still.
 
         In place they cannot be forgotten while requests use them; that they serve no other is the version's work (`EngineClient.complete`).
         Raises VersionError where an engine does not say that it holds `version`; none is resumed then.

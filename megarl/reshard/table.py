@@ -70,7 +70,7 @@ def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Li
     return _short(kind.name), own, names, shards, *numbers
 
 
-def _facts(map: ReshardMap, forwarding: Optional[Forwarding], link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
+def _facts(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
     (sent, received), found = map.rank_bytes(), summary(map, forwarding)
     forced = f", of which the sizes of the trainer's stages force {sender_bound(map):.4f}"
     yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}{forced}"

@@ -373,7 +373,7 @@ def test_an_engine_that_no_longer_holds_what_it_was_given(site, hub):
 
 
 def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, monkeypatch):
-    """Where a run goes on without a lost engine: the update ends without it. Started again, it is given all of the next before it serves."""
+    """Where a run goes on without a lost engine: the update ends without it. Started again, it is given the next before it serves."""
     generator, client, new, go = site.generator, site.generator.client, site.other, Event()
     generator.fleet = Fleet([client], elastic=True)
     processes, end_update = generator.engine.processes(), client.end_update

@@ -267,27 +267,25 @@ def test_report_names_every_parameter_and_json_every_number():
     assert "relays    " in render(part, 50e9, forwarding)
     found = to_json(map)
     assert found["copies"] == len(all_copies(map)) and found["exactly_once"] is True and found["bytes"] == found["bytes_minimum"]
-    assert set(found) == set(
-        [
-            "trainer_ranks",
-            "generator_ranks",
-            "tensors",
-            "copies",
-            "writes",
-            "bytes",
-            "bytes_minimum",
-            "sender_max_over_mean",
-            "receiver_max_over_mean",
-            "relayed_bytes",
-            "exactly_once",
-            "plan_hash",
-            "build_s",
-            "predicted_s",
-            "link_bytes_per_s",
-            "sender_bound",
-            "messages",
-        ]
-    )
+    assert set(found) == {
+        "trainer_ranks",
+        "generator_ranks",
+        "tensors",
+        "copies",
+        "writes",
+        "bytes",
+        "bytes_minimum",
+        "sender_max_over_mean",
+        "receiver_max_over_mean",
+        "relayed_bytes",
+        "exactly_once",
+        "plan_hash",
+        "build_s",
+        "predicted_s",
+        "link_bytes_per_s",
+        "sender_bound",
+        "messages",
+    }
 
 
 # 64 engines of 8; counts and minima from an independent prototype.
