@@ -152,7 +152,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     dry_run = "check the settings, print plan, map and each node's processes; start nothing"
     by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
-    by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, gpus=None)
+    by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, theory=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
     reshard = by_name["reshard"]
@@ -161,6 +161,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
     plan = by_name["plan"]
     plan.add_argument("--search", action="store_true", help="look for the fastest parallel sizes, batches, precision and split")
+    plan.add_argument("--theory", action="store_true", help="beside what the search finds, the optimum of LlamaRL's section 7")
     plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
     plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
     by_name["bench"] = commands.add_parser(
@@ -232,7 +233,15 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.planner.command import run
 
-    run(plan, arguments.config, searching=arguments.search, gpus=arguments.gpus, picture=arguments.picture, as_json=arguments.json)
+    run(
+        plan,
+        arguments.config,
+        searching=arguments.search,
+        theory=arguments.theory,
+        gpus=arguments.gpus,
+        picture=arguments.picture,
+        as_json=arguments.json,
+    )
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("megarl", "make", "pytest", "python", "python3.12", "pip", "sbatch", "torchrun", "tensorboard", "source", "git", "hf")
-QUICK = re.compile(r"megarl (plan|reshard|--help)\b.*|megarl train .*--dry-run|python -m megarl\.(config|planner)\..*")
+QUICK = re.compile(r"megarl (plan|reshard|--help)\b.*|megarl train .*--dry-run|python -m megarl\.config\..*|python tests/tools/.*")
 STAMP = ".megarl-setup"  # of the Makefile
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#\s.*$")
@@ -136,7 +136,7 @@ def snippets(document: str, kind: str) -> list[str]:
 def checkout(folder: Path) -> Path:
     """What of this checkout the commands use, at `folder`, with the environment that runs the tests: they write into it."""
     folder.mkdir()
-    for name in ("configs", "docs", "slurm", "requirements"):
+    for name in ("configs", "docs", "slurm", "requirements", "tests/tools"):
         shutil.copytree(ROOT / name, folder / name)
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy2(ROOT / name, folder)

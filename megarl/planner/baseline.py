@@ -13,7 +13,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.plan.model_checks import check_experts, check_pipeline, check_tensor_parallel
-from megarl.planner.constants import Constants, constants_of
+from megarl.planner.constants import constants_of
 from megarl.planner.generate_time import GenerateModel
 from megarl.planner.generator_memory import generator_memory
 from megarl.planner.hardware import GIB, Cluster
@@ -30,15 +30,15 @@ class Baseline:
     step_s: float
 
 
-def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int, constants: Constants | None = None) -> Baseline | None:
+def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
     """On `gpus` GPUs; None where no m fits."""
-    constants = constants or constants_of(config.cluster.gpu)
-    found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m, constants)) is not None]
+    found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m)) is not None]
     return min(found, key=lambda baseline: baseline.step_s, default=None)
 
 
-def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int, constants: Constants) -> float | None:
+def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
+    constants = constants_of(cluster.gpu.name)
     reference = config.algorithm.kl_coef > 0
     times = []
     for trainer, generator in _layouts(config, spec, gpus, m):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -12,6 +13,7 @@ from megarl.planner.baseline import best_baseline
 from megarl.planner.estimate import estimate, to_json
 from megarl.planner.remedies import remedies
 from megarl.planner.search import search
+from megarl.planner.theory import compare
 
 
 def run(
@@ -19,17 +21,20 @@ def run(
     config_path: str,
     *,
     searching: bool = False,
+    theory: bool = False,
     gpus: int | None = None,
     picture: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Prints the plan, or with `searching` that of the best config on `gpus` GPUs. Raises ConfigError for what cannot be planned."""
-    if gpus is not None and not searching:
-        raise ConfigError(f"--gpus {gpus}: needs --search")
-    found, asked, budget = None, plan.config, roles.gpus(plan) if gpus is None else gpus
-    if searching:
-        found, config = search(asked, plan.spec, budget)
-        plan = resolve(config, "plan")
+    """Prints the plan, or with `searching` that of the best config on `gpus` GPUs. With `theory` also the optimum of LlamaRL's section 7
+    beside that config. Raises ConfigError for what cannot be planned."""
+    if gpus is not None and not (searching or theory):
+        raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
+    found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus
+    if searching or theory:
+        found, best = search(asked, plan.spec, budget)
+        optima = compare(found, best, plan.spec, budget) if theory else None
+        plan = resolve(best, "plan") if searching else plan
     estimated = estimate(plan.config, plan.spec)
     baseline, cures = best_baseline(plan.config, plan.spec, roles.gpus(plan)), remedies(plan.config, plan.spec, estimated)
     facts = roles.describe(plan)
@@ -40,12 +45,15 @@ def run(
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
-        print(json.dumps(facts | ({"search": report.search_details(found)} if found else {})))
+        facts |= {"search": report.search_details(found)} if searching else {}
+        print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
         return
     _print_roles(plan, facts)
     print(*report.render(estimated, baseline, cures), sep="\n")
-    if found:
+    if searching:
         print(*report.render_search(found, budget, asked, config_path), sep="\n")
+    if optima:
+        print(*report.render_theory(optima, budget), sep="\n")
 
 
 def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:

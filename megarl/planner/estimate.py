@@ -8,7 +8,7 @@ from typing import Any
 from megarl.channels.admission import run_ahead
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
-from megarl.planner.constants import Constants, constants_of
+from megarl.planner.constants import constants_of
 from megarl.planner.generate_time import GenerateModel, GenerateTime
 from megarl.planner.generator_memory import GeneratorMemory, generator_memory, usable_static
 from megarl.planner.hardware import GIB, Cluster
@@ -66,10 +66,10 @@ class Estimate:
         return max(slower, key=lambda name: slower[name])
 
 
-def estimate(config: RunConfig, spec: ModelSpec, constants: Constants | None = None) -> Estimate:
+def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError where the parallel sizes do not divide the model."""
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
-    constants = constants or constants_of(cluster.gpu.name)
+    constants = constants_of(cluster.gpu.name)
     reference = config.algorithm.kl_coef > 0
     ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
     landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0

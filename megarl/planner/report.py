@@ -13,6 +13,7 @@ from megarl.planner.hardware import GIB
 from megarl.planner.knobs import Settings, written
 from megarl.planner.remedies import Remedy
 from megarl.planner.search import Found, Side
+from megarl.planner.theory import Optima
 
 
 def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:
@@ -96,6 +97,23 @@ def render_search(found: Found, gpus: int, asked: RunConfig, config_path: str) -
         yield f"           {name}: {chosen.seconds:.2f} s, {-chosen.over_gib:.1f} GiB to spare; {_beyond(chosen, larger)}"
     changed = {key: value for key, value in settings.items() if value_at(asked, key) != value}
     yield f"           {config_path} {written(changed)}"
+
+
+def render_theory(optima: Optima, gpus: int) -> Iterator[str]:
+    closed, found, synchronous = optima.closed_form, optima.search, optima.synchronous
+    yield f"theory     {f'LlamaRL, section 7, on {gpus} GPUs':<44}{'closed form':>11}  {'search':>9}"
+    for name, key in (
+        ("b_t, sequences a microbatch", "b_t"),
+        ("b_g, requests an engine", "b_g"),
+        ("m_t, GPUs a model in training", "m_t"),
+        ("m_g, GPUs an engine", "m_g"),
+        ("theta, share of the GPUs that trains", "theta"),
+        ("training and generation, s a step", "step_s"),
+    ):
+        yield f"           {name:<44}{getattr(closed, key):11.4g}  {getattr(found, key):9.4g}"
+    same = f"b_t {synchronous.b_t:.4g}, b_g {synchronous.b_g:.4g}, m {synchronous.m:.4g}"
+    yield f"           the synchronous optimum: {synchronous.step_s:.4g} s a step, {same}"
+    yield f"           so asynchronous can be at least x{optima.speedup_bound:.2f} as fast (theorem 7.5)"
 
 
 def _beyond(chosen: Side, larger: Side | None) -> str:

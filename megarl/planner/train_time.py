@@ -41,13 +41,12 @@ class TrainModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
-    precision: str = "bf16"  # of the products: "bf16" | "fp8"
 
-    def seconds(self, workload: Workload, *, extra_forwards: int = 0, optimizer_steps: int = 1) -> TrainTime:
+    def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         """`extra_forwards`: passes that only score (a reference model). Sequences are packed to the token budget."""
         t, k = self.trainer, self.constants
-        length, rows = workload.tokens_per_sequence, self._rows(workload, optimizer_steps)
-        count = math.ceil(workload.tokens / optimizer_steps / t.dp / rows)
+        length, rows = workload.tokens_per_sequence, self._rows(workload)
+        count = math.ceil(workload.tokens / t.dp / rows)
         count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
         passes = 3 + t.recompute + extra_forwards
         layers = largest_stage(self.spec, t)
@@ -65,12 +64,12 @@ class TrainModel:
             data = max(data / count / layers, data - count * compute)
         update_s = 30 * held.total / (t.dp * t.cp if t.zero and not t.fsdp else 1) / self._hbm  # Adam's reads and writes, bytes
         total = TrainTime(
-            compute=optimizer_steps * count * compute,
-            tensor_parallel=optimizer_steps * count * tensor,
-            expert_parallel=optimizer_steps * count * expert,
-            pipeline=optimizer_steps * (count * between + bubble * count),
-            data_parallel=optimizer_steps * data,
-            optimizer=optimizer_steps * (update_s + k.step_s),
+            compute=count * compute,
+            tensor_parallel=count * tensor,
+            expert_parallel=count * expert,
+            pipeline=count * between + bubble * count,
+            data_parallel=data,
+            optimizer=update_s + k.step_s,
             tflops=0.0,
         )
         flops = 3 * workload.tokens * flops_per_token(self.spec, length) / (t.tp * t.cp * t.pp * t.dp)
@@ -80,17 +79,16 @@ class TrainModel:
     def _hbm(self) -> float:
         return self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
 
-    def _rows(self, workload: Workload, optimizer_steps: int) -> float:
+    def _rows(self, workload: Workload) -> float:
         """Tokens of a microbatch: whole sequences within the budget, no more than a rank has."""
         length = workload.tokens_per_sequence
         whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
-        return min(whole, max(length, workload.tokens / optimizer_steps / self.trainer.dp))
+        return min(whole, max(length, workload.tokens / self.trainer.dp))
 
     def _rate(self, rows: float, columns: float) -> float:
         """FLOP/s of a product of so many rows and columns."""
         k = self.constants
-        peak = self.cluster.gpu.flops(self.precision) * (k.fp8_gemm_gain if self.precision == "fp8" else 1.0)
-        return peak * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
+        return self.cluster.gpu.bf16_flops * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
 
     def _layer_s(self, rows: float, length: float) -> float:
         """One forward pass of one layer, the mean over dense layers and layers of experts."""

@@ -151,3 +151,18 @@ def test_planning_imports_no_torch() -> None:
         "heavy = {'torch', 'megatron', 'sglang', 'transformers', 'matplotlib', 'scipy'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", ["405b_aipo", "qwen3_30b_a3b_aipo", "quickstart"])
+def test_the_optimum_of_section_7_stands_beside_what_the_search_finds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"configs/{name}.yaml"
+    plain, facts = plan(capsys, path), plan(capsys, path, "--theory")
+    theory = facts.pop("theory")
+    assert facts == plain, "the plan is the config's own"
+    assert theory["search"]["theta"] == plan(capsys, path, "--search")["search"]["theta"]
+    closed_form, synchronous = theory["closed_form"], theory["synchronous"]
+    assert theory["speedup_bound"] == pytest.approx(synchronous["step_s"] / closed_form["step_s"]) and theory["speedup_bound"] > 1
+    assert closed_form["step_s"] < theory["search"]["step_s"], "which knows of whole GPUs, and of communication"
+    assert cli.main(["plan", path, "--theory"]) == 0
+    out = capsys.readouterr().out
+    assert f"at least x{theory['speedup_bound']:.2f} as fast (theorem 7.5)" in out and max(map(len, out.splitlines())) <= 140

@@ -1,4 +1,4 @@
-"""The planner against published rows: `python -m megarl.planner.validation` prints the tables of docs/planner.md.
+"""The planner against published rows: `python tests/tools/planner_validation.py` prints the tables of docs/planner.md.
 
 Constants are fitted on rows 1, 3, 5, … of each table; rows 2, 4, 6, … are predicted with them. `--fit` fits anew and prints the
 constants. Least squares on log(predicted / measured), with a pull on every constant towards its first guess: nine rows do
@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from megarl.planner.constants import CONSTANTS, FITTED, Constants
-from megarl.planner.published import ASSUMED, TABLES, Row
+from planner_published import ASSUMED, FIT, FITTED, TABLES, Fit, Row
 
 # First guesses, made before any row was looked at, and the factor (one standard deviation) by which each may well be wrong.
 GUESSES = {
@@ -42,7 +40,7 @@ class Result:
         return self.predicted_s / self.row.measured_s - 1
 
 
-def results(constants: Constants = CONSTANTS) -> list[list[Result]]:
+def results(constants: Fit = FIT) -> list[list[Result]]:
     """Every row of every table. LlamaRL's are scaled by one factor, the geometric mean over its fitted rows: only ratios count."""
     found = []
     for table in TABLES:
@@ -52,7 +50,7 @@ def results(constants: Constants = CONSTANTS) -> list[list[Result]]:
     return found
 
 
-def fit(rounds: int = 12, start: Constants | None = None) -> Constants:
+def fit(rounds: int = 12, start: Fit | None = None) -> Fit:
     """Gauss-Newton in the logarithms of the constants; reads rows that are not held out and no others. `start`: else the guesses."""
     guess = np.log([GUESSES[name][0] for name in FITTED])
     width = np.log([GUESSES[name][1] for name in FITTED])
@@ -66,8 +64,8 @@ def fit(rounds: int = 12, start: Constants | None = None) -> Constants:
     return _constants(at)
 
 
-def _constants(logarithms: np.ndarray) -> Constants:
-    return replace(CONSTANTS, **dict(zip(FITTED, np.exp(logarithms).tolist())))
+def _constants(logarithms: np.ndarray) -> Fit:
+    return replace(FIT, **dict(zip(FITTED, np.exp(logarithms).tolist())))
 
 
 def _residuals(logarithms: np.ndarray) -> np.ndarray:
@@ -115,7 +113,7 @@ def render(found: list[list[Result]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m megarl.planner.validation", description=__doc__)
+    parser = argparse.ArgumentParser("tests/tools/planner_validation.py", description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the constants anew and print them")
     if parser.parse_args().fit:
         constants = fit()
