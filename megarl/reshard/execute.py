@@ -1,4 +1,4 @@
-"""One copy of a reshard map, carried out on tensors that lie in one address space."""
+"""What the copies of a reshard map put into their destinations: values, cast or quantised."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A row says: this box of shard t of a destination kind comes from that box of shard s of a source kind. It holds for every
 layer and for every replica on both sides, so the number of rows depends on tensor and expert parallelism alone, not on layers,
-experts or replicas. Which replica sends to which is a closed form (`Row.candidate`), evaluated only when a rank's own list, or a
+experts or replicas. Which replica sends to which is worked out (`turns.Turns.service`) only when a rank's own list, or a
 total, is written out.
 """
 

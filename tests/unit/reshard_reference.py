@@ -1,7 +1,6 @@
 """What each side must hold, by plain slicing of the full HF tensors: an independent reference for the reshard tests.
 
-Nothing here uses boxes, pieces or layouts. A family is a function from a random draw to a small spec (FAMILIES), and its tensors
-here below by name, side by side with what `megarl.models` states.
+Nothing here uses boxes, pieces or layouts. A family's tensors stand here by name, side by side with what `megarl.models` states.
 """
 
 from __future__ import annotations
