@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 _LONGEST_S = 2_000_000
 
 
@@ -38,7 +37,8 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
 
 def seconds(least: float = 0) -> Limit:
     """Of a wait: above 0, or at least `least`, and no longer than the system calls take that wait: 2**31 milliseconds."""
-    return Limit(f"{f'at least {least}' if least else 'above 0'}, at most {_LONGEST_S}", lambda value: value >= least and 0 < value <= _LONGEST_S)
+    lowest = f"at least {least}" if least else "above 0"
+    return Limit(f"{lowest}, at most {_LONGEST_S}", lambda value: value >= least and 0 < value <= _LONGEST_S)
 
 
 def each(limit: Limit) -> Limit:

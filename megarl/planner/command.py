@@ -45,12 +45,12 @@ def run(
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
-        facts |= {"search": report.search_details(found)} if searching else {}
+        facts |= {"search": report.search_details(found)} if searching and found else {}
         print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
         return
     _print_roles(plan, facts)
     print(*report.render(estimated, baseline, cures), sep="\n")
-    if searching:
+    if searching and found:
         print(*report.render_search(found, budget, asked, config_path), sep="\n")
     if optima:
         print(*report.render_theory(optima, budget), sep="\n")
