@@ -102,10 +102,12 @@ def _launch(values: torch.Tensor, codes: torch.Tensor | None, scales: torch.Tens
     source = _three_dims(values.detach().to(torch.bfloat16).view(torch.int16))
     scales = _three_dims(scales)
     lead, down, across = scales.shape
+    _, rows, cols = source.shape
+    strides = *source.stride(), *scales.stride()
     _tile_kernel[(down * across, lead)](
-        source, source if codes is None else codes, scales, *source.shape[1:], row_start % rule.rows, col_start % rule.cols,
-        *source.stride(), *scales.stride(), across,
-        AMAX=codes is None, TILE_ROWS=rule.rows, TILE_COLS=rule.cols, INTERPRETED=triton.knobs.runtime.interpret, num_warps=8,
+        source, source if codes is None else codes, scales, rows, cols, row_start % rule.rows, col_start % rule.cols, *strides,
+        tiles_across=across, AMAX=codes is None, TILE_ROWS=rule.rows, TILE_COLS=rule.cols, INTERPRETED=triton.knobs.runtime.interpret,
+        num_warps=8,
     )  # fmt: skip
 
 

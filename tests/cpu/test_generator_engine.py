@@ -50,9 +50,10 @@ def engine(checkpoints, tmp_path_factory):
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     key = RunKey.generate()
-    key.save(tmp_path_factory.mktemp("key") / "key")
+    key_file = tmp_path_factory.mktemp("key") / "key"
+    key.save(key_file)
     hub = Hub("generator.0", key)
-    hub.key_file = str(next(tmp_path_factory.getbasetemp().glob("key*/key")))
+    hub.key_file = str(key_file)
     yield hub
     hub.close()
 
