@@ -45,11 +45,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         """This box, which lies in `origin`, as seen when origin's first element is moved to target's."""
         return Box(tuple([s - a + b for s, a, b in zip(self.start, origin.start, target.start)]), self.shape)
 
-    def lift(self, dims: int) -> Box:
-        """The same box with leading dims of one element, so that it has `dims` dims."""
-        missing = dims - len(self.start)
-        return self if missing <= 0 else Box((0,) * missing + self.start, (1,) * missing + self.shape)
-
     def drop(self) -> Box:
         """The same box without its first dim."""
         return Box(self.start[1:], self.shape[1:])

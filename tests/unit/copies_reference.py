@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from megarl.reshard.box import Box
 from megarl.reshard.execute import AmaxTable, payload
 from megarl.reshard.kinds import Layout, LocalTensor, Piece
 from megarl.reshard.map import Copy
@@ -64,11 +65,16 @@ def _lifted(write: _Write) -> _Write:
     if len(write.tensor.shape) == dims and (write.held is None or len(write.held.shape) == dims):
         return write
     held = None if write.held is None else _lift(write.held, dims)
-    origin = None if write.origin is None else write.origin.lift(dims)
+    origin = None if write.origin is None else _lifted_box(write.origin, dims)
     extents = {name: (1,) * (dims - len(shape)) + shape for name, shape in write.extents.items()}
-    return replace(write, tensor=_lift(write.tensor, dims), box=write.box.lift(dims), held=held, origin=origin, extents=extents)
+    return replace(write, tensor=_lift(write.tensor, dims), box=_lifted_box(write.box, dims), held=held, origin=origin, extents=extents)
 
 
 def _lift(tensor: LocalTensor, dims: int) -> LocalTensor:
-    pieces = tuple(Piece(p.local.lift(dims), p.logical_name, p.logical.lift(dims)) for p in tensor.pieces)
+    pieces = tuple(Piece(_lifted_box(p.local, dims), p.logical_name, _lifted_box(p.logical, dims)) for p in tensor.pieces)
     return replace(tensor, shape=(1,) * (dims - len(tensor.shape)) + tensor.shape, pieces=pieces)
+
+
+def _lifted_box(box: Box, dims: int) -> Box:
+    missing = dims - len(box.start)
+    return Box((0,) * missing + box.start, (1,) * missing + box.shape)
