@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from megarl.reshard.quantise_rules import Rule
+    from megarl.kernels.quantise_rules import Rule
 
 __all__ = ["quantise_with", "tile_amax", "vocab_parallel_entropy", "vocab_parallel_logprobs"]
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Codes of a box, given the scales of the tiles it touches: the second pass. As `megarl.reshard.quantise.quantise_with`."""
+    """Codes of a box, given the scales of the tiles it touches: the second pass. As `megarl.kernels.quantise.quantise_with`."""
     return _quantise(values, rule).quantise_with(values, row_start, col_start, scales, rule)
 
 
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
-    """Largest |x| of each tile a box touches, float32: the first pass. As `megarl.reshard.quantise.tile_amax`."""
+    """Largest |x| of each tile a box touches, float32: the first pass. As `megarl.kernels.quantise.tile_amax`."""
     return _quantise(values, rule).tile_amax(values, row_start, col_start, rule, name)
 
 
@@ -65,7 +65,7 @@ def _quantise(values: torch.Tensor, rule: Rule):
         from megarl.kernels import quantise_triton
 
         return quantise_triton
-    from megarl.reshard import quantise
+    from megarl.kernels import quantise
 
     return quantise
 

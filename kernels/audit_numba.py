@@ -1,4 +1,4 @@
-"""The audit hash compiled for the CPU, equal to megarl/reshard/audit.py bit for bit: one loop that reads memory once."""
+"""The audit hash compiled for the CPU, equal to kernels/audit.py bit for bit: one loop that reads memory once."""
 
 from __future__ import annotations
 

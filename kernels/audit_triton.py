@@ -1,4 +1,4 @@
-"""The audit hash in Triton, equal to megarl/reshard/audit.py bit for bit: sums of 64-bit products that wrap do not depend on order.
+"""The audit hash in Triton, equal to kernels/audit.py bit for bit: sums of 64-bit products that wrap do not depend on order.
 
 One program takes a strip of columns and some rows of it, and keeps one running sum per column and row of a block:
 `sum over its rows of mix(bits) * a(row)`, multiplied by b(word) once at its end. Memory is read once, by whole words where the box
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.reshard import audit
+from megarl.kernels import audit
 
 BLOCK_ROWS, BLOCK_COLS = 16, 512
 STEPS = 8  # blocks of rows per program
@@ -39,7 +39,7 @@ def _hash_kernel(
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
-    """See megarl.reshard.audit.hash_box."""
+    """See megarl.kernels.audit.hash_box."""
     return int(hash_sum(values, row_start, col_start).item()) & audit.MASK
 
 

@@ -1,4 +1,4 @@
-"""Block quantisation in Triton, equal to megarl/reshard/quantise.py bit for bit, on the GPU and under Triton's interpreter.
+"""Block quantisation in Triton, equal to kernels/quantise.py bit for bit, on the GPU and under Triton's interpreter.
 
 One program takes one tile: it finds its amax, or writes its codes by a given scale. Everything that
 rounds is spelled out: division is correctly rounded (Triton's `/` is not), and the cast to e4m3 is done in integers (the interpreter's
@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.reshard.box import Box
-from megarl.reshard.quantise import FP8, require_finite
-from megarl.reshard.quantise_rules import Rule
+from megarl.box import Box
+from megarl.kernels.quantise import FP8, require_finite
+from megarl.kernels.quantise_rules import Rule
 
 
 @triton.jit

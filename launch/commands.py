@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.channels.ledger import Ledger
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.files import write_whole
@@ -27,6 +26,7 @@ from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import checkpoint_path, remove_leftovers
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import begin_with, needs_reference
+from megarl.rollouts.ledger import Ledger
 from megarl.trainer.hf_files import fingerprint
 
 

@@ -13,9 +13,9 @@ from megarl.launch.meeting import NodeReport
 from megarl.launch.node import LOOPBACK, interface_with
 from megarl.launch.placement import NodePlan
 from megarl.launch.processes import ProcessSpec
-from megarl.launch.rendezvous import Rendezvous
 from megarl.launch.start import NodePart
 from megarl.launch.worker import PARENT
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 
 _MOST_NODES = 4096

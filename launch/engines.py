@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.generator.beats import BEATS
 from megarl.launch.ports import taken
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
+from megarl.weight_sync.engine.beats import BEATS
 
 LOOK_UP_S = 1.0
 STILL_S = 5.0  # between two polls, which are mostly 0.1 s apart

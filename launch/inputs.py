@@ -8,9 +8,9 @@ from pathlib import Path
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
 from megarl.data.check import Checked, check_data
-from megarl.environments.loading import check_rollout
 from megarl.launch.room import check_room
 from megarl.plan.resolve import RunPlan
+from megarl.rollouts.environments.loading import check_rollout
 from megarl.trainer.hf_files import check_checkpoint, check_config
 
 COMMANDS = {"train": "train", "dry-run": "train", "sft": "sft", "eval": "eval"}  # and as which one each reads its inputs
@@ -48,6 +48,6 @@ def check_weights(plan: RunPlan) -> None:
 
 def check_weights_transport(setting: str, at_hand: bool = False) -> None:
     """Raises ConfigError where it cannot work on this host, or, `at_hand`, where there is none of that name."""
-    from megarl.transports.choice import check_transport, kind_of  # not at the top: it imports torch
+    from megarl.weight_sync.transports.choice import check_transport, kind_of  # not at the top: it imports torch
 
     kind_of(setting) if at_hand else check_transport(setting)

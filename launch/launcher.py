@@ -24,13 +24,13 @@ from megarl.launch.placement import NodePlan, place, slots_per_node
 from megarl.launch.ports import taken
 from megarl.launch.preflight import disagreements, host_name, infiniband_ports, problems_here, versions
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
-from megarl.launch.rendezvous import Rendezvous, free_ports
 from megarl.launch.resuming import Resume
 from megarl.launch.scratch import scratch_folder
 from megarl.launch.start import NodePart
 from megarl.launch.stopping import StopOrder, Stopped
 from megarl.launch.watch import RunWatch, termination_as_exit
 from megarl.messaging.link import RunKey
+from megarl.messaging.rendezvous import Rendezvous, free_ports
 from megarl.plan.resolve import RunPlan
 
 

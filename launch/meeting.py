@@ -26,7 +26,7 @@ import msgspec
 
 from megarl.config.errors import ConfigError
 from megarl.launch.node import Node
-from megarl.launch.rendezvous import Rendezvous, rendezvous_path
+from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 
 POLL_S = 0.1
 LOOK_S = 0.5

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.channels.ledger import Ledger
 from megarl.config.errors import ConfigError
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
+from megarl.rollouts.ledger import Ledger
 from megarl.trainer.checkpoint_index import CheckpointError, check_checkpoint_files
 
 _LINKED_AGAIN = 5  # times, while a run prunes

@@ -15,7 +15,7 @@ from megarl.config.load import load_config
 from megarl.controller import Controller
 from megarl.files import write_whole
 from megarl.launch.binding import gpus
-from megarl.launch.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.weights import find_weights
 from megarl.protocols import Channel, Executor
@@ -23,19 +23,19 @@ from megarl.protocols import Channel, Executor
 
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
     """One trainer rank of a run."""
-    from megarl.channels.stopping import StopRequest
+    from megarl.messaging.stopping import StopRequest
 
     stop = StopRequest()
     stop.listen()
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     prepare_megatron(plan)
-    from megarl.channels.buffer import RolloutBuffer
-    from megarl.channels.ledger import Ledger
-    from megarl.channels.rollouts import RolloutsReceiver
-    from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
     from megarl.messaging.link import Peer
+    from megarl.rollouts.buffer import RolloutBuffer
+    from megarl.rollouts.channel import RolloutsReceiver
+    from megarl.rollouts.ledger import Ledger
     from megarl.trainer.deadlines import naming_peers
+    from megarl.weight_sync.sender import WeightsSender
 
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
@@ -49,12 +49,12 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
 def train_on_generator(rank: int, launch_dir: Path) -> None:
     """The generator executor of a run. When a run is stopped it goes on while trainer ranks need it, and is then ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from megarl.channels.rollouts import RolloutsSender
-    from megarl.channels.weights_receiver import InitialWeights, WeightsReceiver
     from megarl.executors.generator import GeneratorExecutor
     from megarl.messaging.link import Hub
     from megarl.reshard.layout import trainer_layout
+    from megarl.rollouts.channel import RolloutsSender
     from megarl.trainer.norm_names import norm_names
+    from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)

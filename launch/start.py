@@ -7,15 +7,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.generator.beats import BEATS
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.environment import engine_devices, network, one_thread, scratch, trainer_environment, weight_group
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
-from megarl.launch.rendezvous import Rendezvous
 from megarl.launch.worker import PARENT
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
+from megarl.weight_sync.engine.beats import BEATS
 
 
 @dataclass(frozen=True)

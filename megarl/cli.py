@@ -231,7 +231,7 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.planner.command import run
+    from megarl.estimate.command import run
 
     run(
         plan,
@@ -245,9 +245,9 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.planner.hardware import Cluster
-    from megarl.planner.roles import gpus, layouts, sizes
-    from megarl.planner.sync_time import link_bytes_per_s
+    from megarl.estimate.hardware import Cluster
+    from megarl.estimate.roles import gpus, layouts, sizes
+    from megarl.estimate.sync_time import link_bytes_per_s
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
     from megarl.reshard.relays import foreseen

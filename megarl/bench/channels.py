@@ -28,10 +28,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megarl.channels.buffer import RolloutBuffer
-from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import GroupReady
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
 from megarl.types import Batch, Group, Prompt, Sample
 
 BUFFERED = (1_000, 10_000, 100_000)  # samples

@@ -12,13 +12,13 @@ import msgspec
 import torch
 
 from megarl.bench.fault_orders import DIE, FLIP, GARBLE, KILL_ENGINE, ORDERS, taken, tool
-from megarl.environments.base import RolloutContext, ToolError
-from megarl.environments.single_turn import single_turn
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Peer
 from megarl.reshard.map import Copy
-from megarl.transports.shared_memory import SharedMemoryTransport
+from megarl.rollouts.environments.base import RolloutContext, ToolError
+from megarl.rollouts.environments.single_turn import single_turn
 from megarl.types import Prompt, Sample
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # in what the flipping rank writes of it
 REWARD_S = 1.0  # so that steps leave engines that start again some of the machine's time

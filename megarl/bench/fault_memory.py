@@ -13,7 +13,7 @@ import psutil
 from megarl.bench.fault_run import ENGINES, FaultRun
 from megarl.models import ModelSpec, load_spec
 
-WEIGHTS = "memfd:megarl-weights"  # the file that holds an engine's parameters (transports/shared_memory.py)
+WEIGHTS = "memfd:megarl-weights"  # the file that holds an engine's parameters (megarl/weight_sync/transports/shared_memory.py)
 POSITION = 3  # the row of the rotary cache that is looked for
 
 

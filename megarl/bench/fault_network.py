@@ -16,9 +16,9 @@ import zmq
 from megarl.bench import fault_orders
 from megarl.bench.fault_hooks import OfAnotherVersion
 from megarl.bench.fault_run import ENGINES, STARTED_S, FaultRun, carried_out
-from megarl.launch.rendezvous import Rendezvous
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WeightsOffer
+from megarl.messaging.rendezvous import Rendezvous
 
 NEW_PEER = "trainer.7"
 

@@ -18,8 +18,8 @@ from random import Random
 import psutil
 
 from megarl.bench.fault_orders import ORDERS, order
-from megarl.channels.ledger import Ledger
 from megarl.plan.checkpoints import complete_checkpoints
+from megarl.rollouts.ledger import Ledger
 
 ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
 RUN_DIR = "run"  # in the campaign's folder

@@ -71,9 +71,8 @@ def quantisers(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any] | 
     """(name, what to run or None, note)."""
     import torch
 
-    from megarl.kernels import quantise_triton
-    from megarl.reshard import quantise
-    from megarl.reshard.quantise_rules import BLOCK
+    from megarl.kernels import quantise, quantise_triton
+    from megarl.kernels.quantise_rules import BLOCK
 
     wanted = quantise.quantise(weight, BLOCK, "weight")
     yield "quantise by given scales", lambda: quantise_triton.quantise_with(weight, 0, 0, wanted[1], BLOCK), ""

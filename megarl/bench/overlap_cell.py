@@ -16,16 +16,10 @@ from typing import Any
 import torch
 
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
-from megarl.channels.buffer import RolloutBuffer
-from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
-from megarl.channels.weights_receiver import InitialWeights, Taken, WeightsReceiver
-from megarl.channels.weights_sender import SyncReport, WeightsSender
-from megarl.channels.writes import Writes
 from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
 from megarl.controller import Controller
 from megarl.executors.generator import GeneratorExecutor
 from megarl.executors.step_times import step_times
-from megarl.executors.stream import RolloutStream
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
@@ -36,8 +30,14 @@ from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import Weights
 from megarl.reshard.layout import trainer_layout
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
+from megarl.rollouts.stream import RolloutStream
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.types import Batch, Group, Ordinal, Prompt, Sample, Version
+from megarl.weight_sync.receiver import InitialWeights, Taken, WeightsReceiver
+from megarl.weight_sync.sender import SyncReport, WeightsSender
+from megarl.weight_sync.writes import Writes
 
 SPEC = {  # of no consequence: the channels ask for the map of some model
     "architectures": ["LlamaForCausalLM"],

@@ -38,9 +38,9 @@ from megarl.config.errors import ConfigError
 from megarl.files import log_tail
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import hf_layout
-from megarl.transports import mooncake
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.transports.choice import mooncake_protocol, this_host
+from megarl.weight_sync.transports import mooncake
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.transports.choice import mooncake_protocol, this_host
 
 TRAINER_TP, ENGINE_TP = 2, 1
 MODELS = {  # a random Llama: hidden, ffn, layers, heads, kv heads, vocabulary

@@ -8,7 +8,7 @@ import torch
 
 from megarl.bench.sync_media import join_gloo
 from megarl.reshard.kinds import Layout
-from megarl.transports.two_sided import as_bytes
+from megarl.weight_sync.transports.two_sided import as_bytes
 
 
 class Gather:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megarl.messaging.stores import connect_store
-from megarl.transports import gloo, mooncake
-from megarl.transports.choice import mooncake_protocol, this_host
+from megarl.weight_sync.transports import gloo, mooncake
+from megarl.weight_sync.transports.choice import mooncake_protocol, this_host
 
 BLOCK_BYTES = 128 << 20  # larger than any cache
 CHUNK_BYTES = 16 << 20  # of gloo: the longer, the less time of a core

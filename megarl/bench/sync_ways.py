@@ -19,17 +19,17 @@ import torch
 
 from megarl.bench.sync_media import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES
 from megarl.bench.sync_ranks import Ranks, build_map
-from megarl.generator import commands, memory, workers
-from megarl.generator.audit import compare
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.sglang_updates import FLATTENED, GROUP
-from megarl.generator.update import WeightUpdate
 from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.stores import open_store
 from megarl.reshard.kinds import ITEM_BYTES
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
-from megarl.transports.shared_memory import view_at
+from megarl.weight_sync import commands, memory, workers
+from megarl.weight_sync.audit import compare
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
+from megarl.weight_sync.transports.shared_memory import view_at
+from megarl.weight_sync.update import WeightUpdate
 
 TIMEOUT_S = 300.0
 AUDITED = " audited"  # ends the name of a direct way that hashes on both sides

@@ -15,10 +15,10 @@ from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.executors.rollout import Rollout, eval_sampling, open_fleet, open_rollout
-from megarl.launch.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.failures import failure_metrics, too_many_failures
+from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rollout
 from megarl.trainer.hf_files import check_finite
 from megarl.types import Group, Prompt, Sample
 

@@ -11,24 +11,24 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megarl.channels.admission import Admission, run_ahead
-from megarl.channels.rollouts import RolloutsSender
 from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.executors.background import Background
 from megarl.executors.engine_statuses import show_engines
 from megarl.executors.evaluate import evaluate_sets
-from megarl.executors.rollout import open_fleet, open_rollout, train_sampling
-from megarl.executors.stream import RolloutStream
 from megarl.generator.fleet import Fleet
 from megarl.generator.returns import watch_returns
-from megarl.launch.rendezvous import Rendezvous
+from megarl.messaging.background import Background
 from megarl.messaging.messages import ProbeReady
 from megarl.messaging.pulse import Pulse
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.evaluations import write_result
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
+from megarl.rollouts.admission import Admission, run_ahead
+from megarl.rollouts.channel import RolloutsSender
+from megarl.rollouts.rollout import open_fleet, open_rollout, train_sampling
+from megarl.rollouts.stream import RolloutStream
 from megarl.types import Group, Ordinal, Version
 
 T = TypeVar("T")

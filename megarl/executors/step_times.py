@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.channels.weights_sender import SyncReport
 from megarl.types import Batch
+from megarl.weight_sync.sender import SyncReport
 
 
 def step_times(batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport, pause_s: float) -> dict[str, float]:

@@ -12,13 +12,11 @@ import torch
 
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
-from megarl.channels.ledger import LEDGER_FILE, Ledger
-from megarl.channels.weights_sender import SyncReport
 from megarl.config.errors import RunError
 from megarl.executors.export import load_checkpoint
 from megarl.executors.step_times import step_times
-from megarl.launch.rendezvous import Rendezvous
 from megarl.messaging.messages import ProbeReady, WeightsApplied
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.evaluations import NewEvaluations, forget_after
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, probe_limit, told_differences, too_far
@@ -29,10 +27,12 @@ from megarl.plan.checkpoints import checkpoint_path, make_room, prune_checkpoint
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.rewards.failures import too_many_failures
+from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 from megarl.types import Batch, TrainSequence, Version
+from megarl.weight_sync.sender import SyncReport
 
 
 @dataclass

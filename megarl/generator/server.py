@@ -25,7 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, quantization, sockets
 from megarl.generator.children import GRACE_S, Children
 
-LOADER = "megarl.generator.worker_loader.run_command"
+LOADER = "megarl.weight_sync.engine.loader.run_command"
 _MOE_RUNNER = "triton"  # SGLang's choice on Hopper; on Blackwell it would take one that holds up before gate
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.box import Box
+from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
-from megarl.reshard.box import Box
 from megarl.reshard.kinds import Kind
 from megarl.reshard.lists import tile_space
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.scales import of_whole_tensor
 from megarl.reshard.template import QUANTISE, Holder, stripes_of
 

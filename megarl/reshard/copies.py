@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from megarl.reshard.box import Box
+from megarl.box import Box
+from megarl.kernels.quantise_rules import Rule
 from megarl.reshard.kinds import ITEM_BYTES
-from megarl.reshard.quantise_rules import Rule
 
 
 class Quantisation(Struct, frozen=True, gc=False):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from megarl.reshard.box import Box
+from megarl.box import Box
 from megarl.reshard.map import Copy
 from megarl.reshard.rows import IDENTITY, QUANTISE, SCALE, ZEROS
 
@@ -44,7 +44,7 @@ class AmaxTable:
 
     def amax(self, tiles_of: str, tiles: Box) -> torch.Tensor:
         """Raises ValueError when a share of these tiles is not known."""
-        from megarl.reshard.quantise import merge_amax
+        from megarl.kernels.quantise import merge_amax
 
         if tiles_of not in self._known:
             raise ValueError(f"no amax of {tiles_of} was measured")
@@ -99,7 +99,7 @@ def payload(copy: Copy, source_tensor: torch.Tensor | None, amax: AmaxTable | No
 
 def _quantised(copy: Copy, values: torch.Tensor, amax: AmaxTable | None) -> torch.Tensor:
     from megarl import kernels
-    from megarl.reshard.quantise import scales_of
+    from megarl.kernels.quantise import scales_of
 
     how = copy.quantisation
     if how is None or (how.cut and amax is None):

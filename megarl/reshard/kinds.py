@@ -15,9 +15,9 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
+from megarl.box import Box
+from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, FIRST, LAYER, LAYER_FIELD, Layers
-from megarl.reshard.box import Box
-from megarl.reshard.quantise_rules import Rule
 
 Seats = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of all that a rank holds, by kind and shard
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from megarl.config.errors import ConfigError
+from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 from megarl.models.parameters import FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, indivisible, whole
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor, Piece
-from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 from megarl.reshard.scales import with_scales
 from megarl.reshard.shards import flat_shards, local_tensor
 from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology

@@ -12,11 +12,11 @@ from itertools import chain
 
 import numpy as np
 
+from megarl.box import Box
+from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
-from megarl.reshard.box import Box
 from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.kinds import Kind, Layout, LocalTensor, Seats
-from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import ZEROS, Holder, Row
 from megarl.reshard.scales import of_whole_tensor
 from megarl.reshard.turns import Turns

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.box import Box
+from megarl.box import Box
+from megarl.kernels.quantise_rules import Rule
 from megarl.reshard.kinds import Layout, LocalTensor, Piece
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof_senders import ProofError, check_senders
-from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.rows import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Row
 from megarl.reshard.scales import of_whole_tensor, scale_name
 

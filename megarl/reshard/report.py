@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.box import Box
 from megarl.config.errors import ConfigError
 from megarl.reshard.balance import sender_bound
-from megarl.reshard.box import Box
 from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from megarl.reshard.box import whole_box
+from megarl.box import whole_box
 from megarl.reshard.kinds import Kind, Layout, Piece
 from megarl.reshard.scale_rows import scale_rows, with_cuts
 from megarl.reshard.template import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Holder, Row, SortedStripes, stripes_of

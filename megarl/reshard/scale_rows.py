@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from megarl.reshard.box import Box
+from megarl.box import Box
+from megarl.kernels.quantise_rules import Rule
 from megarl.reshard.kinds import Kind, Layout, Piece
-from megarl.reshard.quantise_rules import Rule
 from megarl.reshard.scales import of_whole_tensor
 from megarl.reshard.template import SCALE, Holder, Row
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megarl.box import Box
 from megarl.config.errors import ConfigError
+from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import LogicalTensor
-from megarl.reshard.box import Box
 from megarl.reshard.kinds import Kind, LocalTensor, Piece
-from megarl.reshard.quantise_rules import Rule
 
 SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
 

@@ -16,8 +16,8 @@ from operator import itemgetter
 import numpy as np
 from msgspec import Struct
 
+from megarl.box import Box
 from megarl.models.parameters import LAYER
-from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES, Kind
 from megarl.reshard.lists import put_received, put_sent
 from megarl.reshard.map import Copy, ReshardMap

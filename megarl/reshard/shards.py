@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from megarl.box import Box, whole_box
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LogicalTensor, Parameter
-from megarl.reshard.box import Box, whole_box
 from megarl.reshard.kinds import Kind, LocalTensor, Piece
 
 

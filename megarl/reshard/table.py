@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from megarl.box import Box
 from megarl.models.parameters import LAYER_FIELD
 from megarl.reshard.balance import sender_bound
-from megarl.reshard.box import Box
 from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.kinds import ITEM_BYTES, Kind
 from megarl.reshard.map import ReshardMap

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from megarl.box import Box
 from megarl.models.parameters import Layers
-from megarl.reshard.box import Box
 from megarl.reshard.kinds import Layout
 
 IDENTITY, CAST, ZEROS, QUANTISE, SCALE = "identity", "cast", "zeros", "quantise", "scale"

@@ -10,8 +10,8 @@ from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards.pool import mistake
 from megarl.rewards.score import Score, ScoreRequest, arguments_of, score_of
+from megarl.sandbox.mistakes import own_line
 from megarl.types import Failure
-from megarl.workers.mistakes import own_line
 
 
 class RewardInLoop:

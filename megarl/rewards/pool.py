@@ -14,8 +14,8 @@ from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards.score import Score, ScoreRequest, arguments_of
 from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
+from megarl.sandbox.pool import CallFailed, WorkerPool
 from megarl.types import Failure
-from megarl.workers.pool import CallFailed, WorkerPool
 
 OF_VERIFIERS = ("response", "answer")
 

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from megarl.rewards.score import Score, score_of
-from megarl.workers import process
-from megarl.workers.mistakes import own_line
+from megarl.sandbox import process
+from megarl.sandbox.mistakes import own_line
 
 # Equal pairs that make SymPy load what it loads late, before the clock runs and side effects are forbidden.
 _WARM_UP = {

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.reshard.audit import BITS
+from megarl.kernels.audit import BITS
 from megarl.trainer import checkpoint_state as held
 from megarl.trainer.checkpoint_index import FORMAT, CheckpointError, Index, small_file, unusable
 from megarl.trainer.checkpoint_tensors import merged, read_box, read_boxes, tensor_file, write_boxes

@@ -1,7 +1,7 @@
 """What a checkpoint folder holds, by which its files can be told whole from damaged. No torch: the launcher asks too.
 
 `index.msgpack` is written last. It lists every other file with its size; of the small ones it has a digest, and of those with tensors it
-says which box of which tensor lies where, with that box's share in the tensor's hash (megarl/reshard/audit.py). It begins with a digest
+says which box of which tensor lies where, with that box's share in the tensor's hash (kernels/audit.py). It begins with a digest
 of itself. So every byte of a checkpoint is accounted for.
 """
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
-from megarl.reshard.box import Box, whole_box
+from megarl.box import Box, whole_box
 from megarl.reshard.kinds import LocalTensor, Piece
 from megarl.reshard.layout import hf_layout
 from megarl.reshard.shards import flat_boxes

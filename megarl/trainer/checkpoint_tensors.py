@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.reshard.audit import hash_slice
-from megarl.reshard.box import Box
+from megarl.box import Box
+from megarl.kernels.audit import hash_slice
 from megarl.trainer.checkpoint_index import Index, StoredBox, StoredFile, StoredTensor, unusable
 
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}

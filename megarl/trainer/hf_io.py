@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from megarl.box import Box
 from megarl.config.errors import ConfigError
 from megarl.models.spec import ModelSpec
 from megarl.plan.weights import WARM_START
-from megarl.reshard.box import Box
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
 from megarl.trainer.folders import together, written_together

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.reshard.map import Copy
-from megarl.transports.shared_memory import SharedMemoryTransport
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 TENSOR = "model.layers.1.mlp.gate_up_proj.weight"
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from megarl.reshard.map import Copy
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.transports.gloo import GlooTransport
-from megarl.transports.mooncake import MooncakeTransport
-from megarl.transports.shared_memory import SharedMemoryTransport
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.transports.gloo import GlooTransport
+from megarl.weight_sync.transports.mooncake import MooncakeTransport
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 FIRST_WRITES = 5  # of a rank; then comes what is to happen
 

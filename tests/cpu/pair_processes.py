@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from remote_object import RemoteObject
 
-from megarl.generator import commands
 from megarl.messaging.host import Host
 from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, trainer_layout
@@ -19,8 +18,9 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
 from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.transports.base import Endpoint, send, shapes_of
-from megarl.transports.pairwise import PairwiseTransport
+from megarl.weight_sync import commands
+from megarl.weight_sync.transports.base import Endpoint, send, shapes_of
+from megarl.weight_sync.transports.pairwise import PairwiseTransport
 
 SPEC = ModelSpec("llama", 3, 64, 192, 16, 4, 2, 500, 64, False, 1e-6, 1e4)
 TRAINERS, ENGINES = 2, 3
@@ -101,7 +101,7 @@ class EngineWorker:
     """The only worker of an engine, driven by encoded commands as the loader is."""
 
     def __init__(self, rank: int):
-        from megarl.generator.worker_loader import Worker
+        from megarl.weight_sync.engine.loader import Worker
 
         torch.set_num_threads(1)
         self.host = Host()

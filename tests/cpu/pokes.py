@@ -16,8 +16,8 @@ import msgspec
 import torch
 from weights_worker import DEADLINE_S
 
-from megarl.generator import watch
 from megarl.generator.wire import content_of, tensor_payload
+from megarl.weight_sync.engine import watch
 
 LOADER = "pokes.arm"
 FLIP, REPLACE = "flip", "replace"  # a bit where it lies; the tensor, by another with a flipped bit

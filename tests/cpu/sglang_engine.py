@@ -24,7 +24,7 @@ from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion
 from megarl.generator.server import LOADER, EngineKeys, EngineSettings, server_command
-from megarl.launch.rendezvous import free_ports
+from megarl.messaging.rendezvous import free_ports
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
 

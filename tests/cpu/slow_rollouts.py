@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from megarl.environments.base import RolloutContext
-from megarl.environments.single_turn import single_turn
 from megarl.generator.completions import Sampling
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.environments.single_turn import single_turn
 from megarl.types import Prompt, Sample
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from megarl.cli import main
-from megarl.transports import mooncake
+from megarl.weight_sync.transports import mooncake
 
 
 def test_all_ways_are_reported_with_their_ceilings(capfd):

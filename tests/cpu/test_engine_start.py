@@ -18,7 +18,7 @@ from megarl.generator.children import LOOK_S
 from megarl.generator.client import EngineClient
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
-from megarl.launch.rendezvous import free_ports
+from megarl.messaging.rendezvous import free_ports
 
 pytestmark = pytest.mark.timeout(300)
 STARTED_S, ENDED_S = 120, 20

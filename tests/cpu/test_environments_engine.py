@@ -14,12 +14,12 @@ from sglang_engine import hf_logprobs, hf_model, start_engine
 
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.base import RolloutContext
-from megarl.environments.tool_calls import ToolCalls
-from megarl.executors.rollout import CheckedRollout
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.rewards.score import Score, ScoreRequest
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.environments.tool_calls import ToolCalls
+from megarl.rollouts.rollout import CheckedRollout
 from megarl.types import Prompt, Sample
 
 GROUPS, N, RUNNING = 64, 4, 64  # samples at once; how many of them the engine decodes together, which start_engine sets

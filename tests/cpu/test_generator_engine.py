@@ -18,17 +18,17 @@ from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, share
 from sglang_writer import reshard_map
 
 from megarl.data.check import KEPT_BACK
-from megarl.generator.audit import AuditError
 from megarl.generator.client import EngineClient
-from megarl.generator.commands import Arrange
 from megarl.generator.completions import Completion, EngineError, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.memory import open_memory
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.generator.update import WeightUpdate
-from megarl.generator.workers import Workers, check_layout, connect, describe
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.kinds import LayoutError
+from megarl.weight_sync.audit import AuditError
+from megarl.weight_sync.commands import Arrange
+from megarl.weight_sync.memory import open_memory
+from megarl.weight_sync.update import WeightUpdate
+from megarl.weight_sync.workers import Workers, check_layout, connect, describe
 
 PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(7 + i)] for i in range(5)]
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -19,12 +19,12 @@ from weights_rig import mapped
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.memory import open_memory
-from megarl.generator.update import WeightUpdate
-from megarl.generator.workers import Workers, connect
 from megarl.messaging.link import Hub, RunKey
 from megarl.models.routing import RoutingFormat
-from megarl.transports.base import SHARED_MEMORY
+from megarl.weight_sync.memory import open_memory
+from megarl.weight_sync.transports.base import SHARED_MEMORY
+from megarl.weight_sync.update import WeightUpdate
+from megarl.weight_sync.workers import Workers, connect
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,9 +16,9 @@ import trainer_reference  # noqa: F401  makes transformers importable without CU
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.schema import TrainerConfig
+from megarl.estimate.hardware import GPUS
+from megarl.estimate.trainer_memory import stage_memory
 from megarl.models import load_spec
-from megarl.planner.hardware import GPUS
-from megarl.planner.trainer_memory import stage_memory
 from megarl.reshard.layout import parameter_count
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

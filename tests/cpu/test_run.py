@@ -15,9 +15,9 @@ import pytest
 from corrupting_transport import TENSOR
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
 
-from megarl.channels.ledger import Ledger
 from megarl.observe.rollouts import format_group
 from megarl.plan.checkpoints import complete_checkpoints
+from megarl.rollouts.ledger import Ledger
 from megarl.types import Group
 
 pytestmark = pytest.mark.timeout(600)

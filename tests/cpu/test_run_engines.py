@@ -14,7 +14,7 @@ from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, s
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
 from megarl.plan.checkpoints import complete_checkpoints
-from megarl.transports import mooncake
+from megarl.weight_sync.transports import mooncake
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 DEADLINE_S = 240

@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
+from megarl.box import Box
 from megarl.config.errors import ConfigError
-from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
 from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands
-from megarl.transports import mooncake
-from megarl.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor, send, shapes_of
-from megarl.transports.runs import destination_runs, pieces
+from megarl.weight_sync.transports import mooncake
+from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor, send, shapes_of
+from megarl.weight_sync.transports.runs import destination_runs, pieces
 
 try:
     mooncake.open_engine("127.0.0.1", "tcp")

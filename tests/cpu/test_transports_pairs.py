@@ -19,16 +19,16 @@ from remote_object import RemoteObject
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
-from megarl.generator.audit import AuditError, compare
-from megarl.generator.opening import Opened, open_engines
-from megarl.generator.update import WeightUpdate
-from megarl.generator.workers import Workers, connect
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.relays import RelayRule
-from megarl.transports import mooncake
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
+from megarl.weight_sync.audit import AuditError, compare
+from megarl.weight_sync.opening import Opened, open_engines
+from megarl.weight_sync.transports import mooncake
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
+from megarl.weight_sync.update import WeightUpdate
+from megarl.weight_sync.workers import Workers, connect
 
 
 @pytest.fixture(scope="module")

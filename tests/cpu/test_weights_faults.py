@@ -31,21 +31,21 @@ from sglang_engine import make_checkpoint, start_engine
 from weights_rig import Generator, open_generator, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
 
-from megarl.channels.weights_sender import check_held, weights_map
 from megarl.config.errors import ConfigError
-from megarl.generator.audit import AuditError
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.update import VersionError
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import trainer_layout
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.transports.choice import this_host
-from megarl.transports.mooncake import open_engine
 from megarl.types import Version
+from megarl.weight_sync.audit import AuditError
+from megarl.weight_sync.sender import check_held, weights_map
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.transports.choice import this_host
+from megarl.weight_sync.transports.mooncake import open_engine
+from megarl.weight_sync.update import VersionError
 
 try:
     open_engine("127.0.0.1", "tcp")

@@ -24,15 +24,15 @@ from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.config.errors import ConfigError
 from megarl.generator.quantization import server_arguments
-from megarl.generator.workers import Workers, connect, settle_layout
 from megarl.messaging.link import Hub, RunKey
 from megarl.models import llama
 from megarl.models.registry import load_spec
 from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
 from megarl.topology import GeneratorTopology
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.transports.mooncake import open_engine
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.transports.mooncake import open_engine
+from megarl.weight_sync.workers import Workers, connect, settle_layout
 
 try:
     open_engine("127.0.0.1", "tcp")

@@ -26,8 +26,8 @@ from weights_worker import Job, Sync
 from megarl.config.errors import ConfigError
 from megarl.messaging.link import Hub, RunKey
 from megarl.topology import DP_ATTENTION_FAMILIES
-from megarl.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.transports.mooncake import open_engine
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.transports.mooncake import open_engine
 
 try:
     open_engine("127.0.0.1", "tcp")

@@ -22,11 +22,11 @@ from test_weights_fp8 import OF_FAMILY, SHAPE
 from weights_rig import Generator, open_generator, receiver
 from weights_worker import DEADLINE_S, Job, Sync
 
-from megarl.generator.audit import AuditError
 from megarl.generator.completions import EngineError
 from megarl.generator.quantization import server_arguments
 from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.messages import WeightsApplied, WeightsGrant
+from megarl.weight_sync.audit import AuditError
 
 FAMILY, QUANTIZATION = "deepseek_v3", "fp8_block"
 CHANGES = {  # tensor, weights.audit

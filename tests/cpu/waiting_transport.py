@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megarl.reshard.map import Copy
-from megarl.transports.mooncake import MooncakeTransport
-from megarl.transports.shared_memory import SharedMemoryTransport
+from megarl.weight_sync.transports.mooncake import MooncakeTransport
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 FOLDER = "WAITING_TRANSPORT_FOLDER"  # environment: of the files ASK and REACHED
 ASK, REACHED = "ask", "reached"

@@ -18,19 +18,19 @@ import torch
 from sglang_engine import Engine, start_engine
 from weights_worker import DEADLINE_S, Job
 
-from megarl.channels.weights_receiver import WeightsReceiver
 from megarl.generator.client import EngineClient
 from megarl.generator.fleet import Fleet
-from megarl.generator.memory import open_memory
-from megarl.generator.workers import Workers, connect
 from megarl.messaging.link import Hub, RunKey
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer.norm_names import norm_names
-from megarl.transports.base import SHARED_MEMORY, Endpoint
-from megarl.transports.shared_memory import view_at
+from megarl.weight_sync.memory import open_memory
+from megarl.weight_sync.receiver import WeightsReceiver
+from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint
+from megarl.weight_sync.transports.shared_memory import view_at
+from megarl.weight_sync.workers import Workers, connect
 
 WORKER = Path(__file__).with_name("weights_worker.py")
 RANKS = 4  # of the largest trainer

@@ -29,9 +29,9 @@ from megarl.config.schema import (
     TrainerConfig,
     WeightsConfig,
 )
-from megarl.launch.rendezvous import Rendezvous
 from megarl.launch.worker import die_with_parent
 from megarl.messaging.link import Peer, RunKey
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.types import Batch, Group, Prompt, Sample
 
@@ -120,8 +120,8 @@ def rendezvous(job: Job) -> Rendezvous:
 
 
 def work(rank: int, job: Job) -> None:
-    from megarl.channels.weights_sender import WeightsSender
     from megarl.executors.trainer import TrainerExecutor
+    from megarl.weight_sync.sender import WeightsSender
 
     plan = job.plan()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(plan.trainer_topology.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
@@ -162,8 +162,8 @@ def main(rank: int) -> None:
     from megarl.trainer import cpu_support
 
     cpu_support.install()
-    import megarl.channels.weights_sender
     import megarl.executors.trainer  # noqa: F401
+    import megarl.weight_sync.sender
 
     for line in sys.stdin:
         if in_a_child_of_its_own(rank, msgspec.json.decode(line, type=Job)) != 0:

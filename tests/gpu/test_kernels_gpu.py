@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megarl import kernels
-from megarl.kernels import logprobs, logprobs_triton
-from megarl.reshard import audit, quantise
-from megarl.reshard.box import Box
-from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
+from megarl.box import Box
+from megarl.kernels import audit, logprobs, logprobs_triton, quantise
+from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from remote_object import RemoteObject
 
+from megarl.box import Box
 from megarl.messaging.host import Host
 from megarl.messaging.stores import open_store
-from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.transports import cuda_ipc
-from megarl.transports.base import NCCL, Endpoint, Members, describe, send, shapes_of
-from megarl.transports.cuda_ipc import CudaIpcTransport, CudaMemory
-from megarl.transports.nccl import NcclGroup, NcclTransport
-from megarl.transports.two_sided import Incoming, TwoSidedReceiver
+from megarl.weight_sync.transports import cuda_ipc
+from megarl.weight_sync.transports.base import NCCL, Endpoint, Members, describe, send, shapes_of
+from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, CudaMemory
+from megarl.weight_sync.transports.nccl import NcclGroup, NcclTransport
+from megarl.weight_sync.transports.two_sided import Incoming, TwoSidedReceiver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.launch.rendezvous import free_ports
+from megarl.messaging.rendezvous import free_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "sinfo", "setpriv")
 START_S = 60

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.schema import GeneratorConfig, TrainerConfig
+from megarl.estimate.baseline import even_stages
+from megarl.estimate.constants import CONSTANTS, Constants
+from megarl.estimate.generate_time import GenerateModel
+from megarl.estimate.hardware import GPUS, Cluster
+from megarl.estimate.train_time import TrainModel
+from megarl.estimate.workload import Workload
 from megarl.models import load_spec
-from megarl.planner.baseline import even_stages
-from megarl.planner.constants import CONSTANTS, Constants
-from megarl.planner.generate_time import GenerateModel
-from megarl.planner.hardware import GPUS, Cluster
-from megarl.planner.train_time import TrainModel
-from megarl.planner.workload import Workload
 
 H100 = Cluster(GPUS["H100"])
 FP8_GEMM_GAIN = 0.75  # of fp8's doubled peak in training: scales, and products that stay in bf16

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from megarl.reshard.box import Box
+from megarl.box import Box
 from megarl.reshard.execute import AmaxTable, payload
 from megarl.reshard.kinds import Layout, LocalTensor, Piece
 from megarl.reshard.map import Copy

@@ -12,12 +12,11 @@ import torch
 from quantise_reference import block_rule
 
 from megarl import kernels
-from megarl.kernels import audit_triton, logprobs, logprobs_triton, quantise_triton
-from megarl.reshard import audit, quantise
-from megarl.reshard.box import Box
+from megarl.box import Box
+from megarl.kernels import audit, audit_triton, logprobs, logprobs_triton, quantise, quantise_triton
+from megarl.kernels.quantise_rules import BLOCK, Rule
 from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.execute import AmaxTable, payload
-from megarl.reshard.quantise_rules import BLOCK, Rule
 from megarl.reshard.rows import QUANTISE, SCALE
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megarl.reshard.quantise_rules import BLOCK, Rule
+from megarl.kernels.quantise_rules import BLOCK, Rule
 
 # Value of each non-negative e4m3 code: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7F is NaN (OCP 8-bit floating point, section 5).
 E4M3 = np.array([(c & 7) * 2.0**-9 if c < 8 else (8 + (c & 7)) * 2.0 ** ((c >> 3) - 10) for c in range(127)])

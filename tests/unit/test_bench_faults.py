@@ -13,8 +13,8 @@ from megarl.bench import fault_orders
 from megarl.bench.fault_kinds import KINDS
 from megarl.bench.fault_run import PROMPTS, FaultRun
 from megarl.bench.faults import Fault, plan, render, run, table
-from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.config.errors import ConfigError
+from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 
 
 def test_every_kind_comes_once_before_any_comes_often_and_the_seed_decides():

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.channels.admission import Admission, run_ahead
-from megarl.channels.buffer import RolloutBuffer
-from megarl.channels.ledger import Consumed, Ledger
 from megarl.config.schema import AsyncConfig
 from megarl.messaging.messages import GroupReady
+from megarl.rollouts.admission import Admission, run_ahead
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.ledger import Consumed, Ledger
 
 
 def ready(ordinal: int, oldest: int = 0) -> GroupReady:

@@ -24,9 +24,9 @@ from megarl.data.rows import Row
 from megarl.data.sft import sft_batches, sft_sequence
 from megarl.data.synthetic import Chain, Product
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
-from megarl.environments.loading import check_rollout
 from megarl.models.registry import load_spec
 from megarl.models.spec import ModelSpec
+from megarl.rollouts.environments.loading import check_rollout
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs/models/tiny-llama")

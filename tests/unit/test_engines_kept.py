@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.generator.beats import BEATS
 from megarl.launch.engines import STILL_S, EngineKeeper
 from megarl.launch.launcher import StopOrder
 from megarl.launch.meeting import Meeting
 from megarl.launch.node import Node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
-from megarl.launch.rendezvous import free_ports
 from megarl.launch.stopping import Stopped
 from megarl.launch.watch import watch
+from megarl.messaging.rendezvous import free_ports
+from megarl.weight_sync.engine.beats import BEATS
 
 SERVER = """
 import sys
@@ -33,7 +33,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 BUSY = """
 import os, threading, time
-from megarl.generator.beats import beating
+from megarl.weight_sync.engine.beats import beating
 """ + SERVER.replace(
     "        self.send_response",
     """        if os.path.exists("ASK"):

@@ -16,14 +16,14 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import ModelConfig, RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.environments.base import RolloutContext, ToolError, sample_problems
-from megarl.environments.loading import check_rollout, load_rollout
-from megarl.environments.single_turn import single_turn
-from megarl.environments.tool_calls import ToolCalls
-from megarl.environments.transcript import Transcript
-from megarl.executors.rollout import CheckedRollout
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest, score_of
+from megarl.rollouts.environments.base import RolloutContext, ToolError, sample_problems
+from megarl.rollouts.environments.loading import check_rollout, load_rollout
+from megarl.rollouts.environments.single_turn import single_turn
+from megarl.rollouts.environments.tool_calls import ToolCalls
+from megarl.rollouts.environments.transcript import Transcript
+from megarl.rollouts.rollout import CheckedRollout
 from megarl.types import Prompt, Sample
 
 ROOT = Path(__file__).parents[2]

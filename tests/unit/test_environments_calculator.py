@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.environments.calculator import MAX_CHARS, MAX_NESTING, calculate
+from megarl.rollouts.environments.calculator import MAX_CHARS, MAX_NESTING, calculate
 
 Expression = tuple[str, Fraction, int]  # text, value by Fraction, binding strength: 0 sum, 1 product, 2 factor
 

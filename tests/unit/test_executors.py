@@ -11,9 +11,9 @@ import pytest
 from megarl.config.schema import RewardConfig
 from megarl.data.prompts import HeldOutSet
 from megarl.executors.evaluate import answer_all, pass_at, scores
-from megarl.executors.rollout import Rollout
 from megarl.generator.completions import Sampling
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, prune_checkpoints
+from megarl.rollouts.rollout import Rollout
 from megarl.types import Group, Prompt, Sample
 
 

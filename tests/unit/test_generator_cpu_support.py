@@ -12,7 +12,7 @@ import torch
 from quantise_reference import block_rule
 
 from megarl.generator.cpu_support import attention, fp8, moe
-from megarl.reshard.quantise import quantise
+from megarl.kernels.quantise import quantise
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 8, 200
 

@@ -14,25 +14,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.box import Box
 from megarl.config.errors import ConfigError
-from megarl.generator import commands, cpu_support
-from megarl.generator.audit import AuditError, compare
+from megarl.generator import cpu_support
 from megarl.generator.client import Parallelism
-from megarl.generator.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
 from megarl.generator.quantization import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.generator.wire import content_of, tensor_payload
-from megarl.generator.worker_loader import Worker, as_arranged
-from megarl.generator.workers import Workers, check_layout, check_parallelism
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
-from megarl.reshard.box import Box
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.topology import GeneratorTopology
-from megarl.transports.base import Allocation, Endpoint, Members, RemoteTensor
-from megarl.transports.two_sided import Incoming
+from megarl.weight_sync import commands
+from megarl.weight_sync.audit import AuditError, compare
+from megarl.weight_sync.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
+from megarl.weight_sync.engine.loader import Worker, as_arranged
+from megarl.weight_sync.transports.base import Allocation, Endpoint, Members, RemoteTensor
+from megarl.weight_sync.transports.two_sided import Incoming
+from megarl.weight_sync.workers import Workers, check_layout, check_parallelism
 
 KEYS = EngineKeys("a", "b")
 SETTINGS = EngineSettings("models/x", "float32", port=1234, context_length=64, max_running_requests=8, tp=2, device="cpu", cores=(0, 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch.rendezvous import free_ports
+from megarl.messaging.rendezvous import free_ports
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
 

@@ -114,7 +114,7 @@ def test_every_file_keeps_the_import_rule() -> None:
         ("megarl.config.load", "from megarl import plan"),
         ("megarl.config.load", "from ..plan import resolve"),
         ("megarl.config.load", "from .. import cli"),
-        ("megarl.plan.memory", "def f():\n    import megarl.planner.sizes as b"),
+        ("megarl.plan.memory", "def f():\n    import megarl.estimate.sizes as b"),
         ("megarl.plan.memory", "import importlib\nimportlib.import_module('megarl.trainer.step')"),
         ("megarl.channels.weights", "from megatron.core import parallel_state"),
         ("megarl.trainer.step", "def f():\n    from sglang.srt import server_args"),

@@ -56,8 +56,8 @@ def float32(x: Fraction) -> Fraction:
 def test_no_triton_without_a_cuda_tensor():
     program = """if True:
         import sys, torch, megarl.kernels as k
-        from megarl.reshard.audit import hash_box
-        from megarl.reshard.quantise_rules import BLOCK
+        from megarl.kernels.audit import hash_box
+        from megarl.kernels.quantise_rules import BLOCK
         assert "triton" not in sys.modules
         k.quantise_with(torch.ones(2, 2), 0, 0, k.tile_amax(torch.ones(2, 2), 0, 0, BLOCK, "x"), BLOCK)
         hash_box(torch.ones(2, 2), 0, 0)

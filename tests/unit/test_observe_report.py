@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.channels.ledger import Ledger
 from megarl.observe.evaluations import write_result
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.plot import moving_mean, plot
 from megarl.observe.report import finish_report, summarize
 from megarl.observe.rollouts import OrdinalsWriter, escape, recover_ordinals, write_rollouts
 from megarl.observe.trace import TraceWriter, merge_traces
+from megarl.rollouts.ledger import Ledger
 from megarl.types import Group, Prompt, Sample
 
 

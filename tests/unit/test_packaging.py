@@ -73,7 +73,7 @@ def test_entry_points_are_installed() -> None:
     ours = {(point.group, point.name): point.value for point in metadata.distribution("megarl").entry_points}
     assert ours == {
         ("console_scripts", "megarl"): "megarl.cli:main",
-        ("sglang.srt.plugins", "megarl"): "megarl.generator.plugin:activate",
+        ("sglang.srt.plugins", "megarl"): "megarl.launch.plugin:activate",
     }
 
 

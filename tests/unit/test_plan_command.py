@@ -12,7 +12,7 @@ import pytest
 from megarl import cli
 from megarl.config.keys import settings
 from megarl.config.load import load_config
-from megarl.planner.hardware import GPUS
+from megarl.estimate.hardware import GPUS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

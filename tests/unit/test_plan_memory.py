@@ -12,15 +12,15 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, TrainerConfig
+from megarl.estimate import activations
+from megarl.estimate.estimate import estimate
+from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, usable_static
+from megarl.estimate.hardware import GIB, GPUS
+from megarl.estimate.sizes import elements, generator_weights, landing_bytes, rank_bytes, stages_held, trainer_held
+from megarl.estimate.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
+from megarl.estimate.workload import Workload
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
-from megarl.planner import activations
-from megarl.planner.estimate import estimate
-from megarl.planner.generator_memory import generator_memory, kv_bytes_per_token, usable_static
-from megarl.planner.hardware import GIB, GPUS
-from megarl.planner.sizes import elements, generator_weights, landing_bytes, rank_bytes, stages_held, trainer_held
-from megarl.planner.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
-from megarl.planner.workload import Workload
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.topology import GeneratorTopology, TrainerTopology
 

@@ -11,12 +11,12 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
+from megarl.estimate.baseline import best_baseline, even_stages
+from megarl.estimate.estimate import estimate
+from megarl.estimate.knobs import problems, turned, written
+from megarl.estimate.remedies import remedies
+from megarl.estimate.search import Search, search
 from megarl.models import load_spec
-from megarl.planner.baseline import best_baseline, even_stages
-from megarl.planner.estimate import estimate
-from megarl.planner.knobs import problems, turned, written
-from megarl.planner.remedies import remedies
-from megarl.planner.search import Search, search
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

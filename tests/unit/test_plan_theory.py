@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.load import load_config
+from megarl.estimate.generate_time import GenerateModel
+from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.theory import AffineEta, Problem, best_asynchronous, best_synchronous, problem_of
+from megarl.estimate.workload import Workload
 from megarl.models import load_spec
-from megarl.planner.generate_time import GenerateModel
-from megarl.planner.hardware import GIB, Cluster
-from megarl.planner.theory import AffineEta, Problem, best_asynchronous, best_synchronous, problem_of
-from megarl.planner.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 SIZE = st.floats(1e-3, 1e3)

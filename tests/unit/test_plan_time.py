@@ -10,15 +10,15 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.estimate.communication import Group
+from megarl.estimate.constants import CONSTANTS
+from megarl.estimate.generate_time import GenerateModel
+from megarl.estimate.hardware import GPUS, Cluster
+from megarl.estimate.sizes import generator_topology, generator_weights, trainer_topology
+from megarl.estimate.sync_time import balanced_sync_s, sync_s
+from megarl.estimate.train_time import TrainModel, TrainTime, flops_per_token
+from megarl.estimate.workload import Workload
 from megarl.models import load_spec
-from megarl.planner.communication import Group
-from megarl.planner.constants import CONSTANTS
-from megarl.planner.generate_time import GenerateModel
-from megarl.planner.hardware import GPUS, Cluster
-from megarl.planner.sizes import generator_topology, generator_weights, trainer_topology
-from megarl.planner.sync_time import balanced_sync_s, sync_s
-from megarl.planner.train_time import TrainModel, TrainTime, flops_per_token
-from megarl.planner.workload import Workload
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import foreseen

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantise_reference import block_rule
 
-from megarl.reshard import quantise as rules
-from megarl.reshard.box import Box, whole_box
-from megarl.reshard.quantise import FP8, merge_amax, quantise, quantise_with, scales_of, tile_amax
-from megarl.reshard.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
+from megarl.box import Box, whole_box
+from megarl.kernels import quantise as rules
+from megarl.kernels.quantise import FP8, merge_amax, quantise, quantise_with, scales_of, tile_amax
+from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 
 torch.set_num_threads(1)
 SMALL = replace(block_rule(8, 4), name="small")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch import rendezvous
-from megarl.launch.rendezvous import free_ports
+from megarl.messaging import rendezvous
+from megarl.messaging.rendezvous import free_ports
 
 LOW, HIGH = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard import audit
-from megarl.reshard.audit import MASK, hash_box, hash_slice, hash_tensor
-from megarl.reshard.box import Box
+from megarl.box import Box
+from megarl.kernels import audit
+from megarl.kernels.audit import MASK, hash_box, hash_slice, hash_tensor
 
 torch.set_num_threads(1)
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.uint8: torch.uint8}

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from quantise_reference import block_rule
 from reshard_reference import HF, full_tensors, megatron, sglang
 
+from megarl.kernels.audit import MASK, hash_slice, hash_tensor
+from megarl.kernels.quantise import quantise
+from megarl.kernels.quantise_rules import CHANNEL, TENSOR, Rule
 from megarl.models import ModelSpec
 from megarl.models.registry import family
 from megarl.reshard.amax import amax_parts, peers
-from megarl.reshard.audit import MASK, hash_slice, hash_tensor
 from megarl.reshard.execute import AmaxTable, payload
 from megarl.reshard.fleet import passed_on
 from megarl.reshard.layout import Layout, generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.quantise import quantise
-from megarl.reshard.quantise_rules import CHANNEL, TENSOR, Rule
 from megarl.reshard.relays import summary
 from megarl.reshard.schedule import batches_from
 from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology

@@ -13,8 +13,8 @@ import pytest
 from copies_reference import prove_copies
 from msgspec import structs
 
+from megarl.box import Box
 from megarl.models import ModelSpec, load_spec
-from megarl.reshard.box import Box
 from megarl.reshard.fleet import passed_on
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap

@@ -9,8 +9,8 @@ import torch
 from copies_reference import apply_copy
 from reshard_reference import full_tensors, megatron, sglang
 
+from megarl.box import Box
 from megarl.models import ModelSpec
-from megarl.reshard.box import Box
 from megarl.reshard.forwarding import inside_hosts
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap

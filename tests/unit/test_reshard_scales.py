@@ -10,14 +10,14 @@ from copies_reference import prove_copies
 from msgspec import structs
 from quantise_reference import block_rule
 
+from megarl.box import Box
+from megarl.kernels.quantise_rules import CHANNEL
 from megarl.models import ModelSpec
 from megarl.reshard.amax import amax_parts, peers
-from megarl.reshard.box import Box
 from megarl.reshard.execute import AmaxTable, payload
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
-from megarl.reshard.quantise_rules import CHANNEL
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 DENSE = ModelSpec("llama", 2, 12, 24, 8, 4, 4, 100, 64, False, 1e-6, 1e4)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.channels.ledger import LEDGER_FILE, Ledger
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.launch import room
 from megarl.launch.resuming import check_resume_point, held_checkpoint, latest_checkpoint
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, make_room, prune_checkpoints
 from megarl.plan.resolve import resolve
+from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.trainer.checkpoint_index import FORMAT, INDEX_FILE, Index, small_file
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -154,7 +154,7 @@ def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(disk: Path,
 FULL_SHARED_MEMORY = """
 import subprocess, sys, torch, torch.distributed as dist
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
-from megarl.reshard.box import whole_box
+from megarl.box import whole_box
 from megarl.trainer.checkpoint_tensors import HeldBox, write_boxes
 from megarl.trainer.folders import together, written_together
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -16,10 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.bench.overlap_cell import EmulatedSender
-from megarl.channels.buffer import RolloutBuffer
-from megarl.channels.ledger import Ledger
-from megarl.channels.rollouts import RolloutsReceiver, RolloutsSender
-from megarl.channels.stopping import StopRequest
 from megarl.config.schema import ObserveConfig, RunConfig
 from megarl.executors.step_times import step_times
 from megarl.messaging.link import Hub, Peer, RunKey
@@ -34,6 +30,10 @@ from megarl.messaging.messages import (
     WeightsWanted,
     WeightsWritten,
 )
+from megarl.messaging.stopping import StopRequest
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
+from megarl.rollouts.ledger import Ledger
 from megarl.topology import GeneratorTopology
 from megarl.types import Batch, Group, Prompt, Sample
 

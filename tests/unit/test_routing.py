@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.sequences import to_train_sequences
-from megarl.channels.ledger import Ledger
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.transcript import Transcript
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of, generation
 from megarl.generator.fleet import Draft
 from megarl.messaging.messages import GroupReady
 from megarl.models.routing import RoutingFormat
+from megarl.rollouts.environments.transcript import Transcript
+from megarl.rollouts.ledger import Ledger
 from megarl.trainer.microbatch import MicrobatchPlan, build
 from megarl.types import Batch, Group, Prompt, Sample, TrainSequence
 

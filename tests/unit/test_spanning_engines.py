@@ -13,8 +13,8 @@ from megarl.config.load import load_config
 from megarl.launch.dry_run import render_launch
 from megarl.launch.launcher import Job, placement
 from megarl.launch.meeting import NodeReport
-from megarl.launch.rendezvous import Rendezvous
 from megarl.launch.start import NodePart
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[2]

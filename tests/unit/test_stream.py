@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megarl.channels.admission import Admission
-from megarl.executors.background import Background
-from megarl.executors.stream import RolloutStream
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
 from megarl.generator.returns import watch_returns
 from megarl.generator.stops import StopStrings
+from megarl.messaging.background import Background
 from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.pulse import Pulse
+from megarl.rollouts.admission import Admission
+from megarl.rollouts.stream import RolloutStream
 from megarl.types import Group, Prompt, Sample
 
 DEADLINE_S = 10.0

@@ -7,14 +7,14 @@ import os
 import pytest
 import torch
 
+from megarl.box import Box
+from megarl.kernels.audit import MASK, hash_tensor
 from megarl.messaging.host import Host
-from megarl.reshard.audit import MASK, hash_tensor
-from megarl.reshard.box import Box
 from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy
-from megarl.transports.base import Endpoint, RemoteTensor, send, shapes_of
-from megarl.transports.mooncake_memory import landing_memory
-from megarl.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
+from megarl.weight_sync.transports.base import Endpoint, RemoteTensor, send, shapes_of
+from megarl.weight_sync.transports.mooncake_memory import landing_memory
+from megarl.weight_sync.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
 
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1), 0), RemoteTensor("b", (7,), "bfloat16", (1,), 128)]
 SOURCES = {"x": torch.arange(40.0).view(5, 8), "y": torch.linspace(-3, 3, 7)}

@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.messaging.host import Host
-from megarl.transports import mooncake
-from megarl.transports.choice import (
+from megarl.weight_sync.transports import mooncake
+from megarl.weight_sync.transports.choice import (
     AUTO,
     check_transport,
     describe_pairs,
@@ -23,8 +23,8 @@ from megarl.transports.choice import (
     transport_class,
     transport_pairs,
 )
-from megarl.transports.gloo import GlooTransport
-from megarl.transports.nccl import NcclTransport
+from megarl.weight_sync.transports.gloo import GlooTransport
+from megarl.weight_sync.transports.nccl import NcclTransport
 
 
 def host(name: str, cuda: bool = False, mooncake: bool = True, infiniband: bool = False, network: str = "") -> Host:
@@ -126,7 +126,7 @@ def test_classes(name, found):
 
 
 def test_a_transport_of_ones_own_counts_as_its_kind():
-    path = "megarl.transports.gloo:GlooTransport"
+    path = "megarl.weight_sync.transports.gloo:GlooTransport"
     assert kind_of(path) == "gloo"
     assert transport_pairs(path, [host("a")], [host("a")]) == [["gloo"]]
 
@@ -138,7 +138,7 @@ def test_unknown_transport_is_a_config_error(name):
 
 
 def test_a_class_in_the_working_directory_is_found(tmp_path, monkeypatch):
-    (tmp_path / "own_transport.py").write_text("from megarl.transports.gloo import GlooTransport as Mine\n")
+    (tmp_path / "own_transport.py").write_text("from megarl.weight_sync.transports.gloo import GlooTransport as Mine\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry not in ("", os.getcwd())])
     assert kind_of("own_transport:Mine") == "gloo"

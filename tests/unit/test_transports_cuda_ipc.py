@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 
+from megarl.box import Box
 from megarl.messaging.host import Host
-from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.transports.base import Allocation, Endpoint, OwnerGone, send, shapes_of
-from megarl.transports.cuda_ipc import CudaIpcTransport, export
+from megarl.weight_sync.transports.base import Allocation, Endpoint, OwnerGone, send, shapes_of
+from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, export
 
 HOST = Host(name="gpu-node")
 

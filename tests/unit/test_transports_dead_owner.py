@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-from megarl.reshard.box import Box
+from megarl.box import Box
 from megarl.reshard.map import Copy
-from megarl.transports.base import Endpoint, OwnerGone, RemoteTensor
-from megarl.transports.choice import this_host
-from megarl.transports.pairwise import PairwiseTransport
-from megarl.transports.shared_memory import SharedMemoryTransport
+from megarl.weight_sync.transports.base import Endpoint, OwnerGone, RemoteTensor
+from megarl.weight_sync.transports.choice import this_host
+from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 OWNER = "import os, sys; f = os.memfd_create('test'); os.truncate(f, 256); print(f, flush=True); sys.stdin.read()"
 

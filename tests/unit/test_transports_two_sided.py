@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from megarl.box import Box
 from megarl.messaging.stores import open_store
-from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.transports.base import Endpoint, Members, RemoteTensor, send, shapes_of
-from megarl.transports.gloo import GlooGroup, GlooTransport
-from megarl.transports.two_sided import Incoming, TwoSidedReceiver, TwoSidedTransport
+from megarl.weight_sync.transports.base import Endpoint, Members, RemoteTensor, send, shapes_of
+from megarl.weight_sync.transports.gloo import GlooGroup, GlooTransport
+from megarl.weight_sync.transports.two_sided import Incoming, TwoSidedReceiver, TwoSidedTransport
 
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1)), RemoteTensor("b", (7,), "bfloat16", (1,))]
 MEMBERS = Members(trainers=(1, 4), generators=(3,), waves=(0, 0, 1, 2))

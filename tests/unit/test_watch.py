@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.generator.commands import Audit, Recall
-from megarl.generator.watch import LAYERS, Watch
-from megarl.generator.worker_loader import Worker
 from megarl.messaging.host import Host
+from megarl.weight_sync.commands import Audit, Recall
+from megarl.weight_sync.engine.loader import Worker
+from megarl.weight_sync.engine.watch import LAYERS, Watch
 
 
 class Config:

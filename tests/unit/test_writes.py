@@ -3,12 +3,12 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from megarl.channels.writes import Writes
+from megarl.box import Box
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WeightsWritten
-from megarl.reshard.box import Box
 from megarl.reshard.map import Copy
-from megarl.transports.base import Endpoint, Landing, landing_first
+from megarl.weight_sync.transports.base import Endpoint, Landing, landing_first
+from megarl.weight_sync.writes import Writes
 
 NAMES = ["trainer.0", "trainer.1"]
 VERSION = 7

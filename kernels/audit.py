@@ -1,0 +1,135 @@
+"""A position-dependent additive hash of tensors: boxes are hashed where they lie, and the sums compared. Nothing is gathered.
+
+A tensor is viewed as [rows, cols] (1-D: one row; leading dims flattened). Each row's bytes, filled up with zeros, are 64-bit
+little-endian words x[r, w], and
+
+    H = sum over r, w of  mix(x[r, w]) * a(r) * b(w)   modulo 2^64,     mix(x) = x + (x >> 31)
+
+with odd 64-bit weights a, b drawn by splitmix64 from the absolute row and word: rows + words of them. An element counts as the
+word in which all else is 0; since words are sums of their elements, hashes of disjoint boxes add up to the hash of the whole.
+
+`mix` is there for the high bits of a word: of them alone, a product modulo 2^64 keeps hardly more than their parity, and two
+flipped signs would cancel. Changing one element of up to 4 bytes always changes H: `mix` of the difference is not 0 modulo 2^64,
+and a * b is odd. Zeros (padding) contribute nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import torch
+
+from megarl.box import Box, whole_box
+
+MASK = (1 << 64) - 1
+ROW_SEED, COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02
+WORD_BYTES = 8
+MIX_SHIFT = 31
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TILE_WORDS = 1 << 14  # with as much scratch, a quarter of a 1 MiB cache: memory is read once
+COMPILED_BYTES = 1 << 20  # of a box from which on a compiled loop pays, at memory's speed; loading the compiler takes about a second
+
+
+def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
+    """Share of a box in its tensor's hash. `values`: [R, C], any strides; its first element lies at row_start, col_start."""
+    if values.is_cuda:
+        from megarl.kernels import audit_triton
+
+        return audit_triton.hash_box(values, row_start, col_start)
+    bits, first_word, lead = as_words(values, col_start)
+    a = weights(ROW_SEED, row_start, bits.shape[0]).view(np.uint64)
+    b = weights(COL_SEED, first_word, word_count(bits, lead)).view(np.uint64)
+    if bits.dtype == torch.int64 and values.nbytes >= COMPILED_BYTES:
+        from megarl.kernels import audit_numba
+
+        return audit_numba.hash_words(bits, a, b, MIX_SHIFT) & MASK
+    return _hash_tiles(bits, lead, a, b)
+
+
+def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """Share of `values`, the elements in `box` of a tensor of shape `shape`, any number of dims."""
+    if len(shape) < 2:
+        return hash_box(values.reshape(1, -1), 0, box.start[0] if box.start else 0)
+    dims = len(shape) - 1
+    while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:  # rows follow each other through the next dim, too
+        dims -= 1
+    total = 0
+    for lead in itertools.product(*(range(n) for n in box.shape[: dims - 1])):
+        row = 0
+        for index, extent in zip((*map(sum, zip(lead, box.start)), *box.start[dims - 1 : -1]), shape):
+            row = row * extent + index
+        total += hash_box(values[lead].reshape(math.prod(box.shape[dims - 1 : -1]), box.shape[-1]), row, box.start[-1])
+    return total & MASK
+
+
+def hash_tensor(values: torch.Tensor) -> int:
+    """Hash of a whole tensor."""
+    shape = tuple(values.shape)
+    return hash_slice(values, whole_box(shape), shape)
+
+
+def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, int]:
+    """(integers [R, C], the first word touched, integers of it that come before the first column).
+
+    The integers are words (int64) where columns, strides and address allow it, else one for each element, of its size.
+    """
+    bits = values.detach().view(BITS[values.element_size()])
+    if len(bits) == 1:
+        bits = bits[0].unsqueeze(0)  # the stride from row to row is then no obstacle
+    item = bits.element_size()
+    first_word, lead = divmod(col_start * item, WORD_BYTES)
+    places = (lead, bits.shape[1] * item, bits.stride(0) * item, bits.data_ptr())
+    if bits.stride(1) == 1 and bits.numel() and not any(place % WORD_BYTES for place in places):
+        bits, item = bits.view(torch.int64), WORD_BYTES
+    return bits, first_word, lead // item
+
+
+def word_count(bits: torch.Tensor, lead: int) -> int:
+    """Words that a row touches of what `as_words` returns."""
+    return -(-(lead + bits.shape[1]) * bits.element_size() // WORD_BYTES)
+
+
+def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> int:
+    rows, words = len(a), len(b)
+    whole = bits.numpy().view(np.uint64) if bits.dtype == torch.int64 else None
+    wide, high = min(words, TILE_WORDS), max(1, TILE_WORDS // max(1, words))
+    scratch = np.empty(min(high, rows) * wide, np.uint64)
+    total = 0
+    for r, w in itertools.product(range(0, rows, high), range(0, words, wide)):
+        r_end, w_end = min(r + high, rows), min(w + wide, words)
+        tile = _filled_up(bits[r:r_end], lead, w, w_end) if whole is None else whole[r:r_end, w:w_end]
+        mixed = scratch[: tile.size].reshape(tile.shape)
+        np.right_shift(tile, np.uint64(MIX_SHIFT), out=mixed)
+        np.add(tile, mixed, out=mixed)
+        total += int((np.einsum("rw,w->r", mixed, b[w:w_end]) * a[r:r_end]).sum())
+    return total & MASK
+
+
+def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarray:
+    """Words first .. end of each row of elements, of which `lead` are missing at the start: there, and at the end, are zeros."""
+    per_word = WORD_BYTES // bits.element_size()
+    words = np.zeros((len(bits), end - first), np.uint64)
+    low, high = max(0, first * per_word - lead), min(bits.shape[1], end * per_word - lead)
+    place = low + lead - first * per_word
+    torch.from_numpy(words.view(np.int64)).view(bits.dtype)[:, place : place + high - low].copy_(bits[:, low:high])
+    return words
+
+
+def weights(seed: int, start: int, count: int) -> np.ndarray:
+    """Odd weights of positions start .. start + count, as int64 (the products wrap modulo 2^64)."""
+    table = _table(seed, max(1024, 1 << (start + count - 1).bit_length()))
+    return table[start : start + count]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(seed: int, size: int) -> np.ndarray:
+    """splitmix64 (Steele, Lea, Flood 2014, figure 9) of seed and position, made odd."""
+    z = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    table = ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+    table.flags.writeable = False
+    return table

@@ -1,0 +1,141 @@
+"""bf16 to float8_e4m3fn with scales, whole or in parts: the torch definition of the rules (kernels/quantise_rules.py).
+
+A holder of a whole tensor, or of a box that cuts no tile, calls `quantise`. Where tiles are cut across holders, each calls
+`tile_amax` of its box, `merge_amax` (or an all-reduce by maximum) joins them, and each calls `quantise_with` the scales of the
+tiles it touches. Both ways give the same bits, since a maximum does not depend on order and codes are made element by element.
+
+Values in float32 are rounded to bf16 first: what is quantised is always the bf16 weight. Dims before the last two (experts) are
+kept as they are. NaN and infinity are refused by name; they would otherwise spoil a whole tile, or pass for 448.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megarl.box import Box
+from megarl.kernels.quantise_rules import E4M3_MAX, Rule
+
+FP8 = torch.float8_e4m3fn
+STRIP_ELEMENTS = 128 << 10  # 256 KiB in bf16, 512 KiB in float32
+
+
+def quantise(values: torch.Tensor, rule: Rule, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., R, C] e4m3 and scales `rule.scale_shape` float32 of a tensor, or of a box of whole tiles.
+
+    Raises RuntimeError, with `name`, on NaN or infinity.
+    """
+    scales = scales_of(tile_amax(values, 0, 0, rule, name), rule)
+    return quantise_with(values, 0, 0, scales, rule), scales
+
+
+def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
+    """Largest |x| in each tile touched by a box, float32, of shape `rule.tiles(box).shape`.
+
+    values: [..., R, C], any strides; its first element lies at (row_start, col_start) of the whole tensor.
+    Raises RuntimeError, with `name` and the tile, on NaN or infinity.
+    """
+    strips = [_amax(values[..., rows, :], row_start + rows.start, col_start, rule) for rows in _strips(values, row_start, rule)]
+    amax = torch.cat(strips, dim=-2).float()
+    require_finite(amax, name, _touched(values, row_start, col_start, rule))
+    return amax
+
+
+def merge_amax(parts: Sequence[tuple[Box, torch.Tensor]], tiles: Box) -> torch.Tensor:
+    """Amax of `tiles` from that of several boxes, each given as (tiles it touches, their amax). Raises ValueError on a gap."""
+    merged = torch.full(tiles.shape, -1.0, device=parts[0][1].device)
+    for touched, amax in parts:
+        common = touched.intersect(tiles)
+        if common is not None:
+            target = merged[common.move(tiles, _at_origin(tiles)).slices()]
+            torch.maximum(target, amax[common.move(touched, _at_origin(touched)).slices()], out=target)
+    if (merged < 0).any():
+        raise ValueError(f"no amax for {int((merged < 0).sum())} of the tiles in {tiles}")
+    return merged
+
+
+def scales_of(amax: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Scale of each tile, float32."""
+    # A tensor divisor: by a Python number, torch multiplies by the rounded reciprocal on CUDA.
+    return amax.clamp(min=rule.floor) / torch.full((), E4M3_MAX, device=amax.device)
+
+
+def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Codes of a box [..., R, C], given the scales of the tiles it touches (shape as of `tile_amax`).
+
+    Raises ValueError on scales of another shape.
+    """
+    touched = _touched(values, row_start, col_start, rule)
+    if tuple(scales.shape) != touched.shape:
+        raise ValueError(f"box at ({row_start}, {col_start}) of shape {tuple(values.shape)} touches tiles {touched}; "
+                         f"got scales of shape {tuple(scales.shape)}")  # fmt: skip
+    codes = torch.empty(values.shape, dtype=FP8, device=values.device)
+    tile = 0
+    for rows in _strips(values, row_start, rule):
+        strip, start = values[..., rows, :], row_start + rows.start
+        tiles = _touched(strip, start, col_start, rule).shape[-2]
+        codes[..., rows, :] = _codes(strip, start, col_start, scales[..., tile : tile + tiles, :], rule)
+        tile += tiles
+    return codes
+
+
+def require_finite(amax: torch.Tensor, name: str, tiles: Box) -> None:
+    """Raises RuntimeError if an amax, or a scale, is NaN or infinite. `tiles`: which ones these are of the tensor `name`."""
+    bad = ~amax.isfinite()
+    if bad.any():
+        first = tuple(start + int(i) for start, i in zip(tiles.start, bad.nonzero()[0]))
+        raise RuntimeError(f"{name}: not quantised: NaN or infinity in {int(bad.sum())} of {bad.numel()} tiles, first in tile {first}")
+
+
+def _amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> torch.Tensor:
+    """Without their signs, bf16 numbers are ordered as their bits are, with NaN above infinity; integers reduce faster."""
+    tiled = _tiled(values.detach().to(torch.bfloat16), row_start, col_start, rule)
+    return (tiled.view(torch.int16) & 0x7FFF).amax(dim=-3).amax(dim=-1).view(torch.bfloat16)
+
+
+def _codes(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
+    scaled = _tiled(values.detach().to(torch.bfloat16), row_start, col_start, rule).float()
+    per_tile = scales.unsqueeze(-1).unsqueeze(-3)
+    codes = scaled.div_(per_tile).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8)
+    top, left = _offset(row_start, rule.rows), _offset(col_start, rule.cols)
+    rows, cols = values.shape[-2:]
+    return codes.flatten(-4, -3).flatten(-2)[..., top : top + rows, left : left + cols]
+
+
+def _strips(values: torch.Tensor, row_start: int, rule: Rule) -> Iterator[slice]:
+    """Rows of whole tiles, few enough that a CPU keeps in its cache what it makes of them on the way. On other devices: all rows."""
+    rows = values.shape[-2]
+    step = rows
+    if rule.rows is not None and values.device.type == "cpu":
+        step = max(1, STRIP_ELEMENTS // max(1, values.numel() // max(1, rows) * rule.rows)) * rule.rows
+    start = 0
+    while start < rows:
+        end = min(rows, start + step - _offset(row_start + start, rule.rows))
+        yield slice(start, end)
+        start = end
+
+
+def _touched(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> Box:
+    lead = (0,) * (values.dim() - 2)
+    return rule.tiles(Box((*lead, row_start, col_start), tuple(values.shape)))
+
+
+def _tiled(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> torch.Tensor:
+    """[..., tile rows, rows of a tile, tile cols, cols of a tile]; a view unless a tile is cut: then zeros fill it up."""
+    rows, cols = values.shape[-2:]
+    tile_rows, tile_cols = rule.rows or rows, rule.cols or cols
+    top, left = _offset(row_start, rule.rows), _offset(col_start, rule.cols)
+    bottom, right = -(top + rows) % tile_rows, -(left + cols) % tile_cols
+    if top or left or bottom or right:
+        values = F.pad(values, (left, right, top, bottom))
+    return values.unflatten(-1, (-1, tile_cols)).unflatten(-3, (-1, tile_rows))
+
+
+def _offset(start: int, size: int | None) -> int:
+    return 0 if size is None else start % size
+
+
+def _at_origin(box: Box) -> Box:
+    return Box((0,) * len(box.start), box.shape)

@@ -1,0 +1,73 @@
+"""The rules by which bf16 weights become float8_e4m3fn: which elements share a scale, and the arithmetic. No torch here.
+
+A tensor is cut into tiles over its last two dims (output channels, input channels), each with one float32 scale:
+
+    amax   the tile's largest |x|, raised to `floor`
+    scale  amax / 448                       rounded to float32
+    code   x / scale        rounded to float32, clamped to +-448, then to e4m3
+
+All roundings are to nearest even, so a rule names one result, bit for bit, on any device. What SGLang 0.5.21 makes by it:
+
+    BLOCK           weight_scale_inv [ceil(out / 128), ceil(in / 128)]. `bf16_to_block_fp8_128` (quantization/mxfp8_block_convert.py),
+                    for every finite input; its offline converter (multimodal_gen/tools/convert_hf_to_fp8.py, `block_fp8`) for tiles
+                    of amax >= 1e-4 (that tool makes NaN of an all-zero tile). Such checkpoints are loaded as they are.
+    CHANNEL         weight_scale [out, 1]. The converter's `channel_fp8`, for every finite input. Loaded as it is.
+    TENSOR          weight_scale [1, 1]. The converter's `tensor_fp8` of float32 values that are bf16 numbers. (Of a bf16 tensor it
+                    makes the same scale, but divides in bf16, scale rounded too, by torch's promotion rules: codes differ.)
+
+On CUDA, `tensor / 448.0` of torch multiplies by the rounded reciprocal instead, so tools written with it may give scales that differ
+by one unit in the last place from their own on a CPU. Here a division is a division.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megarl.box import Box
+
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    rows: int | None  # of one tile; None: all rows of the tensor
+    cols: int | None  # of one tile; None: all columns of the tensor
+    floor: float  # a smaller amax counts as this: keeps the scale of a tile of zeros from being 0
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a tensor of `shape` [..., rows, cols]: one per tile, leading dims as they are."""
+        return (*shape[:-2], _count(shape[-2], self.rows), _count(shape[-1], self.cols))
+
+    def tiles(self, box: Box) -> Box:
+        """The tiles that `box` of a tensor [..., rows, cols] touches, in the tensor of its scales."""
+        spans = [_span(box.start[d], box.shape[d], size) for d, size in ((-2, self.rows), (-1, self.cols))]
+        return Box((*box.start[:-2], *(first for first, _ in spans)), (*box.shape[:-2], *(count for _, count in spans)))
+
+    def whole_tiles(self, box: Box, shape: tuple[int, ...]) -> bool:
+        """Whether `box` of a tensor of `shape` cuts no tile, so that its holder can quantise it alone."""
+        return all(
+            _on_edge(box.start[d], shape[d], size) and _on_edge(box.start[d] + box.shape[d], shape[d], size)
+            for d, size in ((-2, self.rows), (-1, self.cols))
+        )
+
+
+BLOCK = Rule("block", 128, 128, 1e-4)
+CHANNEL = Rule("channel", 1, None, 2.0**-40 * (1 + 13 / 128))  # 1e-12 rounded to bf16, as clamping a bf16 amax does
+TENSOR = replace(CHANNEL, name="tensor", rows=None)
+
+
+def _count(extent: int, size: int | None) -> int:
+    return 1 if size is None else -(-extent // size)
+
+
+def _span(start: int, extent: int, size: int | None) -> tuple[int, int]:
+    """(first tile, number of tiles) of elements start .. start + extent."""
+    if size is None:
+        return 0, 1
+    first = start // size
+    return first, -(-(start + extent) // size) - first
+
+
+def _on_edge(position: int, extent: int, size: int | None) -> bool:
+    return position in (0, extent) or (size is not None and position % size == 0)

@@ -1,0 +1,86 @@
+"""The synchronous framework that a plan is compared with (LlamaRL, equations 2 and 6): all GPUs generate, then all train.
+
+Both phases have the same model parallel size m and stay in memory together; engines hold bf16, as the trainer does. Of all m whose
+memory fits, the fastest counts, so that the speed-up is over the best that such a system could do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.estimate.constants import constants_of
+from megarl.estimate.generate_time import GenerateModel
+from megarl.estimate.generator_memory import generator_memory
+from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.train_time import TrainModel
+from megarl.estimate.trainer_memory import trainer_memory
+from megarl.estimate.workload import Workload
+from megarl.models import ModelSpec
+from megarl.plan.model_checks import check_experts, check_pipeline, check_tensor_parallel
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    m: int
+    step_s: float
+
+
+def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
+    """On `gpus` GPUs; None where no m fits."""
+    found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m)) is not None]
+    return min(found, key=lambda baseline: baseline.step_s, default=None)
+
+
+def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
+    cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
+    constants = constants_of(cluster.gpu.name)
+    reference = config.algorithm.kl_coef > 0
+    times = []
+    for trainer, generator in _layouts(config, spec, gpus, m):
+        colocated = replace(config, trainer=trainer, generator=generator)
+        if any(True for check in (check_experts, check_tensor_parallel, check_pipeline) for _ in check(colocated, spec)):
+            continue
+        try:
+            of_trainer = trainer_memory(spec, trainer, dtype, cluster.gpu, reference=reference)
+            of_generator = generator_memory(spec, generator, dtype, workload, cluster.gpu)
+            runtime = of_generator.runtime  # counted once: the phases share the GPU
+            if of_trainer.total + of_generator.total - runtime > cluster.gpu.memory_gib * GIB:
+                continue
+            train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference))
+            generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(workload)
+        except ConfigError:  # sizes that one of the engines does not take; the checks know most of them, the layouts all
+            continue
+        times.append(train.total + generate.total + constants.glue_s)
+    return min(times, default=None)
+
+
+def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[tuple[TrainerConfig, GeneratorConfig]]:
+    """m = tp * pp of the trainer, experts as parallel as they can be; and tp of an engine."""
+    for tp in (1, 2, 4, 8):
+        if m % tp:
+            continue
+        pp, dp = m // tp, gpus // m
+        ep = config.trainer.ep if spec.num_experts and tp * dp % config.trainer.ep == 0 else 1
+        first, last = even_stages(spec.num_layers, pp)
+        trainer = replace(
+            config.trainer, tp=tp, pp=pp, vpp=1, cp=1, dp=dp, ep=ep, etp=1, zero=1, fsdp=None, recompute=True,
+            sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
+        )  # fmt: skip
+        ep = min(m, config.generator.ep) if spec.num_experts else 1
+        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None)
+
+
+def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
+    """Layers of the first and the last stage where pp does not divide the layers: fewer than the others', which are equal."""
+    if pp == 1 or layers % pp == 0:
+        return None, None
+    if pp == 2:
+        return layers // 2, layers - layers // 2
+    others = -(-layers // pp)
+    rest = layers - others * (pp - 2)
+    return (rest // 2, rest - rest // 2) if rest >= 2 else (None, None)

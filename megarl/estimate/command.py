@@ -1,0 +1,66 @@
+"""megarl plan: from a resolved config to the table, the picture, and the JSON object."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.estimate import report, roles
+from megarl.estimate.baseline import best_baseline
+from megarl.estimate.estimate import estimate, to_json
+from megarl.estimate.remedies import remedies
+from megarl.estimate.search import search
+from megarl.estimate.theory import compare
+from megarl.plan.resolve import RunPlan, resolve
+
+
+def run(
+    plan: RunPlan,
+    config_path: str,
+    *,
+    searching: bool = False,
+    theory: bool = False,
+    gpus: int | None = None,
+    picture: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Prints the plan, or with `searching` that of the best config on `gpus` GPUs. With `theory` also the optimum of LlamaRL's section 7
+    beside that config. Raises ConfigError for what cannot be planned."""
+    if gpus is not None and not (searching or theory):
+        raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
+    found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus
+    if searching or theory:
+        found, best = search(asked, plan.spec, budget)
+        optima = compare(found, best, plan.spec, budget) if theory else None
+        plan = resolve(best, "plan") if searching else plan
+    estimated = estimate(plan.config, plan.spec)
+    baseline, cures = best_baseline(plan.config, plan.spec, roles.gpus(plan)), remedies(plan.config, plan.spec, estimated)
+    facts = roles.describe(plan)
+    if picture:
+        from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
+
+        title = f"{facts['family']}, {roles.sizes(facts['trainer'])}; {roles.sizes(facts['generator'])}"
+        draw(estimated, baseline, picture, title)
+    if as_json:
+        facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
+        facts |= {"search": report.search_details(found)} if searching and found else {}
+        print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
+        return
+    _print_roles(plan, facts)
+    print(*report.render(estimated, baseline, cures), sep="\n")
+    if searching and found:
+        print(*report.render_search(found, budget, asked, config_path), sep="\n")
+    if optima:
+        print(*report.render_theory(optima, budget), sep="\n")
+
+
+def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
+    rollout = plan.config.rollout
+    print(f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}")
+    for name in ("trainer", "generator"):
+        role = facts[name]
+        ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
+        print(f"{name:<10} {roles.sizes(role)}: {ranks}; weights {roles.gib_range(role)} a rank")
+    print(f"a step     {rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens; {plan.steps} steps")

@@ -1,0 +1,126 @@
+"""One config's memory and step time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.schema import RunConfig
+from megarl.estimate.constants import constants_of
+from megarl.estimate.generate_time import GenerateModel, GenerateTime
+from megarl.estimate.generator_memory import GeneratorMemory, generator_memory, usable_static
+from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.sizes import generator_topology, landing_bytes, trainer_topology
+from megarl.estimate.sync_time import sync_s
+from megarl.estimate.train_time import TrainModel, TrainTime
+from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
+from megarl.estimate.workload import Workload
+from megarl.models import ModelSpec
+from megarl.rollouts.admission import run_ahead
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Times in seconds, memory in bytes of the fullest rank."""
+
+    workload: Workload
+    cluster: Cluster
+    trainer: TrainerMemory
+    generator: GeneratorMemory
+    static_limit: float  # bytes that the engines' weights and KV cache may take
+    train: TrainTime
+    generate: GenerateTime
+    sync_s: float
+    glue_s: float  # what no side's work accounts for
+    asynchronous: bool
+
+    @property
+    def step_s(self) -> float:
+        """Equation 3 of LlamaRL, and the update, for which both sides stop; equation 2's sum where nothing overlaps."""
+        both = self.train.total, self.generate.total
+        return (max(both) if self.asynchronous else sum(both)) + self.sync_s + self.glue_s
+
+    @property
+    def overfull(self) -> dict[str, float]:
+        """GiB by which a side does not fit; empty where all does."""
+        limit = self.cluster.gpu.memory_gib
+        over = {
+            "trainer": self.trainer.total / GIB - limit,
+            "generator": max(self.generator.total / GIB - limit, (self.generator.static - self.static_limit) / GIB),
+        }
+        return {side: gib for side, gib in over.items() if gib > 0}
+
+    @property
+    def binding(self) -> str:
+        """What to change first: memory that does not fit, else the slowest part of the slower side."""
+        if self.overfull:
+            return f"memory of the {max(self.overfull, key=lambda side: self.overfull[side])}"
+        parts = {f"training: {name}": value for name, value in train_parts(self.train).items()}
+        generating = {f"generation: {name}": value for name, value in generate_parts(self.generate).items()}
+        if self.asynchronous and self.sync_s > max(self.train.total, self.generate.total):
+            return "weight update"
+        if self.asynchronous:
+            slower = parts if self.train.total > self.generate.total else generating
+        else:
+            slower = parts | generating
+        return max(slower, key=lambda name: slower[name])
+
+
+def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
+    """Raises ConfigError where the parallel sizes do not divide the model."""
+    cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
+    constants = constants_of(cluster.gpu.name)
+    reference = config.algorithm.kl_coef > 0
+    ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
+    landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
+    return Estimate(
+        workload=workload,
+        cluster=cluster,
+        trainer=trainer_memory(spec, config.trainer, dtype, cluster.gpu, reference=reference),
+        generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing),
+        static_limit=usable_static(config.generator, cluster.gpu),
+        train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference)),
+        generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, carried_over=carries_over(config)),
+        sync_s=sync_s(spec, config, cluster),
+        glue_s=constants.glue_s,
+        asynchronous=overlaps(config),
+    )
+
+
+def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
+    """Whether weights may go by Mooncake, which needs landing memory for some: `ranks` of both sides stand on several nodes."""
+    return ranks > cluster.gpus_per_node and config.weights.transport in ("auto", "mooncake")
+
+
+def overlaps(config: RunConfig) -> bool:
+    """Whether generation runs beside training; else they take turns."""
+    return run_ahead(config.async_) != 0
+
+
+def carries_over(config: RunConfig) -> bool:
+    """Whether unfinished responses go on under the next weights instead of being waited for."""
+    return overlaps(config) and config.async_.partial_rollout in ("in_flight", "retract", "resume")
+
+
+def train_parts(time: TrainTime) -> dict[str, float]:
+    return {name.replace("_", " "): value for name, value in vars(time).items() if name != "tflops"}
+
+
+def generate_parts(time: GenerateTime) -> dict[str, float]:
+    return {"prefill": time.prefill, "decoding at full concurrency": time.full, "the longest responses": time.tail}
+
+
+def to_json(found: Estimate, baseline_s: float | None) -> dict[str, Any]:
+    """The interface of `megarl plan --json`."""
+    return {
+        "fits": not found.overfull,
+        "trainer_gib_per_gpu": found.trainer.total / GIB,
+        "generator_gib_per_gpu": found.generator.total / GIB,
+        "train_s": found.train.total,
+        "generate_s": found.generate.total,
+        "sync_s": found.sync_s,
+        "step_s": found.step_s,
+        "sync_baseline_step_s": baseline_s,
+        "speedup": baseline_s / found.step_s if baseline_s else None,
+        "binding": found.binding,
+    }

@@ -1,0 +1,150 @@
+"""An estimate as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megarl.config.keys import value_at
+from megarl.config.schema import RunConfig
+from megarl.estimate.baseline import Baseline
+from megarl.estimate.estimate import Estimate, generate_parts, train_parts
+from megarl.estimate.hardware import GIB
+from megarl.estimate.knobs import Settings, written
+from megarl.estimate.remedies import Remedy
+from megarl.estimate.search import Found, Side
+from megarl.estimate.theory import Optima
+
+
+def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:
+    yield from _memory(found)
+    yield from _time(found, baseline)
+    yield f"binds      {found.binding}"
+    yield from _verdict(found, list(remedies))
+
+
+def _memory(found: Estimate) -> Iterator[str]:
+    """Both sides beside each other, part by part."""
+    sides = gib_parts(found.trainer), gib_parts(found.generator)
+    has = f"GiB per GPU, of {found.cluster.gpu.memory_gib:g} ({found.cluster.gpu.name})"
+    yield f"memory     {has:<38}{'trainer':>9}  {'generator':>9}"
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
+        cells = (f"{side[name]:9.2f}" if name in side else " " * 9 for side in sides)
+        if any(side.get(name) for side in sides):
+            yield f"           {name:<38}{'  '.join(cells).rstrip()}"
+    yield f"           {'total':<38}{found.trainer.total / GIB:9.2f}  {found.generator.total / GIB:9.2f}"
+    static = f"{found.generator.static / GIB:.1f} of {found.static_limit / GIB:.1f}"
+    yield f"           engines' weights and KV cache take {static} GiB of generator.mem_fraction"
+
+
+def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
+    w = found.workload
+    lengths = f"{w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, to prompts of {w.prompt_tokens:g}"
+    yield f"time       seconds a step; {w.sequences} responses of {lengths}"
+    for name, seconds, parts in (
+        ("training", found.train.total, train_parts(found.train)),
+        ("generation", found.generate.total, generate_parts(found.generate)),
+    ):
+        shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds)
+        yield f"           {name:<14}{seconds:9.2f}   {shown}"
+    yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link"
+    mode = "the slower side" if found.asynchronous else "both sides, one after the other"
+    yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
+    if baseline:
+        ratio = baseline.step_s / found.step_s
+        how = f"colocated on the same GPUs, the best that fits, model parallel {baseline.m}: x{ratio:.2f}"
+        yield f"           {'synchronous':<14}{baseline.step_s:9.2f}   {how}"
+    else:
+        yield f"           {'synchronous':<14}{'-':>9}   colocated on the same GPUs nothing fits"
+    yield f"rates      {found.train.tflops:.0f} TFLOP/s per training GPU; {_decode(found)}"
+
+
+def _decode(found: Estimate) -> str:
+    g = found.generate
+    return f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} requests an engine, {g.memory_share:.0%} of it reading memory"
+
+
+def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
+    if not found.overfull:
+        yield "fits       yes"
+        return
+    too_large = " and ".join(f"the {side} is {gib:.1f} GiB" for side, gib in found.overfull.items())
+    yield f"fits       no: {too_large} per GPU too large"
+    for side in found.overfull:
+        own = [remedy for remedy in remedies if remedy.side == side]
+        if own:
+            yield f"           the {side} would fit with any of these, planned anew:"
+        for remedy in own:
+            yield f"             {written(remedy.settings)}: {remedy.gib:.1f} GiB"
+        if not own:
+            yield f"           no three settings of the {side} together make it fit: take more GPUs, or a smaller model"
+
+
+def render_search(found: Found, gpus: int, asked: RunConfig, config_path: str) -> Iterator[str]:
+    """What the search chose, what binds it, and the overrides that make it of the config that was `asked` about."""
+    settings = found.settings
+    m_t, m_g = settings["trainer.tp"] * settings["trainer.pp"], settings["generator.tp"]
+    precision = settings["generator.quantization"] or "model.dtype"
+    used = m_t * settings["trainer.dp"] * settings["trainer.cp"] + m_g * settings["generator.engines"]
+    yield (
+        f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, m_g {m_g}, b_t {settings['trainer.max_tokens_per_microbatch']} tokens, "
+        f"b_g {settings['generator.max_concurrency']}, theta {found.theta:.3f}, engines in {precision}"
+    )
+    yield f"           by GPU-seconds both sides would take equally long at theta {found.balanced_theta:.3f} (lemma B.3)"
+    for name, chosen, larger in (
+        ("trainer", found.trainer, found.trainer_too_large), ("generator", found.generator, found.generator_too_large)
+    ):  # fmt: skip
+        yield f"           {name}: {chosen.seconds:.2f} s, {-chosen.over_gib:.1f} GiB to spare; {_beyond(chosen, larger)}"
+    changed = {key: value for key, value in settings.items() if value_at(asked, key) != value}
+    yield f"           {config_path} {written(changed)}"
+
+
+def render_theory(optima: Optima, gpus: int) -> Iterator[str]:
+    closed, found, synchronous = optima.closed_form, optima.search, optima.synchronous
+    yield f"theory     {f'LlamaRL, section 7, on {gpus} GPUs':<44}{'closed form':>11}  {'search':>9}"
+    for name, key in (
+        ("b_t, sequences a microbatch", "b_t"),
+        ("b_g, requests an engine", "b_g"),
+        ("m_t, GPUs a model in training", "m_t"),
+        ("m_g, GPUs an engine", "m_g"),
+        ("theta, share of the GPUs that trains", "theta"),
+        ("training and generation, s a step", "step_s"),
+    ):
+        yield f"           {name:<44}{getattr(closed, key):11.4g}  {getattr(found, key):9.4g}"
+    same = f"b_t {synchronous.b_t:.4g}, b_g {synchronous.b_g:.4g}, m {synchronous.m:.4g}"
+    yield f"           the synchronous optimum: {synchronous.step_s:.4g} s a step, {same}"
+    yield f"           so asynchronous can be at least x{optima.speedup_bound:.2f} as fast (theorem 7.5)"
+
+
+def _beyond(chosen: Side, larger: Side | None) -> str:
+    if larger is None:
+        return "no shape that memory rules out would be faster"
+    changed = {key: value for key, value in larger.settings.items() if chosen.settings[key] != value}
+    return f"memory binds: {larger.seconds:.2f} s with {written(changed)}, {larger.over_gib:.1f} GiB too large"
+
+
+def gib_parts(memory: Any) -> dict[str, float]:
+    return {name.replace("_", " ").replace("kv cache", "KV cache"): value / GIB for name, value in vars(memory).items()}
+
+
+def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> dict[str, Any]:
+    """What `megarl plan --json` says beyond its fixed keys."""
+    return {
+        "gpu": found.cluster.gpu.name,
+        "gpu_memory_gib": found.cluster.gpu.memory_gib,
+        "trainer_memory_gib": {name: value / GIB for name, value in vars(found.trainer).items()},
+        "generator_memory_gib": {name: value / GIB for name, value in vars(found.generator).items()},
+        "too_large_gib": found.overfull,
+        "train_parts_s": train_parts(found.train),
+        "generate_parts_s": generate_parts(found.generate),
+        "train_tflops_per_gpu": found.train.tflops,
+        "concurrency_per_engine": found.generate.concurrency,
+        "decode_step_s": found.generate.token_s,
+        "sync_baseline_model_parallel": baseline.m if baseline else None,
+        "remedies": [{"side": r.side, "settings": dict(r.settings), "gib_per_gpu": r.gib} for r in remedies],
+    }
+
+
+def search_details(found: Found) -> dict[str, Any]:
+    settings: Settings = found.settings
+    return {"settings": dict(settings), "theta": found.theta, "balanced_theta": found.balanced_theta}

@@ -1,0 +1,216 @@
+"""The fastest way to spend a budget of GPUs: (m_t, m_g, b_t, b_g, theta, precision) of LlamaRL's problem 7, over what can be launched.
+
+For a given split each side is a problem of its own: the fastest of its shapes whose memory fits, on no more than its GPUs. The trainer
+gets no slower with more of them, the generator no faster with fewer, so the best split is where the two meet: found by bisection.
+Beyond it a few with more trainers are tried, as more senders make the weight update shorter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.estimate.baseline import even_stages
+from megarl.estimate.constants import constants_of
+from megarl.estimate.estimate import carries_over, may_land, overlaps
+from megarl.estimate.generate_time import GenerateModel
+from megarl.estimate.generator_memory import generator_memory, usable_static
+from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.knobs import Settings, problems, turned
+from megarl.estimate.sizes import generator_topology, generator_weights, landing_bytes, shape_of, trainer_topology
+from megarl.estimate.sync_time import balanced_sync_s
+from megarl.estimate.train_time import TrainModel
+from megarl.estimate.trainer_memory import trainer_memory
+from megarl.estimate.workload import Workload
+from megarl.models import ModelSpec
+from megarl.reshard.relays import ENGINES
+
+
+@dataclass(frozen=True)
+class Side:
+    """One shape of one side."""
+
+    settings: Settings
+    seconds: float
+    over_gib: float  # per GPU, over the limit; negative: room
+
+
+@dataclass(frozen=True)
+class Found:
+    settings: dict[str, Any]
+    trainer: Side
+    generator: Side
+    theta: float  # share of the GPUs that trains
+    balanced_theta: float  # lemma B.3: where both sides take equally long, by their GPU-seconds
+    trainer_too_large: Side | None  # would be faster, but does not fit
+    generator_too_large: Side | None
+
+
+@dataclass
+class Search:
+    """One search; remembers what a side does on so many GPUs."""
+
+    config: RunConfig
+    spec: ModelSpec
+    gpus: int
+    trainers: dict[int, Side | None] = field(default_factory=dict)
+    generators: dict[int, Side | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cluster, self.workload = Cluster.of(self.config), Workload.of(self.config)
+        self.constants = constants_of(self.cluster.gpu.name)
+        self.dtype = self.config.model.dtype
+        self.trainer_shapes = list(_trainer_shapes(self.config, self.spec, self.cluster))
+        self.generator_shapes = list(_generator_shapes(self.config, self.spec))
+
+    def run(self) -> Found:
+        """Raises ConfigError where nothing fits the budget."""
+        unit = self.cluster.gpus_per_node if self.gpus >= 2 * self.cluster.gpus_per_node else 1
+        splits = range(unit, self.gpus, unit)
+        if not splits:
+            raise ConfigError(f"--gpus {self.gpus}: must be at least 2: trainer and generator have GPUs of their own")
+        if overlaps(self.config):  # equation 3: the slower side counts
+            meet = bisect.bisect_left(splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1])
+            tried = [splits[i] for i in (meet - 1, *(meet + 2**n - 1 for n in range(12))) if 0 <= i < len(splits)]
+        else:  # equation 2: both count
+            tried = list(splits[:: max(1, len(splits) // 16)])
+        best = min(tried, key=self._step_s)
+        trainer, generator = self.trainer(best), self.generator(self.gpus - best)
+        if trainer is None or generator is None:
+            raise ConfigError(f"--gpus {self.gpus}: nothing fits on {self.gpus} {self.cluster.gpu.name}; {self._needed()}")
+        spent = trainer.seconds * best, generator.seconds * (self.gpus - best)
+        return Found(
+            settings={**trainer.settings, **generator.settings},
+            trainer=trainer,
+            generator=generator,
+            theta=best / self.gpus,
+            balanced_theta=spent[0] / sum(spent),
+            trainer_too_large=_fastest_too_large(trainer, self._trainers(best, fitting=False)),
+            generator_too_large=_fastest_too_large(generator, self._generators(self.gpus - best, fitting=False)),
+        )
+
+    def _step_s(self, trainer_gpus: int) -> float:
+        """With the update, which more senders make shorter: why more trainers than balance asks for may be better."""
+        trainer, generator = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
+        if trainer is None or generator is None:
+            return math.inf
+        chosen = turned(self.config, {**trainer.settings, **generator.settings})
+        senders, receivers = trainer_topology(chosen.trainer).world_size, generator_topology(chosen.generator).world_size
+        engine_bytes = generator_weights(self.spec, chosen.generator, self.dtype).total
+        both = (trainer.seconds, generator.seconds)
+        step_s = max(both) if overlaps(self.config) else sum(both)
+        relaying = chosen.generator.engines if chosen.weights.relay == ENGINES else 0
+        return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster, relaying)
+
+    def _seconds(self, trainer_gpus: int) -> tuple[float, float]:
+        sides = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
+        seconds = [side.seconds if side else math.inf for side in sides]
+        return seconds[0], seconds[1]
+
+    def trainer(self, gpus: int) -> Side | None:
+        """The fastest that fits; None where none does."""
+        if gpus not in self.trainers:
+            self.trainers[gpus] = min(self._trainers(gpus, fitting=True), key=lambda side: side.seconds, default=None)
+        return self.trainers[gpus]
+
+    def generator(self, gpus: int) -> Side | None:
+        if gpus not in self.generators:
+            self.generators[gpus] = min(self._generators(gpus, fitting=True), key=lambda side: side.seconds, default=None)
+        return self.generators[gpus]
+
+    def _trainers(self, gpus: int, fitting: bool) -> Iterator[Side]:
+        """All that fit, or all that do not, on at most `gpus` GPUs."""
+        reference = self.config.algorithm.kl_coef > 0
+        for shape in self.trainer_shapes:
+            dp = min(gpus // (shape.tp * shape.pp), self.workload.sequences)
+            dp -= dp % max(1, shape.ep // shape.tp)  # whole groups of experts
+            if not dp:
+                continue
+            trainer = replace(shape, dp=dp)
+            over = trainer_memory(self.spec, trainer, self.dtype, self.cluster.gpu, reference=reference).total / GIB
+            over -= self.cluster.gpu.memory_gib
+            if (over <= 0) == fitting:
+                model = TrainModel(self.spec, trainer, self.dtype, self.cluster, self.constants)
+                time = model.seconds(self.workload, extra_forwards=int(reference)).total
+                yield Side(_trainer_settings(trainer), time, over)
+
+    def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
+        finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)  # which trainer it will be is not known yet
+        for shape in self.generator_shapes:
+            if gpus < shape.tp:
+                continue
+            generator = replace(shape, engines=min(gpus // shape.tp, self.workload.sequences))
+            landing = landing_bytes(self.spec, finest, generator, self.dtype) if may_land(self.config, self.gpus, self.cluster) else 0
+            memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, landing)
+            over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
+            if (over <= 0) == fitting:
+                model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
+                time = model.seconds(self.workload, carried_over=carries_over(self.config)).total
+                yield Side(_generator_settings(generator), time, over)
+
+    def _needed(self) -> str:
+        """Which side asks for more, on all the GPUs there are."""
+        sides = (("trainer", self.trainer(self.gpus)), ("generator", self.generator(self.gpus)))
+        missing = [name for name, side in sides if side is None]
+        return f"not even all of them hold the {' or the '.join(missing)}" if missing else "each side alone would fit, both do not"
+
+
+def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
+    """What memory alone rules out: faster than the best that fits. Of those, the nearest to fitting."""
+    return min((side for side in others if side.seconds < 0.95 * best.seconds), key=lambda side: side.over_gib, default=None)
+
+
+def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iterator[TrainerConfig]:
+    """All but dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation."""
+    experts = [2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64] or [1]
+    budgets = [n for n in (4096, 8192, 16384, 32768) if n > config.rollout.max_tokens + config.plan.prompt_tokens]
+    budgets = budgets[:3] or [config.trainer.max_tokens_per_microbatch]
+    for tp in (n for n in (1, 2, 4, 8) if n <= cluster.gpus_per_node):
+        for pp in (1, 2, 4, 8, 16):
+            first, last = even_stages(spec.num_layers, pp)
+            base = replace(
+                config.trainer, tp=tp, pp=pp, vpp=1, cp=1, ep=1, etp=1, dp=max(experts), zero=1, fsdp=None,
+                sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
+            )  # fmt: skip
+            if problems(replace(config, trainer=replace(base, dp=1)), spec):
+                continue
+            for ep in experts:
+                for budget in budgets:
+                    for recompute in (False, True):
+                        yield replace(base, ep=ep, max_tokens_per_microbatch=budget, recompute=recompute)
+
+
+def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
+    """All but the number of engines: tensor parallelism, precision, concurrency."""
+    for tp in (1, 2, 4, 8, 16):
+        for quantization in (None, "fp8_block"):
+            for ep in sorted({1, tp}) if spec.num_experts else (1,):
+                shape = replace(config.generator, tp=tp, ep=ep, dp_attention=1, quantization=quantization, kv_cache_tokens=None)
+                try:
+                    generator_weights(spec, shape, config.model.dtype)
+                except ConfigError:  # SGLang does not take these sizes
+                    continue
+                if problems(replace(config, generator=shape), spec):
+                    continue
+                yield from (replace(shape, max_concurrency=2**i) for i in range(2, 11))
+
+
+def _trainer_settings(trainer: TrainerConfig) -> Settings:
+    keys = "tp pp vpp cp ep etp dp zero sequence_parallel first_stage_layers last_stage_layers fsdp recompute max_tokens_per_microbatch"
+    return {f"trainer.{key}": getattr(trainer, key) for key in keys.split()}
+
+
+def _generator_settings(generator: GeneratorConfig) -> Settings:
+    keys = "engines tp ep dp_attention quantization max_concurrency kv_cache_tokens"
+    return {f"generator.{key}": getattr(generator, key) for key in keys.split()}
+
+
+def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunConfig]:
+    """The best split and shapes on `gpus` GPUs, and the config that has them. Raises ConfigError where nothing fits."""
+    found = Search(config, shape_of(spec), gpus).run()
+    return found, turned(config, found.settings)

@@ -1,0 +1,38 @@
+"""Seconds of a weight update: the busiest ranks' bytes over their links."""
+
+from __future__ import annotations
+
+from megarl.config.schema import RunConfig
+from megarl.estimate.hardware import Cluster
+from megarl.estimate.sizes import generator_topology, trainer_topology
+from megarl.models import ModelSpec
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.relays import busiest_bytes, foreseen
+
+
+def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> float:
+    """From the very map that the run would carry out. One node's ranks write to each other over NVLink, others over their NICs."""
+    dtype = config.model.dtype
+    source = trainer_layout(spec, trainer_topology(config.trainer), dtype)
+    quantization = config.generator.quantization
+    engine_dtype = dtype if quantization is None else "bfloat16"
+    destination = generator_layout(spec, generator_topology(config.generator), engine_dtype, cluster.gpu.device, quantization)
+    carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
+    return busiest_bytes(*carried_out) / link_bytes_per_s(source.world_size + destination.world_size, cluster)
+
+
+def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:
+    """The same without a map, for a search: every rank gets `engine_bytes`, the trainer's ranks send equal shares.
+
+    `relaying`: how many engines pass on to each other (weights.relay=engines), in whose turns each gets its part from the trainer.
+    """
+    fan_out = generator_ranks / trainer_ranks
+    busiest = max(1.0, fan_out)
+    if relaying:
+        busiest = min(busiest, fan_out / relaying + (1 - 1 / relaying))
+    return engine_bytes * busiest / link_bytes_per_s(generator_ranks + trainer_ranks, cluster)
+
+
+def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:
+    return cluster.gpu.nvlink_bytes_per_s if ranks <= cluster.gpus_per_node else cluster.gpu.nic_bytes_per_s

@@ -1,0 +1,174 @@
+"""Section 7 of the LlamaRL paper: the best step times of the synchronous and the asynchronous framework, in closed form.
+
+Batches and parallel degrees are real numbers here, as in the paper; memory and W0 are in bytes, times in seconds. Of eta the paper asks
+only that it falls. With tau(b) = fixed + per_sample * b, so eta(b) = per_sample + fixed / b, the asynchronous optimum has a closed form:
+(C + A b)(p + f / b), C the memory that does not grow with the batch, is smallest at b = sqrt(C f / (A p)), and is there
+(sqrt(C p) + sqrt(A f))^2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megarl.config.schema import RunConfig
+from megarl.estimate.constants import constants_of
+from megarl.estimate.generate_time import GenerateModel
+from megarl.estimate.generator_memory import kv_bytes_per_token
+from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.search import Found
+from megarl.estimate.train_time import TrainModel
+from megarl.estimate.trainer_memory import LOGIT_BYTES, activation_elements
+from megarl.estimate.workload import Workload
+from megarl.models import ModelSpec
+from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.layout import parameter_count
+
+PIPELINE = 64  # microbatches over which the pipeline's bubble is spread
+
+
+@dataclass(frozen=True)
+class AffineEta:
+    """Seconds per sample at a batch size (equation 1), of tau(b) = fixed_s + per_sample_s * b; falls with it (assumption 7.1)."""
+
+    fixed_s: float
+    per_sample_s: float
+
+    def __call__(self, batch: float) -> float:
+        return self.per_sample_s + self.fixed_s / batch
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Definition 7.2 and table 2."""
+
+    gpus: float  # G0
+    batch: float  # B0, global
+    memory: float  # M0, of a GPU
+    weights: float  # W0, of one model; the trainer holds 4 of them: weights, gradients, Adam's two states
+    activation: float  # A_t, per sample of a microbatch
+    kv_cache: float  # K_g, per sample in decoding
+    eta_t: AffineEta
+    eta_g: AffineEta
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    b_t: float
+    b_g: float
+    m: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    b_t: float
+    b_g: float
+    m_t: float
+    m_g: float
+    theta: float  # share of the GPUs that trains
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Optima:
+    """The closed forms, and beside them what the search finds. `speedup_bound` is what theorem 7.5 promises: the synchronous optimum
+    over the asynchronous one. What the theorem leaves out (fp8, less communication) only adds to it (remark 7.3)."""
+
+    closed_form: Asynchronous
+    search: Asynchronous
+    synchronous: Synchronous
+    speedup_bound: float
+
+
+def compare(found: Found, config: RunConfig, spec: ModelSpec, gpus: int) -> Optima:
+    """`config` is the one that was `found` on `gpus` GPUs."""
+    problem, t, g = problem_of(config, spec, gpus), config.trainer, config.generator
+    asynchronous, synchronous = best_asynchronous(problem), best_synchronous(problem)
+    searched = Asynchronous(
+        b_t=t.max_tokens_per_microbatch / Workload.of(config).tokens_per_sequence,
+        b_g=g.max_concurrency,
+        m_t=t.tp * t.cp * t.pp,
+        m_g=g.tp,
+        theta=found.theta,
+        step_s=max(found.trainer.seconds, found.generator.seconds),
+    )
+    return Optima(asynchronous, searched, synchronous, synchronous.step_s / asynchronous.step_s)
+
+
+def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
+    """Of a run on `gpus` GPUs. A sample is a sequence of mean length. Both tau are the planner's, at the config's own parallel sizes;
+    the paper takes them not to depend on these."""
+    work, dtype, cluster = Workload.of(config), config.model.dtype, Cluster.of(config)
+    constants, item, length = constants_of(cluster.gpu.name), ITEM_BYTES[dtype], work.tokens_per_sequence
+
+    def train_s(batch: int) -> float:
+        trainer = replace(config.trainer, max_tokens_per_microbatch=math.ceil(batch * length))
+        microbatches = replace(work, sequences=PIPELINE * batch * trainer.dp)
+        time = TrainModel(spec, trainer, dtype, cluster, constants).seconds(microbatches)
+        return (time.compute + time.tensor_parallel + time.expert_parallel + time.pipeline) / PIPELINE
+
+    def generate_s(batch: int) -> float:
+        one = replace(config.generator, engines=1)
+        decoding = GenerateModel(spec, one, dtype, cluster, constants).decode_step(batch, work.prompt_tokens + work.response_tokens / 2)
+        return work.response_tokens * decoding.total
+
+    alone = replace(config.trainer, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, first_stage_layers=None, last_stage_layers=None)
+    dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
+    kept = item * activation_elements(spec, alone, 0, dense, spec.num_layers - dense) + LOGIT_BYTES[dtype] * spec.vocab_size
+    return Problem(
+        gpus=gpus,
+        batch=work.sequences,
+        memory=(cluster.gpu.memory_gib - cluster.gpu.runtime_gib) * GIB,
+        weights=item * parameter_count(spec),
+        activation=length * kept,
+        kv_cache=length * kv_bytes_per_token(spec, replace(config.generator, tp=1, dp_attention=1), item),
+        eta_t=_line(train_s(1), train_s(8), 8),
+        eta_g=_line(generate_s(1), generate_s(config.generator.max_concurrency), config.generator.max_concurrency),
+    )
+
+
+def best_asynchronous(p: Problem) -> Asynchronous:
+    """The optimum of problem 7 by equations 9 and 10 and lemma B.3: memory is full on both sides, and both take equally long.
+
+    The step is B0 / G0 * (T_t + T_g).
+    """
+    b_t, time_t = _least(4 * p.weights, p.activation, p.eta_t)
+    b_g, time_g = _least(p.weights, p.kv_cache, p.eta_g)
+    return Asynchronous(
+        b_t=b_t,
+        b_g=b_g,
+        m_t=(4 * p.weights + p.activation * b_t) / p.memory,
+        m_g=(p.weights + p.kv_cache * b_g) / p.memory,
+        theta=time_t / (time_t + time_g),
+        step_s=p.batch / p.gpus * (time_t + time_g) / p.memory,
+    )
+
+
+def best_synchronous(p: Problem) -> Synchronous:
+    """The optimum of problem 6. Memory is full (lemma B.1), so m follows from the batches; each batch is found for the other in turn."""
+    b_t, b_g = best_asynchronous(p).b_t, best_asynchronous(p).b_g
+    for _ in range(200):
+        before = b_t, b_g
+        b_t, _ = _least(5 * p.weights + p.kv_cache * b_g, p.activation, _plus(p.eta_t, p.eta_g(b_g)))
+        b_g, _ = _least(5 * p.weights + p.activation * b_t, p.kv_cache, _plus(p.eta_g, p.eta_t(b_t)))
+        if math.isclose(before[0], b_t, rel_tol=1e-13) and math.isclose(before[1], b_g, rel_tol=1e-13):
+            break
+    m = (5 * p.weights + p.activation * b_t + p.kv_cache * b_g) / p.memory
+    return Synchronous(b_t, b_g, m, p.batch / p.gpus * m * (p.eta_t(b_t) + p.eta_g(b_g)))  # equation 2
+
+
+def _line(one_s: float, many_s: float, many: int) -> AffineEta:
+    """Through tau(1) and tau(many)."""
+    slope = (many_s - one_s) / max(1, many - 1)
+    return AffineEta(one_s - slope, slope)
+
+
+def _plus(eta: AffineEta, constant: float) -> AffineEta:
+    return AffineEta(eta.fixed_s, eta.per_sample_s + constant)
+
+
+def _least(fixed: float, per_sample: float, eta: AffineEta) -> tuple[float, float]:
+    """Batch and value of the least (fixed + per_sample * b) * eta(b)."""
+    batch = math.sqrt(fixed * eta.fixed_s / (per_sample * eta.per_sample_s))
+    return batch, (math.sqrt(fixed * eta.per_sample_s) + math.sqrt(per_sample * eta.fixed_s)) ** 2

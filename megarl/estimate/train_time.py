@@ -1,0 +1,157 @@
+"""Seconds of one training step, from the model's products and the ranks' traffic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.config.schema import TrainerConfig
+from megarl.estimate.communication import Group
+from megarl.estimate.constants import CONSTANTS, Constants
+from megarl.estimate.hardware import Cluster
+from megarl.estimate.sizes import Held, active_elements, largest_stage, stage_layers, trainer_held
+from megarl.estimate.workload import Workload
+from megarl.models import ModelSpec
+from megarl.reshard.kinds import ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class TrainTime:
+    """Seconds on the busiest rank."""
+
+    compute: float
+    tensor_parallel: float  # and context parallel
+    expert_parallel: float
+    pipeline: float  # bubble and what passes between stages
+    data_parallel: float  # gradients and, where sharded, weights
+    optimizer: float  # and what a step costs beside its tokens
+    tflops: float  # per GPU, of the model's own products (no recomputation), over the whole step
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor_parallel + self.expert_parallel + self.pipeline + self.data_parallel + self.optimizer
+
+
+@dataclass(frozen=True)
+class TrainModel:
+    """One trainer on one cluster; `seconds` is asked once per workload."""
+
+    spec: ModelSpec
+    trainer: TrainerConfig
+    dtype: str
+    cluster: Cluster
+    constants: Constants = CONSTANTS
+
+    def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
+        """`extra_forwards`: passes that only score (a reference model). Sequences are packed to the token budget."""
+        t, k = self.trainer, self.constants
+        length, rows = workload.tokens_per_sequence, self._rows(workload)
+        count = math.ceil(workload.tokens / t.dp / rows)
+        count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
+        passes = 3 + t.recompute + extra_forwards
+        layers = largest_stage(self.spec, t)
+        per_layer = self._layer_s(rows, length)
+        head = 2 * rows * self.spec.vocab_size * self.spec.hidden_size / t.tp / t.cp / self._rate(rows / t.cp, self.spec.vocab_size / t.tp)
+        last = sum(stage_layers(self.spec, t)[-1])
+        compute = max(passes * layers * per_layer, passes * last * per_layer + (3 + extra_forwards) * head)
+        tensor = passes * layers * self._tensor_s(rows)
+        expert = passes * layers * self._expert_s(rows)
+        between = (2 + extra_forwards) * self._between_s(rows)
+        bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
+        held = max(trainer_held(self.spec, t, self.dtype), key=lambda stage: stage.total)
+        data = self._data_s(held, count)
+        if t.fsdp:  # the next layer's weights are on their way during this layer's products
+            data = max(data / count / layers, data - count * compute)
+        update_s = 30 * held.total / (t.dp * t.cp if t.zero and not t.fsdp else 1) / self._hbm  # Adam's reads and writes, bytes
+        total = TrainTime(
+            compute=count * compute,
+            tensor_parallel=count * tensor,
+            expert_parallel=count * expert,
+            pipeline=count * between + bubble * count,
+            data_parallel=data,
+            optimizer=update_s + k.step_s,
+            tflops=0.0,
+        )
+        flops = 3 * workload.tokens * flops_per_token(self.spec, length) / (t.tp * t.cp * t.pp * t.dp)
+        return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
+
+    @property
+    def _hbm(self) -> float:
+        return self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
+
+    def _rows(self, workload: Workload) -> float:
+        """Tokens of a microbatch: whole sequences within the budget, no more than a rank has."""
+        length = workload.tokens_per_sequence
+        whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
+        return min(whole, max(length, workload.tokens / self.trainer.dp))
+
+    def _rate(self, rows: float, columns: float) -> float:
+        """FLOP/s of a product of so many rows and columns."""
+        k = self.constants
+        return self.cluster.gpu.bf16_flops * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
+
+    def _layer_s(self, rows: float, length: float) -> float:
+        """One forward pass of one layer, the mean over dense layers and layers of experts."""
+        spec, t = self.spec, self.trainer
+        dense, expert = active_elements(spec)
+        share = t.tp * t.cp
+        columns = min(spec.hidden_size, spec.num_attention_heads * spec.head_dim / t.tp)
+        seconds = 2 * rows * dense / spec.num_layers / share / self._rate(rows / t.cp, columns)
+        seconds += rows * attention_flops(spec, length) / share / self._rate(rows / t.cp, spec.head_dim * 4)
+        split = t.tp if t.sequence_parallel else 1
+        touched = 4 * spec.hidden_size / split + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
+        if spec.num_experts:
+            of_expert = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
+            width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
+            seconds += 2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width) + self.constants.expert_pass_s
+            touched += spec.experts_per_token * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
+        item = ITEM_BYTES[self.dtype]
+        return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
+
+    def _tensor_s(self, rows: float) -> float:
+        """Two sums over tp per layer, one where experts take the place of the MLP; keys and values over cp."""
+        spec, t, item = self.spec, self.trainer, ITEM_BYTES[self.dtype]
+        over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * item)
+        kv = rows * 2 * spec.num_kv_heads * spec.head_dim / t.tp * item
+        return (1 if spec.num_experts else 2) * over_tp + self._group(t.cp, t.tp).gather_s(kv)
+
+    def _expert_s(self, rows: float) -> float:
+        """There and back."""
+        spec, t = self.spec, self.trainer
+        if not spec.num_experts:
+            return 0.0
+        sent = rows / (t.tp * t.cp) * spec.experts_per_token * spec.hidden_size * ITEM_BYTES[self.dtype]
+        return 2 * self._group(t.ep * t.etp, 1).all_to_all_s(sent)
+
+    def _between_s(self, rows: float) -> float:
+        t = self.trainer
+        if t.pp == 1:
+            return 0.0
+        sent = rows / t.cp * self.spec.hidden_size * ITEM_BYTES[self.dtype] / (t.tp if t.sequence_parallel else 1)
+        group = self._group(t.pp, t.tp * t.cp * t.dp)
+        return t.vpp * (group.latency_s + sent / group.bytes_per_s)
+
+    def _data_s(self, held: Held, count: int) -> float:
+        """Gradients in fp32, reduced once a step, then the weights gathered; FSDP gathers twice and reduces once per microbatch."""
+        t, item = self.trainer, ITEM_BYTES[self.dtype]
+        dense = self._group(t.dp * t.cp, t.tp)
+        expert = self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp)
+        if t.fsdp:
+            return count * 3 * (dense.gather_s(item * held.dense * dense.size) + expert.gather_s(item * held.expert * expert.size))
+        once = 4 + (item if t.zero else 4)
+        return dense.gather_s(once * held.dense) + expert.gather_s(once * held.expert)
+
+    def _group(self, size: int, stride: int) -> Group:
+        return Group(size, stride, self.cluster, self.constants)
+
+
+def flops_per_token(spec: ModelSpec, length: float) -> float:
+    """Of one forward pass, over the whole model, at sequences of `length` tokens."""
+    dense, expert = active_elements(spec)
+    return 2 * (dense + expert + spec.vocab_size * spec.hidden_size) + spec.num_layers * attention_flops(spec, length)
+
+
+def attention_flops(spec: ModelSpec, length: float) -> float:
+    """Per token and layer, forward: scores and weighted values; the causal mask leaves half of them."""
+    values = spec.v_head_dim or spec.head_dim
+    return 2 * spec.num_attention_heads * (spec.head_dim + values) * length / 2

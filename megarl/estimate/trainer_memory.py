@@ -1,0 +1,97 @@
+"""Bytes of memory on the fullest rank of every pipeline stage of the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.schema import TrainerConfig
+from megarl.estimate import activations
+from megarl.estimate.hardware import GIB, Gpu
+from megarl.estimate.sizes import Held, stage_layers, trainer_held
+from megarl.models import ModelSpec
+from megarl.models.parameters import padded_vocab_size
+from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.schedule import DEFAULT_WAVE_BYTES
+
+GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
+# Of Adam on fp32 masters: two moments, and the masters where the weights themselves are not fp32.
+OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
+# Vocab-parallel log-probs at their peak, per logit: the logits, then z, z - max z and exp of it in fp32 (trainer/logprobs.py).
+LOGIT_BYTES = {"bfloat16": 2 + 12, "float32": 4 + 12}
+FRAGMENTATION = 0.05  # of what is allocated anew every microbatch
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float  # frozen copy of the weights, where algorithm.kl_coef wants one
+    activations: float
+    logits: float
+    buffers: float  # of communication: gathered sequences, staging of the weight update, fragmentation
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def trainer_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False) -> TrainerMemory:
+    """Of the fullest stage. Raises ConfigError where the sizes do not divide the model."""
+    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference)
+    return max(stages, key=lambda memory: memory.total)
+
+
+def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False) -> list[TrainerMemory]:
+    """Of the fullest rank of each stage, [pp]."""
+    item = ITEM_BYTES[dtype]
+    tokens = trainer.max_tokens_per_microbatch / trainer.cp
+    found = []
+    for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
+        kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
+        vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp if stage == trainer.pp - 1 else 0
+        logits = LOGIT_BYTES[dtype] * tokens * vocab
+        whole_layer = item * held.total * trainer.dp * trainer.cp / max(1, sum(layers)) if trainer.fsdp else 0.0
+        found.append(
+            TrainerMemory(
+                weights=item * held.total,
+                gradients=GRADIENT_BYTES * held.total,
+                optimizer=optimizer_bytes(held, trainer, dtype),
+                reference=item * held.total if reference else 0.0,
+                activations=kept,
+                logits=logits,
+                buffers=2 * whole_layer + 2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),
+                runtime=gpu.runtime_gib * GIB,
+            )
+        )
+    return found
+
+
+def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
+    """Adam's state; zero=1 splits it over the ranks that hold the same weights, FSDP has split the weights already."""
+    if not trainer.zero or trainer.fsdp:
+        return OPTIMIZER_BYTES[dtype] * held.total
+    expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
+    return OPTIMIZER_BYTES[dtype] * (held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp)
+
+
+def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int) -> float:
+    """Per token of a microbatch, over all that are in flight when this stage is fullest; `dense`, `routed`: its layers of either kind."""
+    layers = [(count, activations.of_layer(spec, trainer, experts)) for count, experts in ((dense, False), (routed, True)) if count]
+    in_flight = microbatches_in_flight(trainer, stage)
+    if trainer.recompute:  # one layer is whole again while its gradient is worked out
+        working = max((layer.kept + layer.workspace for _, layer in layers), default=0.0)
+        return in_flight * sum(count * layer.boundary for count, layer in layers) + working
+    workspace = max((layer.workspace for _, layer in layers), default=0.0)
+    return in_flight * sum(count * layer.kept for count, layer in layers) + workspace
+
+
+def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
+    """1F1B: pp - stage. Interleaved: chunks in flight over chunks a rank has (Megatron's get_pp_rank_microbatches, warm-up plus one)."""
+    if trainer.vpp == 1:
+        return trainer.pp - stage
+    chunks = 2 * (trainer.pp - stage - 1) + (trainer.vpp - 1) * trainer.pp + 1
+    return chunks / trainer.vpp

@@ -1,0 +1,134 @@
+"""The receiving end of the rollouts channel: which finished groups make up the batch of a step."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from megarl.messaging.messages import GroupReady
+from megarl.rollouts.ledger import Consumed, Ledger
+from megarl.types import Ordinal, Version
+
+
+class RolloutBuffer:
+    """Pure logic, no waiting: told what has begun and what has finished, it gives batches and says what to generate again.
+
+    The batch of step s is made of `prompts_per_step` finished groups, those of the lowest ordinals, at the moment it is used.
+    The age of a group in it is s minus the oldest weight version among its tokens.
+
+    With `max_staleness` m, a finished group of age above m is rejected (`reject`): it is dropped, and generated again.
+    A group that has reached age m, finished or not, is due: unused now, it would be too old at the next step. Due groups go first,
+    and a batch waits for a due group that is still being generated (`take` gives None), so that long rollouts are neither
+    starved by short ones nor thrown away for their length. Only when more are due than fit, the rest is rejected at the next step.
+
+    Progress: while the trainer waits for a batch its version stands still, so what is begun from then on has age 0, is neither
+    rejected nor due, and all that is waited for is already being generated. A batch is full after finitely many rollouts,
+    whatever was rejected before.
+
+    Time: each group is looked at once per thing that happens to it, and put in order by a heap; nothing is scanned.
+    """
+
+    def __init__(self, prompts_per_step: int, max_staleness: int | None, ledger: Ledger = Ledger()):
+        self._prompts_per_step, self._max_staleness = prompts_per_step, max_staleness
+        self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
+        self._running: dict[Ordinal, Version] = {}
+        self._running_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
+        self._finished: dict[Ordinal, GroupReady] = {}
+        self._finished_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
+        self._order: list[Ordinal] = []  # heap of finished ordinals; also holds some that are gone again
+        self._rejected: set[Ordinal] = set()  # until begun again
+        for group in ledger.groups:
+            self._add(group)
+
+    def begin(self, ordinals: Iterable[Ordinal], version: Version) -> None:
+        """Their rollouts have begun under `version`."""
+        for ordinal in ordinals:
+            if ordinal in self._consumed or ordinal in self._finished or ordinal in self._running:
+                raise RuntimeError(f"prompt {ordinal} was begun a second time; it is {self._state(ordinal)}")
+            self._rejected.discard(ordinal)
+            self._running[ordinal] = version
+            self._running_by_version[version].add(ordinal)
+
+    def finish(self, group: GroupReady) -> None:
+        version = self._running.pop(group.ordinal, None)
+        if version is None:
+            raise RuntimeError(f"prompt {group.ordinal} came without having been begun; it is {self._state(group.ordinal)}")
+        _discard(self._running_by_version, version, group.ordinal)
+        self._add(group)
+
+    def reject(self, step: int) -> list[Ordinal]:
+        """Drops the finished groups that are too old for the batch of `step`; their ordinals, to be generated again."""
+        if self._max_staleness is None:
+            return []
+        stale = [version for version in self._finished_by_version if version < step - self._max_staleness]
+        rejected = sorted(ordinal for version in stale for ordinal in self._finished_by_version.pop(version))
+        for ordinal in rejected:
+            del self._finished[ordinal]
+        self._rejected.update(rejected)
+        return rejected
+
+    def full(self) -> bool:
+        """There are enough finished groups for a batch."""
+        return len(self._finished) >= self._prompts_per_step
+
+    def take(self, step: int) -> list[GroupReady] | None:
+        """The batch of `step`, by ordinal; None while it must wait. Call `reject` first."""
+        due = self._due(self._finished_by_version, step)
+        if not self.full() or (sum(map(len, due)) < self._prompts_per_step and self._due(self._running_by_version, step)):
+            return None
+        chosen = set(heapq.nsmallest(self._prompts_per_step, itertools.chain(*due)))
+        while len(chosen) < self._prompts_per_step:
+            ordinal = heapq.heappop(self._order)
+            if ordinal in self._finished:
+                chosen.add(ordinal)
+        return [self._consume(ordinal) for ordinal in sorted(chosen)]
+
+    def ledger(self) -> Ledger:
+        """What a checkpoint taken now must hold."""
+        groups = [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0) for group in self._finished.values()]
+        return Ledger(self._consumed.below, sorted(self._consumed.beyond), groups)
+
+    @property
+    def finished(self) -> int:
+        return len(self._finished)
+
+    def __str__(self) -> str:
+        parts = [f"{len(self._finished)} of {self._prompts_per_step} groups finished", f"{len(self._running)} in flight"]
+        if self._running:
+            ordinal = min(self._running, key=lambda ordinal: (self._running[ordinal], ordinal))
+            parts[1] += f", the oldest being prompt {ordinal}, begun under version {self._running[ordinal]}"
+        if self._rejected:
+            parts.append(f"{len(self._rejected)} rejected and not begun again")
+        return "; ".join(parts)
+
+    def _due(self, by_version: dict[Version, set[Ordinal]], step: int) -> list[set[Ordinal]]:
+        """Those that would be too old for the step after `step`."""
+        if self._max_staleness is None:
+            return []
+        return [ordinals for version, ordinals in by_version.items() if version <= step - self._max_staleness]
+
+    def _add(self, group: GroupReady) -> None:
+        self._finished[group.ordinal] = group
+        self._finished_by_version[group.oldest].add(group.ordinal)
+        heapq.heappush(self._order, group.ordinal)
+
+    def _consume(self, ordinal: Ordinal) -> GroupReady:
+        group = self._finished.pop(ordinal)
+        _discard(self._finished_by_version, group.oldest, ordinal)
+        self._consumed.add(ordinal)
+        return group
+
+    def _state(self, ordinal: Ordinal) -> str:
+        states = {"trained on": self._consumed, "finished": self._finished, "in flight": self._running, "rejected": self._rejected}
+        return next((state for state, ordinals in states.items() if ordinal in ordinals), "unknown")
+
+
+def _discard(by_version: dict[Version, set[Ordinal]], version: Version, ordinal: Ordinal) -> None:
+    """Versions without ordinals are forgotten: a run has many."""
+    by_version[version].discard(ordinal)
+    if not by_version[version]:
+        del by_version[version]

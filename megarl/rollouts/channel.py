@@ -1,0 +1,209 @@
+"""The rollouts channel: groups from the generator as they finish, batches to every trainer rank.
+
+    generator                                   trainer rank 0
+    begins where the ledger ends       ←        GenerateFrom(first, skip), once
+    GroupsStarted(ordinals, version)   →
+    GroupReady(group)                  →        buffers it; a batch is made when one is asked for
+    generates them again               ←        Regenerate(ordinals) of groups found too old
+
+How far the generator may run ahead is decided where it begins prompts (`admission`), which of what it sent is used, and
+when, where it is received (`buffer`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megarl.messaging.link import LOOK_UP_S, Hub, Peer
+from megarl.messaging.members import members_only
+from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
+from megarl.messaging.stopping import StopRequest
+from megarl.protocols import ChannelType, Executor
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.types import Batch, Ordinal, Version
+
+LATER_S = 600.0  # rank 0 may come to a batch so much later than the others: it also reports the step before
+BROADCAST_BYTES = 1 << 28  # of GPU memory, at most, in the way of a batch to all ranks
+
+
+class _Rollouts:
+    """What both ends agree on."""
+
+    name = "rollouts"
+    outbound = "generator"
+    inbound = "trainer"
+    type = ChannelType.BROADCAST
+
+    def __init__(self, link: Hub | Peer, capacity: int | None):
+        self.link, self.capacity = link, capacity
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class RolloutsSender(_Rollouts):
+    """At the generator. Groups go out one by one, as they finish; `send`, once a step, has nothing left to send."""
+
+    async def first(self, timeout_s: float) -> GenerateFrom:
+        return (await self.link.arrival(GenerateFrom, timeout_s, "trainer.0 to say which prompts are to be generated"))[1]
+
+    async def rejected(self) -> list[Ordinal]:
+        """Waits for the next rejection, for ever if there is none."""
+        return (await self.link.arrival(Regenerate, None, "rejected groups"))[1].ordinals
+
+    def begun(self, ordinals: list[Ordinal], version: Version) -> None:
+        self.link.send("trainer.0", GroupsStarted(ordinals, version))
+
+    def finished(self, group: GroupReady) -> None:
+        self.link.send("trainer.0", group)
+
+    def send(self, executor: Executor) -> None:
+        """See above."""
+
+    def recv(self, executor: Executor) -> None:
+        raise AssertionError("the generator does not receive rollouts")
+
+
+class _Resend(msgspec.Struct, frozen=True, tag=True):
+    """In the place of a batch: first, all ranks offer their weights once more."""
+
+
+class _EncodedBatch(msgspec.Struct, frozen=True, tag="Batch"):
+    """A Batch whose groups are still encoded: on the wire, the same."""
+
+    step: int
+    groups: list[msgspec.Raw]
+    generate_s: float
+    generator_wait_s: float
+    due_wait_s: float
+    rejected: int
+    buffered: int
+
+
+_decode_agreed = msgspec.msgpack.Decoder(Batch | _Resend | None).decode
+
+
+class RolloutsReceiver(_Rollouts):
+    """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
+
+    Rank 0 broadcasts a batch's bytes: every rank sees the whole batch (token ids and log-probs only: 64 MiB at 2048 samples of 8k
+    tokens; routing replay adds a byte for each expert of a token) and picks its data-parallel share itself, so that all ranks agree on
+    denominators and microbatch counts without talking. Groups are decoded once, on each rank. The others wait for its size while
+    rank 0 waits for rollouts, longer than any other collective may take: so that is sent in a process group of its own, over gloo,
+    where no GPU spins meanwhile.
+
+    Where the run is to stop, it broadcasts that there is no batch, so that all ranks stop after the same step.
+    """
+
+    def __init__(
+        self,
+        link: Peer,
+        capacity: int | None,
+        timeout_s: float,
+        buffer: RolloutBuffer | None = None,
+        stop: StopRequest | None = None,
+        resend: Callable[[Executor], None] = lambda executor: None,
+    ):
+        super().__init__(link, capacity)
+        self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
+        self._resend = resend  # of the weights, for an engine that has come back
+        self._idle_s = 0.0  # of the generator, up to the batch before
+        self._patient: dist.ProcessGroup | None = None  # once the first batch is asked for
+        if buffer is not None:
+            ledger = buffer.ledger()
+            held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
+            link.send(GenerateFrom(ledger.consumed_below, held))
+
+    def recv(self, executor: Executor) -> None:
+        """Hands the batch of `executor.curr_step` to the executor, with the seconds it waited for it: those in which weights were sent once
+        more are told with these (`WeightsSender.send`)."""
+        waited_s, began = 0.0, time.monotonic()
+        while isinstance(batch := self._agreed(executor), _Resend):
+            waited_s += time.monotonic() - began
+            self._resend(executor)
+            began = time.monotonic()
+        if batch is None:
+            executor.stop()
+        else:
+            executor.put_batch(batch, waited_s=waited_s + time.monotonic() - began)
+
+    def _agreed(self, executor: Executor) -> Batch | _Resend | None:
+        """What rank 0 says, on every rank. Collective."""
+        if self._patient is None:  # rank 0's own deadline comes first, and says what is missing
+            with members_only():
+                self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches")
+        body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
+        return _decode_agreed(broadcast_bytes(body, executor.device, self._patient))
+
+    def ledger(self) -> bytes:
+        """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
+        self._take_in()
+        return self._buffer.ledger().encode()
+
+    def send(self, executor: Executor) -> None:
+        raise AssertionError("the trainer does not send rollouts")
+
+    def _next_batch(self, executor: Executor) -> _EncodedBatch | _Resend | None:
+        """Waits until the buffer gives the batch of this step, and has what it finds too old generated again. None: the run is to stop."""
+        step, buffer = executor.curr_step, self._buffer
+        deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
+        awaited = f"batch {step} from generator.0"
+        with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
+            while True:
+                if self._stop.asked:
+                    return None
+                wanted = self.link.poll(WeightsWanted)
+                if wanted is not None and wanted[1].version == step:  # else a newer version has been sent meanwhile
+                    return _Resend()
+                self._take_in()
+                if stale := buffer.reject(step):
+                    self.link.send(Regenerate(stale))
+                    rejected += len(stale)
+                groups = buffer.take(step)
+                if groups is not None:
+                    break
+                if full_since is None and buffer.full():
+                    full_since = time.monotonic()
+                left_s = deadline - time.monotonic()
+                if not self.link.wait(min(left_s, LOOK_UP_S)) and left_s <= 0:
+                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {buffer}")
+        now = time.monotonic()
+        due_wait_s = now - full_since if full_since is not None else 0.0
+        return self._encoded(step, groups, due_wait_s, rejected)
+
+    def _take_in(self) -> None:
+        """Everything that has arrived. A group is announced before it finishes, and each look takes in more: so finished groups are
+        looked for first, and what has begun by then includes them."""
+        ready = self.link.drain(GroupReady)
+        for started in self.link.drain(GroupsStarted):
+            self._buffer.begin(started.ordinals, started.version)
+        for group in ready:
+            self._buffer.finish(group)
+
+    def _encoded(self, step: int, groups: list[GroupReady], due_wait_s: float, rejected: int) -> _EncodedBatch:
+        timed = [group for group in groups if group.ended_s > 0]
+        generate_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
+        idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
+        waited_s, self._idle_s = idle_s - self._idle_s, idle_s
+        return _EncodedBatch(
+            step, [group.group for group in groups], generate_s, waited_s, due_wait_s, rejected, buffered=self._buffer.finished
+        )
+
+
+def broadcast_bytes(body: bytes, device: torch.device, patient: dist.ProcessGroup) -> bytes:
+    """The bytes of global rank 0, on every rank of the default process group. Collective; `patient`, over gloo, has the same ranks, which
+    may wait in it for rank 0."""
+    size = torch.tensor([len(body)])
+    dist.broadcast(size, src=0, group=patient)
+    whole = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(int(size), dtype=torch.uint8)
+    for piece in whole.split(BROADCAST_BYTES):
+        data = piece.to(device)
+        dist.broadcast(data, src=0)
+        piece.copy_(data)
+    return whole.numpy().tobytes()

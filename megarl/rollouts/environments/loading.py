@@ -1,0 +1,71 @@
+"""From `rollout.name` and `rollout.args` to the rollout, and from `reward.name` to a reward function of the user's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.config.errors import ConfigError, problems_of
+from megarl.config.named import find_callable
+from megarl.config.schema import RunConfig
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.rewards.score import parameters_of
+from megarl.rollouts.environments.base import Rollout
+from megarl.rollouts.environments.functions import check_arguments
+
+
+class OwnReward(NamedTuple):
+    function: Callable[..., Any]
+    parameters: list[str]  # what it asks for (rewards.score.ScoreRequest)
+
+
+BUILT_IN = {
+    "single_turn": "megarl.rollouts.environments.single_turn:single_turn",
+    "tool_calls": "megarl.rollouts.environments.tool_calls:ToolCalls",
+}
+
+
+def load_rollout(config: RunConfig, tokenizer: Tokenizer) -> Rollout:
+    """The rollout of a run, its arguments bound. Raises: ConfigError with all that is wrong with it."""
+    return find_rollout(config)(tokenizer)
+
+
+def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
+    """What makes it; nothing of the user's but the import of the module has run yet. Raises: ConfigError as `load_rollout`."""
+    name, arguments = config.rollout.name, config.rollout.args
+    setting = f"rollout.name={name}"
+    found = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
+    make: Callable[..., Any] = found
+    if inspect.isclass(found):
+        if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  it is whether that is async
+            raise ConfigError(f"{setting}: its objects must be callable by an async __call__; see docs/environments.md")
+        return functools.partial(make, **check_arguments(found, 1, arguments, setting, "rollout.args"))
+    if not inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{setting}: must be an async function or a class; see docs/environments.md")
+    bound = functools.partial(found, **check_arguments(found, 4, arguments, setting, "rollout.args"))
+    return lambda tokenizer: bound
+
+
+def load_reward(config: RunConfig) -> OwnReward | None:
+    """The reward function of the user's own; None where `reward.name` is a built-in verifier. Raises: ConfigError."""
+    if ":" not in config.reward.name:
+        return None
+    setting = f"reward.name={config.reward.name}"
+    function = find_callable(config.reward.name, setting)
+    if inspect.isclass(function):
+        raise ConfigError(f"{setting}: must be a function; see docs/own_run.md")
+    return OwnReward(function, parameters_of(function, setting))
+
+
+def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
+    """Also the reward function, if it is the user's own. Raises: ConfigError with all problems of both. Nothing is started.
+
+    `at_hand`: the tokenizer may be missing on this machine; a rollout that is a class is then found, but not made.
+    """
+    without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
+    rollout = functools.partial(find_rollout, config) if without else lambda: load_rollout(config, load_tokenizer(config.model))
+    if problems := problems_of(rollout, lambda: load_reward(config)):
+        raise ConfigError(problems)

@@ -1,0 +1,102 @@
+"""Turns with a tool: the policy writes a call, the environment its result, until the policy ends without a call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from megarl.config.errors import ConfigError
+from megarl.config.named import find_callable, is_async
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.completions import Sampling
+from megarl.rollouts.environments.base import RolloutContext, ToolError
+from megarl.rollouts.environments.transcript import Transcript
+from megarl.types import Prompt, Sample
+
+TOOLS = {"calculator": "megarl.rollouts.environments.calculator:calculate"}
+
+
+class ToolCalls:
+    """Calls are marked by two tokens, `call_open` … `call_close`, of which the second ends the turn.
+
+    The tool maps the text between them to the result's text, or raises ValueError. An async tool runs in the event loop,
+    any other in a worker process; neither for longer than rollout.tool_timeout_s. What goes wrong is answered with "error: "
+    and the reason; only another exception of an async tool, a mistake of its own, ends the run. The result, cut to
+    `max_result_tokens`, stands for {result} in `result`.
+
+    A sample has at most `max_calls` calls answered. One that ends in a call without an answer, or without room for it,
+    scores 0; all others are scored by their last turn. Metrics: tool_calls (answered), tool_errors.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tool: str = "calculator",
+        call_open: str = "<tool_call>",
+        call_close: str = "</tool_call>",
+        result: str = "{result}",
+        max_calls: Annotated[int, Meta(ge=1)] = 4,
+        max_result_tokens: Annotated[int, Meta(ge=1)] = 64,
+    ):
+        """Raises: ConfigError with all that is wrong with the arguments."""
+        self._tool = find_callable(TOOLS.get(tool, tool), f"rollout.args.tool={tool}", built_in=TOOLS)
+        self._tokenizer = tokenizer
+        marks = {"call_open": call_open, "call_close": call_close}
+        ids = {name: tokenizer.token_id(text) for name, text in marks.items()}
+        problems = [f"rollout.args.{name}={marks[name]}: must be one token of {tokenizer.source}" for name in ids if ids[name] is None]
+        if result.count("{result}") != 1:
+            problems.append(f"rollout.args.result={result}: must contain {{result}} once")
+        if problems:
+            raise ConfigError(problems)
+        self._open, self._close = ids["call_open"], ids["call_close"]
+        self._before, self._after = (tokenizer.encode_text(text, special_tokens=True) for text in result.split("{result}"))
+        self._max_calls, self._max_result_tokens = max_calls, max_result_tokens
+
+    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
+        return await asyncio.gather(*(self._sample(context, prompt, sampling, index) for index in range(n)))
+
+    async def _sample(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Sample:
+        transcript = Transcript(prompt, self._tokenizer, sampling.max_tokens, index)
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._close))
+        calls = errors = 0
+        for calls in range(self._max_calls + 1):
+            [completion] = await context.generate(transcript.token_ids, transcript.turn(sampling), 1)
+            transcript.add_policy(completion)
+            if completion.token_ids[-1] != self._close:
+                score = await context.score(transcript.to_score)
+                return transcript.sample(score, tool_calls=calls, tool_errors=errors)
+            if calls == self._max_calls:
+                break
+            text, failed = await self._answer(context, completion.token_ids[:-1])
+            errors += failed
+            if not transcript.add_environment(self._before + self._tokenizer.encode_text(text)[: self._max_result_tokens] + self._after):
+                break
+        return transcript.sample(0.0, tool_calls=calls, tool_errors=errors)
+
+    async def _answer(self, context: RolloutContext, turn_ids: list[int]) -> tuple[str, bool]:
+        """The text that answers the call at the end of a turn, and whether it is an error."""
+        try:
+            if self._open not in turn_ids:
+                raise ToolError("the call was not opened")
+            start = len(turn_ids) - turn_ids[::-1].index(self._open)
+            return await self._run(context, self._tokenizer.decode(turn_ids[start:])), False
+        except ToolError as error:
+            return f"error: {error}", True
+
+    async def _run(self, context: RolloutContext, argument: str) -> str:
+        if not is_async(self._tool):
+            return str(await context.run_in_worker(self._tool, argument))
+        deadline = asyncio.timeout(context.tool_timeout_s)
+        try:
+            async with deadline:
+                return str(await self._tool(argument))
+        except ValueError as error:
+            raise ToolError(str(error)) from error
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise ToolError(f"it took longer than {context.tool_timeout_s:g} s") from error

@@ -1,0 +1,108 @@
+"""The rollouts of a run: what rollout.name names, called for one prompt after another, with its engines, verifier and tools."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from megarl.config.named import is_async
+from megarl.config.schema import RunConfig
+from megarl.data.prompts import HeldOutSet
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.generator.client import EngineClient
+from megarl.generator.completions import Sampling
+from megarl.generator.fleet import Fleet
+from megarl.generator.stops import StopStrings
+from megarl.messaging.rendezvous import Rendezvous
+from megarl.models.routing import RoutingFormat
+from megarl.plan.resolve import RunPlan
+from megarl.rewards.in_loop import RewardInLoop
+from megarl.rewards.pool import OF_VERIFIERS, RewardPool
+from megarl.rewards.score import Score, ScoreRequest
+from megarl.rollouts.environments import base, loading
+from megarl.rollouts.environments.tool_processes import ToolProcesses
+from megarl.types import Group, Prompt
+
+
+class Rollout(Protocol):
+    async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group: ...
+
+
+@dataclass(frozen=True)
+class CheckedRollout:
+    """Calls a rollout under a deadline, and looks at what it returns before anything is trained on it."""
+
+    name: str
+    rollout: base.Rollout
+    context: base.RolloutContext
+    timeout_s: float
+
+    async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        """Raises: TimeoutError past the deadline, RuntimeError for samples that are none, and whatever the rollout raises."""
+        where = f"rollout {self.name}, prompt {prompt.ordinal}"
+        try:
+            async with asyncio.timeout(self.timeout_s) as deadline:
+                samples = await self.rollout(self.context, prompt, sampling, n)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(f"{where}: not finished within timeouts.samples_s={self.timeout_s:g}") from error
+        except Exception as error:
+            error.add_note(f"in {where}")
+            raise
+        if problems := base.sample_problems(samples, n, sampling.max_tokens):
+            raise RuntimeError(f"{where}: {'; '.join(problems)}")
+        return Group(prompt=replace(prompt, row={}), samples=samples)
+
+
+async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> Fleet:
+    """Clients of all engines, once each takes requests; closed with `resources`. `elastic`: it can go on without some of them."""
+    config = plan.config
+    urls = rendezvous.engine_urls
+    keys = rendezvous.engine_key, rendezvous.engine_admin_key
+    routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
+    engines = [EngineClient(url, *keys, config.timeouts.request_s, routing) for url in urls]
+    chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
+    mode = config.async_.partial_rollout
+    stops = StopStrings(config.rollout.stop, load_tokenizer(config.model).decode_all) if config.rollout.stop else None
+    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, stops)
+    resources.push_async_callback(fleet.close)
+    await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
+    return fleet
+
+
+async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resources: AsyncExitStack) -> Rollout:
+    """The rollout of a run, with its reward workers and tool processes, which end with `resources`."""
+    config = plan.config
+    rollout = loading.load_rollout(config, tokenizer)
+    logs = Path(config.run_dir) / "logs"
+    score = await _open_reward(config, resources, logs)
+    tools = ToolProcesses(config.rollout, logs)
+    resources.push_async_callback(tools.close)
+    context = base.RolloutContext(tokenizer, fleet.generate, score, tools.run, config.rollout.tool_timeout_s)
+    return CheckedRollout(config.rollout.name, rollout, context, config.timeouts.samples_s)
+
+
+async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path) -> Callable[[ScoreRequest], Awaitable[Score]]:
+    """The run's verifier."""
+    own = loading.load_reward(config)
+    if own is not None and is_async(own.function):
+        return RewardInLoop(config.reward, *own).score
+    logs.mkdir(parents=True, exist_ok=True)
+    pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs)
+    return (await resources.enter_async_context(pool)).score
+
+
+def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
+    rollout = plan.config.rollout
+    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tokenizer.eos_ids, stop=tuple(rollout.stop))
+
+
+def eval_sampling(held_out: HeldOutSet, tokenizer: Tokenizer) -> Sampling:
+    return Sampling(held_out.max_tokens, held_out.temperature, stop_token_ids=tokenizer.eos_ids, stop=held_out.stop)

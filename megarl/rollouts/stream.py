@@ -1,0 +1,120 @@
+"""The rollout stream: keeps rollouts in flight, and sends each finished group on its way at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from megarl.messaging.background import Background
+from megarl.messaging.messages import GroupReady
+from megarl.messaging.pulse import Pulse
+from megarl.rollouts.admission import Admission
+from megarl.rollouts.channel import RolloutsSender
+from megarl.types import Group, Ordinal, Version
+
+
+class RolloutStream:
+    """Begins a prompt whenever `admission` lets it, under the weights that the engines serve then.
+
+    It waits for: room in flight, and weights new enough (`put_version`). It makes: groups, in the order in which they finish.
+    `sent` counts them. Idleness is counted in places: a place in flight is idle while only newer weights would let a prompt begin
+    in it, or while an update lets nothing begin or nothing run; its idle time counts for its share of all places.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        roll_out: Callable[[Ordinal], Awaitable[Group]],
+        channel: RolloutsSender,
+        background: Background,
+        pulse: Pulse,
+    ):
+        self.admission, self._roll_out, self._channel = admission, roll_out, channel
+        self._background, self._pulse = background, pulse
+        self.version: Version = -1
+        self.sent = 0
+        self._idle_s = 0.0
+        self._idle_share, self._idle_since = 0.0, time.monotonic()
+        self._held = self._still = False
+
+    async def run(self, timeout_s: float) -> None:
+        """For as long as its task lives. `timeout_s` bounds the wait for the ledger."""
+        start = await self._channel.first(timeout_s)
+        self.admission.generate_from(start.first, start.skip)
+        self._background.start(self._take_back(), "rejected groups")
+        while True:
+            self._begin()
+            self._note_idleness()
+            seen = self._state()
+            await self._pulse.until(lambda: self._state() != seen)
+
+    def put_version(self, version: Version) -> None:
+        """The engines serve `version` from now on."""
+        self.version, self._held, self._still = version, False, False
+        self._pulse.beat()
+
+    async def drain(self) -> None:
+        """Begins nothing more, until `put_version`; returns when nothing is in flight."""
+        self._held = True
+        self._pulse.beat()
+        await self._pulse.until(lambda: self.admission.in_flight == 0)
+
+    def stand_still(self) -> None:
+        """The engines do from now on; `put_version` says that they no longer do."""
+        self._still = True
+        self._pulse.beat()
+
+    @property
+    def finished(self) -> int:
+        """Prompts of the run that are done with, also before a resume; rejected ones are not."""
+        return self.admission.begun - self.admission.in_flight
+
+    @property
+    def held_back(self) -> bool:
+        """Nothing is in flight, and only newer weights would let a prompt begin."""
+        return self.admission.in_flight == 0 and self.admission.held_back(self.version)
+
+    def __str__(self) -> str:
+        why = ", held back until the trainer sends newer weights" if self.held_back else ""
+        return f"{self.sent} groups sent, {self.admission.in_flight} in flight, under version {self.version}{why}"
+
+    def _begin(self) -> None:
+        ordinals = [] if self._held else self.admission.begin(self.version)
+        if ordinals:
+            self._channel.begun(ordinals, self.version)
+        for ordinal in ordinals:
+            self._background.start(self._one(ordinal), f"rollout of prompt {ordinal}")
+
+    async def _one(self, ordinal: Ordinal) -> None:
+        version, started = self.version, time.monotonic()
+        group = await self._roll_out(ordinal)
+        ended = time.monotonic()
+        oldest = min((sample.min_version for sample in group.samples if sample.policy_versions), default=version)
+        encoded = msgspec.Raw(msgspec.msgpack.encode(group))
+        self._channel.finished(GroupReady(ordinal, oldest, started, ended, self._idle_s, encoded))
+        self.admission.finish()
+        self.sent += 1
+        self._pulse.beat()
+
+    async def _take_back(self) -> None:
+        while True:
+            self.admission.again(await self._channel.rejected())
+            self._pulse.beat()
+
+    def _state(self) -> tuple[int, ...]:
+        """What decides whether a prompt may begin, and how many places are idle."""
+        return self.admission.in_flight, self.admission.begun, self.version, self._held, self._still
+
+    def _note_idleness(self) -> None:
+        now = time.monotonic()
+        self._idle_s += self._idle_share * (now - self._idle_since)
+        self._idle_share, self._idle_since = self._share_idle(), now
+
+    def _share_idle(self) -> float:
+        """Of the places in flight, those that wait for weights."""
+        if self._still:
+            return 1.0
+        waits = (self._held and not self.admission.exhausted) or self.admission.held_back(self.version)
+        return self.admission.empty_share if waits else 0.0

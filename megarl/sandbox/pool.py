@@ -1,0 +1,256 @@
+"""Calls of one function in worker processes, for an asyncio program. Whatever a call does to its process, the others get their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megarl.config.errors import RunError
+from megarl.files import log_tail
+from megarl.sandbox.process import MAX_REPLY_BYTES
+
+_BATCH = 32  # requests written to a worker at once
+_START_TIMEOUT_S = 60.0
+_GRACE_S = 0.1
+_KILLED_S = 2.0
+_MAX_FAILED_STARTS = 3
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+_WORKER = "import sys; sys.path.extend(sys.argv[1].split(':')); from {module} import main; main(*sys.argv[2:])"
+
+
+class CallFailed(Exception):
+    """A call without a result. `kind` says why: it raised an "error", took too long ("timeout"), ran out of "memory", or brought its worker
+    down ("exit")."""
+
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass
+class _Request:
+    line: bytes
+    result: asyncio.Future[Any]
+    lost_workers: int = 0
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def kill(self) -> None:
+        self.writer.close()
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it, in a call that does not return: nobody waits for that
+            self.process.wait(_KILLED_S)
+
+
+class WorkerPool:
+    """Runs the main function of `module` in `workers` processes, each under a memory limit and a time limit per call.
+
+    `main(*arguments, memory_mib, timeout_s, parent)` serves requests by megarl.sandbox.process.serve; all its arguments
+    are strings. A call that takes longer than `timeout_s` fails and costs its worker, which is replaced; so does one that
+    has brought down two workers. Every other call is answered whatever happens to a worker. If workers cannot be started
+    at all, pending and later calls raise RunError, which calls the pool by its `name`. What the functions print, and the tracebacks of
+    what they raise, goes to `log_folder`/<name>.<number>.log, of each worker its own, or to standard error. `open` and `close` in one
+    event loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        workers: int,
+        timeout_s: float,
+        memory_mib: int,
+        paths: Sequence[str] = (),
+        log_folder: Path | None = None,
+        as_here: bool = False,
+    ):
+        """`paths` are places to import from, beside that of this package. `as_here`: the workers have the working directory and the
+        environment of this process; otherwise the root, and nothing but PATH."""
+        self.name = name
+        self.timed_out = 0  # calls failed for their time
+        self.replaced = 0  # workers lost, for whatever reason
+        code = _WORKER.format(module=module)
+        limits = (str(memory_mib), str(timeout_s), str(os.getpid()))
+        self._command = [sys.executable, "-s", "-P", "-u", "-c", code, ":".join([_PACKAGE_PARENT, *paths]), *arguments, *limits]
+        self._timeout_s = timeout_s
+        self._workers = workers
+        self._log_folder = log_folder
+        self._as_here = as_here
+        self._waiting: deque[_Request] = deque()
+        self._arrived = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: RuntimeError | None = None
+
+    def open(self) -> None:
+        self._tasks = [asyncio.create_task(self._serve(i), name=f"{self.name} worker {i}") for i in range(self._workers)]
+
+    async def close(self) -> None:
+        """End the workers. Calls still pending raise RuntimeError."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail(RuntimeError(f"the {self.name} pool is closed"))
+
+    async def call(self, *arguments: Any) -> Any:
+        """The function's result; arguments and result are JSON. Raises: CallFailed; RunError if no worker can be started."""
+        if self._failure is not None:
+            raise self._failure
+        line = json.dumps(arguments, default=msgspec.to_builtins).encode() + b"\n"
+        request = _Request(line, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._arrived.set()
+        return await request.result
+
+    def log(self, number: int) -> Path | None:
+        """What worker `number` and its predecessors have printed."""
+        return self._log_folder / f"{self.name.replace(':', '.')}.{number}.log" if self._log_folder else None
+
+    async def _serve(self, number: int) -> None:
+        """Life of one worker slot: start a process, give it what waits, replace it when it is lost."""
+        worker: _Worker | None = None
+        try:
+            while True:
+                worker = worker or await self._start(number)
+                if worker is None:
+                    return
+                batch = await self._take()
+                if not await self._run(worker, batch):
+                    worker.kill()
+                    worker = None
+                    self.replaced += 1
+        except Exception as error:  # nobody awaits this task while the pool is in use: tell those who wait for results
+            self._fail(RuntimeError(f"{self.name} worker failed: {error!r}"))
+            raise
+        finally:
+            if worker is not None:
+                worker.kill()
+
+    async def _take(self) -> deque[_Request]:
+        """A fair share of what waits, at least one request."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        share = min(_BATCH, -(-len(self._waiting) // self._workers))
+        return deque(self._waiting.popleft() for _ in range(share))
+
+    async def _run(self, worker: _Worker, batch: deque[_Request]) -> bool:
+        """Answer the batch in order; False if the worker is lost, with what it left unanswered waiting again, first in line."""
+        worker.writer.write(b"".join(request.line for request in batch))
+        try:
+            while batch:
+                reply = await self._reply(worker)
+                if reply is None or not reply.endswith(b"\n"):
+                    self._blame(batch, worker, timed_out=reply is None)
+                    return False
+                _answer(batch.popleft(), json.loads(reply))
+            return True
+        finally:
+            self._waiting.extendleft(reversed(batch))
+            if batch:
+                self._arrived.set()
+
+    async def _reply(self, worker: _Worker) -> bytes | None:
+        """The next line, empty or cut short if the worker died, None if it took too long (it is then dead too)."""
+        loop = asyncio.get_running_loop()
+        expired = False
+
+        def warn() -> None:  # a loop that was itself held up reads what has come in meanwhile before it judges
+            nonlocal timer
+            timer = loop.call_later(_GRACE_S, expire)
+
+        def expire() -> None:
+            nonlocal expired
+            expired = True
+            worker.process.kill()
+
+        timer = loop.call_later(self._timeout_s, warn)
+        try:
+            reply = await worker.reader.readline()
+        except ConnectionError:
+            reply = b""
+        finally:
+            timer.cancel()
+        return None if expired else reply
+
+    def _blame(self, batch: deque[_Request], worker: _Worker, timed_out: bool) -> None:
+        """The worker was busy with the first of the batch: that one fails for its time, or the second time it loses a worker."""
+        worker.kill()
+        status = worker.process.returncode
+        timed_out = timed_out or status == -signal.SIGXCPU
+        batch[0].lost_workers += 1
+        self.timed_out += timed_out
+        if timed_out:
+            _answer(batch.popleft(), {"error": f"it took longer than {self._timeout_s:g} s", "kind": "timeout"})
+        elif batch[0].lost_workers > 1:
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            _answer(batch.popleft(), {"error": f"it brought its process down ({how})", "kind": "exit"})
+
+    async def _start(self, number: int) -> _Worker | None:
+        """A worker that has said it is ready; None once starting has failed for good."""
+        code = None
+        for _ in range(_MAX_FAILED_STARTS):
+            worker = await self._spawn(number)
+            try:
+                line = await asyncio.wait_for(worker.reader.readline(), _START_TIMEOUT_S)
+            except (TimeoutError, ConnectionError):
+                line = b""
+            except asyncio.CancelledError:
+                worker.kill()
+                raise
+            if line == b"ready\n":
+                return worker
+            worker.kill()
+            code = worker.process.returncode
+        attempts = f"{_MAX_FAILED_STARTS} attempts, last exit status {code}"
+        log = self.log(number)
+        told = f"the end of {log}:\n{log_tail(log)}" if log else "its errors are on stderr"
+        self._fail(RunError(f"{self.name} worker did not start ({attempts}); {told}"))
+        return None
+
+    async def _spawn(self, number: int) -> _Worker:
+        ours, theirs = socket.socketpair()
+        log = self.log(number)
+        with theirs, open(log, "ab") if log else contextlib.nullcontext() as printed:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
+            # Nothing is awaited from here until the process is known: a close at that moment would leave it behind.
+            # Hashes as in every other worker: nothing that depends on the order of a set may differ between them.
+            inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
+            environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
+            end = theirs.fileno()
+            process = subprocess.Popen(self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder)
+        return _Worker(process, reader, writer)
+
+    def _fail(self, error: RuntimeError) -> None:
+        self._failure = self._failure or error
+        while self._waiting:
+            request = self._waiting.popleft()
+            if not request.result.done():
+                request.result.set_exception(self._failure)
+
+
+def _answer(request: _Request, reply: dict[str, Any]) -> None:
+    if request.result.done():  # its caller may have given up
+        return
+    if "error" in reply:
+        request.result.set_exception(CallFailed(reply["kind"], reply["error"]))
+    else:
+        request.result.set_result(reply["result"])

@@ -1,0 +1,75 @@
+"""What the trainer ranks say they sent against what lies in the engines' memory, and what lies there against what was left there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from megarl.config.errors import RunError
+from megarl.kernels.audit import MASK
+from megarl.reshard.forwarding import Relay
+from megarl.reshard.map import ReshardMap
+from megarl.weight_sync.commands import Changes
+
+
+class AuditError(RunError):
+    """What lies in an engine's memory is not what was sent, or not what was left there."""
+
+
+def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
+    """`changes` by generator rank, `urls` of the engines. Raises AuditError."""
+    per_engine = len(changes) // len(urls)
+    lines = [
+        f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed since {_when(each.since)}"
+        for rank, each in enumerate(changes)
+        for name in each.tensors
+    ]
+    if lines:
+        raise AuditError("weight audit failed: something other than an update has written to an engine's memory:\n" + "\n".join(lines))
+
+
+def _when(version: int) -> str:
+    return f"the audit of version {version}" if version >= 0 else "the engine's first update began"
+
+
+def compare(
+    found: Sequence[Mapping[str, int]],
+    shares: Iterable[Mapping[int, Mapping[str, int]]],
+    map: ReshardMap,
+    relays: Collection[Relay] = (),
+) -> None:
+    """`found[generator rank][tensor]` against the sum of the senders' shares modulo 2^64. Raises AuditError.
+
+    What a relay brought must be what was sent to its leader. The engines stand still meanwhile, and of a large model there are a million
+    shares: all that is done for each of them is done by dict itself, but where several senders share a tensor.
+    """
+    sent: list[dict[str, int]] = [{} for _ in found]
+    for of_sender in shares:
+        for rank, tensors in of_sender.items():
+            _add(sent[rank], tensors)
+    leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
+    for (rank, name), leader in leaders.items():
+        sent[rank][name] = sent[leader].get(name, 0)
+    differing = [rank for rank, hashes in enumerate(found) if hashes != sent[rank]]
+    wrong = sorted((rank, name) for rank in differing for name in _differing(found[rank], sent[rank]))
+    if wrong:
+        lines = [f"{name} on generator rank {rank} is not what {_sent(map, rank, name, leaders)}" for rank, name in wrong]
+        raise AuditError("weight audit failed:\n" + "\n".join(lines))
+
+
+def _add(sums: dict[str, int], shares: Mapping[str, int]) -> None:
+    common = sums.keys() & shares.keys()
+    added = {name: (sums[name] + shares[name]) & MASK for name in common}
+    sums.update(shares)
+    sums.update(added)
+
+
+def _differing(one: Mapping[str, int], other: Mapping[str, int]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
+    """Who should have filled a tensor, and how it got there."""
+    leader = leaders.get((rank, name), rank)
+    ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
+    by_relay = "" if leader == rank else f", passed on by generator rank {leader}"
+    return f"trainer rank {', '.join(str(source) for source in sorted(ranks))} sent{by_relay}"

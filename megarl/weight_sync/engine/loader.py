@@ -1,0 +1,264 @@
+"""Our end inside every TP worker of an engine: the custom weight loader that SGLang calls with the live model.
+
+What SGLang hands over as a named tensor is a typed command (see `commands`). An exception that left `run_command` would end
+the engine, so each is caught here, once, and travels back as the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from megarl.box import Box
+from megarl.generator.wire import content_of
+from megarl.kernels.audit import hash_tensor
+from megarl.messaging.host import Host, address_towards
+from megarl.messaging.link import Peer, RunKey
+from megarl.messaging.messages import WorkerReply
+from megarl.reshard.forwarding import Relay
+from megarl.reshard.map import Copy
+from megarl.weight_sync import commands
+from megarl.weight_sync.commands import (
+    Arrange,
+    Audit,
+    Changes,
+    Command,
+    Connect,
+    Describe,
+    End,
+    ExpectMessages,
+    Found,
+    MeetNeighbours,
+    PassOn,
+    Recall,
+    Receive,
+    Register,
+    ShareDevice,
+    ShareMemory,
+    Spread,
+    Watched,
+)
+from megarl.weight_sync.engine.beats import beating
+from megarl.weight_sync.engine.watch import Watch
+from megarl.weight_sync.transports import cuda_ipc
+from megarl.weight_sync.transports.base import Endpoint, RemoteTensor, describe
+from megarl.weight_sync.transports.choice import AUTO, this_host, transport_class
+from megarl.weight_sync.transports.mooncake_memory import MooncakeMemory
+from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.transports.shared_memory import MemoryFile
+from megarl.weight_sync.transports.two_sided import TwoSidedReceiver
+
+Parameters = dict[str, torch.nn.Parameter]
+
+
+class Worker:
+    """State of one TP worker between commands."""
+
+    def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host]) -> None:
+        self.tp_rank, self.find_host = tp_rank, find_host
+        self.rank = -1  # generator rank
+        self.host = Host()
+        self.peer: Peer | None = None
+        self.reply_address = ""
+        self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
+        self.unwritten: Watch | None = None
+        self.audited: dict[str, int] = {}  # what was found at the last audit; nothing of what is being written
+        self.since = -1  # the version that was audited last
+        self.file: MemoryFile | None = None
+        self.mooncake: MooncakeMemory | None = None
+        self.neighbours: PairwiseTransport | None = None  # towards other generator ranks
+        self.relays: list[Relay] = []
+        self.receivers: dict[str, TwoSidedReceiver] = {}  # by kind of transport
+
+    def run(self, model: torch.nn.Module, command: Command) -> None:
+        """Executes a command and sends the answer."""
+        error, payload = "", b""
+        try:
+            self.loaded(model)
+            if isinstance(command, Connect):
+                self.connect(command)
+            payload = msgspec.msgpack.encode(_HANDLERS[type(command)](self, dict(model.named_parameters()), command))
+        except Exception:
+            error = traceback.format_exc()
+            print(error, file=sys.stderr, flush=True)  # in the engine's log too, in case the answer does not get through
+        if self.peer is not None:
+            self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
+
+    def loaded(self, model: torch.nn.Module) -> None:
+        """As soon as the model is; called again, nothing."""
+        if self.unwritten is None:
+            self.unwritten = Watch(model)
+
+    def connect(self, command: Connect) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        if self.neighbours is not None:
+            self.neighbours.close()
+            self.neighbours = None
+        self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
+        self.receivers, self.mooncake, self.relays = {}, None, []
+        self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
+
+    def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
+        return [describe(name, parameter) for name, parameter in parameters.items()]
+
+    def arrange(self, parameters: Parameters, command: Arrange) -> None:
+        self.shapes = command.shapes[self.rank]
+        self.tensors(parameters)  # raises where one does not fit
+
+    def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
+        """The parameters' memory in the shapes of the reshard map."""
+        return {name: as_arranged(parameter.data, self.shapes.get(name)) for name, parameter in parameters.items()}
+
+    def share_memory(self, parameters: Parameters, command: ShareMemory) -> Endpoint:
+        """Asked again, parameters stay where they are, and mapped."""
+        if self.file is None or not self.file.holds(parameters.values()):
+            before, self.file = self.file, MemoryFile(parameters)
+            if before is not None:
+                before.close()
+        return self.file.endpoint(self.tensors(parameters), self.rank, self.host)
+
+    def share_device(self, parameters: Parameters, command: ShareDevice) -> Endpoint:
+        return cuda_ipc.export(self.tensors(parameters), self.rank, self.host, cuda_ipc.CudaMemory())
+
+    def expect_messages(self, parameters: Parameters, command: ExpectMessages) -> Endpoint | None:
+        if self.rank not in command.members.generators:
+            return None
+        open_group, incoming = transport_class(command.kind).open_group, command.incoming[self.rank]
+        self.receivers[command.kind] = TwoSidedReceiver(
+            open_group, command.address, command.members, self.rank, incoming, command.timeout_s
+        )
+        tensors = [describe(name, values) for name, values in self.tensors(parameters).items()]
+        return Endpoint(self.rank, command.kind, command.address, 0, tensors, members=command.members, host=self.host)
+
+    def receive(self, parameters: Parameters, command: Receive) -> None:
+        tensors = self.tensors(parameters)
+        for receiver in self.receivers.values():
+            receiver.receive(tensors)
+
+    def register(self, parameters: Parameters, command: Register) -> Endpoint:
+        listen_on = address_towards(self.reply_address)
+        landing = command.landing.get(self.rank, [])
+        self.mooncake = MooncakeMemory(self.tensors(parameters), landing, listen_on, command.protocol)
+        return self.mooncake.endpoint(self.rank, self.host)
+
+    def spread(self, parameters: Parameters, command: Spread) -> None:
+        if self.mooncake is not None:
+            self.mooncake.spread()
+
+    def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
+        self.relays = command.relays.get(self.rank, [])
+        reached = {relay.destination_rank for relay in self.relays}
+        if reached:
+            self.neighbours = PairwiseTransport(AUTO, self.host, self.rank, command.timeout_s, may_lose=True)
+            self.neighbours.connect([endpoint for endpoint in command.endpoints if endpoint.rank in reached])
+            passed_on = {relay.tensor for relay in self.relays}
+            self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
+
+    def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
+        tensors = self.tensors(parameters)
+        for relay in self.relays:
+            values = tensors[relay.tensor]
+            whole = Box((0,) * values.dim(), tuple(values.shape))
+            dtype = str(values.dtype).removeprefix("torch.")
+            copy = Copy(self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth)
+            self.neighbours.write(copy, values)
+        if self.neighbours is None:
+            return []
+        self.neighbours.fence()
+        return sorted(self.neighbours.unwritten)
+
+    def end(self, parameters: Parameters, command: End) -> None:
+        print("told to end: the weights are half-written", file=sys.stderr, flush=True)
+        os._exit(1)  # SGLang ends an engine of which a scheduler has
+
+    def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
+        self.unwritten.start()
+        return Watched(self.unwritten.count, self.unwritten.nbytes)
+
+    def recall(self, parameters: Parameters, command: Recall) -> Changes:
+        tensors, audited, self.audited = self.tensors(parameters), self.audited, {}
+        return Changes(sorted(name for name, found in audited.items() if hash_tensor(tensors[name]) != found), self.since)
+
+    def audit(self, parameters: Parameters, command: Audit) -> Found:
+        hashes = {name: hash_tensor(values) for name, values in self.tensors(parameters).items()}
+        changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
+        self.audited = hashes
+        self.since = command.version
+        return Found(hashes, changes)
+
+    def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
+        """SGLang's post-load work on all modules.
+
+        Then the model's own: DeepSeek's attention computes with tensors that are made of kv_b_proj. SGLang makes them anew only where no
+        loader has run, and a custom one counts as one.
+
+        Torch has not seen the parameters written. It is told, for SGLang keeps copies of some (a router's bias in another dtype) until it is.
+        """
+        with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
+            torch.autograd.graph.increment_version(model.parameters())
+            original(model, device)
+            if hasattr(model, "post_load_weights"):
+                model.post_load_weights()
+
+
+_HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
+    Connect: lambda worker, parameters, command: worker.host,
+    Describe: Worker.describe,
+    Arrange: Worker.arrange,
+    ShareMemory: Worker.share_memory,
+    ShareDevice: Worker.share_device,
+    ExpectMessages: Worker.expect_messages,
+    Receive: Worker.receive,
+    Register: Worker.register,
+    Spread: Worker.spread,
+    MeetNeighbours: Worker.meet_neighbours,
+    PassOn: Worker.pass_on,
+    End: Worker.end,
+    commands.Watch: Worker.watch,
+    Recall: Worker.recall,
+    Audit: Worker.audit,
+}
+
+
+def as_arranged(values: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    """The same memory in another shape. Raises RuntimeError where it cannot be: the values must lie without gaps."""
+    if shape is None:
+        return values
+    in_memory_order = values.t() if values.dim() == 2 and not values.is_contiguous() else values
+    return in_memory_order.view(shape)
+
+
+def _tp_rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_rank
+
+
+_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader by its import path alone: its state has nowhere else to live
+
+
+def loaded(result: Any, runner: Any) -> None:
+    """After SGLang has loaded the model of a worker; a draft model for speculative decoding is not ours."""
+    if not runner.is_draft_worker:
+        _worker.loaded(runner.model)
+
+
+def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:
+    """Around SGLang's post-load work."""
+    with beating():
+        _worker.finish(original, model, device)
+
+
+def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """The loader itself, by SGLang's contract."""
+    with beating():
+        _worker.run(model, commands.decode(content_of(named_tensors)))

@@ -1,0 +1,134 @@
+"""Before the first update: which rank writes to which by what, and the engines' memory is opened accordingly.
+
+Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding): trainer ranks write to the leaders alone, whose workers
+pass tensors on once everything is written. Inside a host that is done wherever it holds several engines and the trainer is elsewhere,
+so that every byte crosses the network once per host; between engines of any hosts where it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import WeightsConfig
+from megarl.messaging.host import Host
+from megarl.reshard.forwarding import Relay
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.relays import AUTO, BETWEEN_ENGINES, ENGINES, INSIDE_HOSTS, RelayRule, relayed
+from megarl.weight_sync.commands import MeetNeighbours
+from megarl.weight_sync.memory import open_memories
+from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, TWO_SIDED, Endpoint
+from megarl.weight_sync.transports.choice import Pairs, describe_pairs, mooncake_protocol, transport_between, transport_pairs
+from megarl.weight_sync.workers import Workers
+
+Ways = dict[str, set[int]]  # kind of transport → generator ranks that others pass on to by it
+
+
+@dataclass(frozen=True)
+class Opened:
+    map: ReshardMap  # what the trainer ranks write: all, or what is not passed on
+    endpoints: list[Endpoint]  # where they write it, and where engines pass it on to
+    relay: RelayRule | None  # by which engines pass on
+    relays: list[Relay]  # what
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of transports in use."""
+        return {endpoint.kind for endpoint in self.endpoints}
+
+    def endpoints_of(self, trainer: int) -> list[str]:
+        """Encoded, those that a trainer rank needs: of whom it writes to, and of groups in which it is a member. (All of them are 100 MB
+        at 405B, for each of 512 ranks.)"""
+        needed = [self._peers[trainer, endpoint.rank] or _joins(trainer, endpoint) for endpoint in self.endpoints]
+        return list(itertools.compress(self._texts, needed))
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return [endpoint.encode() for endpoint in self.endpoints]
+
+    @cached_property
+    def _peers(self) -> np.ndarray:
+        return self.map.peers()
+
+
+async def open_engines(
+    workers: Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
+) -> Opened:
+    """`trainers`, `engines`: where each trainer rank and each generator rank runs. Needs an open update session.
+
+    Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
+    """
+    pairs = transport_pairs(weights.transport, trainers, engines)
+    rule, map, relays = passing_on(weights.relay, pairs, engines, map, workers.tp)
+    passed_on = sum(relay.bytes for relay in relays)
+    print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
+    endpoints = await open_memories(workers, pairs, map, mooncake_protocol([*trainers, *engines]), relay_ways(relays, engines))
+    if relays:
+        await _meet(workers, relays, endpoints)
+    return Opened(map, endpoints, rule, relays)
+
+
+def passing_on(
+    relay: str, pairs: Pairs, engines: Sequence[Host], map: ReshardMap, tp: int
+) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
+    """Who passes on (None: nobody), what is left of `map` for the trainer to write, and what is passed on.
+
+    `relay` is weights.relay, `pairs` the transports from trainer ranks, `tp` the ranks of an engine. `auto` relays when hosts hold several
+    replicas of a shard, alike on each, and every trainer rank reaches every one of them over the network.
+    """
+    rule = None
+    if relay == ENGINES:
+        rule = RelayRule(BETWEEN_ENGINES, tp)
+    elif relay == AUTO and (per_host := _ranks_per_host(pairs, engines)):
+        rule = RelayRule(INSIDE_HOSTS, per_host)
+    if rule is not None:
+        with contextlib.suppress(ValueError):  # replicas are not spread alike over the hosts
+            written, forwarding = relayed(map, rule)
+            if forwarding.relays:
+                return rule, written, forwarding.relays
+    return None, map, []
+
+
+def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
+    """Raises ConfigError where two that should pass on share no host, and cannot write to each other one-sidedly."""
+    ways: Ways = defaultdict(set)
+    for source, destination in sorted({(relay.source_rank, relay.destination_rank) for relay in relays}):
+        kind = transport_between(AUTO, engines[source], engines[destination])
+        if kind in TWO_SIDED:
+            ranks = f"{source} on {engines[source].name} to generator rank {destination} on {engines[destination].name}"
+            raise ConfigError(f"weights.relay={ENGINES}: passing on from generator rank {ranks} takes Mooncake on both hosts")
+        ways[kind].add(destination)
+    return ways
+
+
+def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
+    """Generator ranks that share a host; 0 where hosts do not hold equally many, or some trainer rank shares one."""
+    runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
+    hosts = len({(host.memory, host.network) for host in engines})
+    even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
+    near = any(kind in (SHARED_MEMORY, CUDA_IPC) for kinds in pairs for kind in kinds)
+    return runs[0] if even and not near else 0
+
+
+def _joins(trainer: int, endpoint: Endpoint) -> bool:
+    return endpoint.members is not None and trainer in endpoint.members.trainers
+
+
+async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Sequence[Endpoint]) -> None:
+    """Lets the engines' workers write to those they pass on to: every engine is told of its own part."""
+    of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
+    for relay in relays:
+        of_rank[relay.source_rank].append(relay)
+    commands = []
+    for ranks in workers.ranks:
+        own = {rank: of_rank[rank] for rank in ranks}
+        reached = {relay.destination_rank for of_rank in own.values() for relay in of_rank}
+        commands.append(MeetNeighbours([e for e in endpoints if e.rank in reached], own, workers.timeout_s))
+    await workers.run(commands)

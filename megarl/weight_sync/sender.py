@@ -1,0 +1,225 @@
+"""The weights channel, sending end: each trainer rank writes its share of every update straight into the engines (DDMA).
+
+One update, seen from both ends (LlamaRL, section 5.2):
+
+    trainer rank                                generator
+    WeightsOffer(version)              →        waits until every rank has offered, pauses the engines
+    writes its copies of the map       ←        WeightsGrant(version, endpoints)
+    WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
+    goes on training                   ←        WeightsApplied(version), read when the step is reported
+
+What lands before it gets to its place (Mooncake) is written first, and WeightsWritten says that there is more to come: it is spread while
+the rest is written.
+
+Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where. Where it quantises and a tile is cut
+across trainer ranks, these exchange the tile's amax before they offer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from megarl.messaging.link import Peer
+from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
+from megarl.messaging.stopping import StopRequest
+from megarl.plan.resolve import RunPlan
+from megarl.protocols import ChannelType, Executor
+from megarl.reshard.execute import Payloads
+from megarl.reshard.kinds import LayoutError
+from megarl.reshard.layout import Layout, generator_layout
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+from megarl.reshard.relays import RelayRule, relayed
+from megarl.reshard.schedule import scheduled_writes
+from megarl.rollouts.admission import run_ahead
+from megarl.types import Version
+from megarl.weight_sync.amax_exchange import AmaxExchange
+from megarl.weight_sync.transports.base import Endpoint, landing_first, send, shapes_of
+from megarl.weight_sync.transports.choice import this_host
+from megarl.weight_sync.transports.pairwise import PairwiseTransport
+
+M = TypeVar("M", WeightsGrant, ProbeReady)
+
+
+@dataclass
+class SyncReport:
+    """What one weight update cost, as a trainer rank saw it; with it, whatever sending the same weights again did."""
+
+    wait_s: float = 0.0  # held back by the generator
+    sync_s: float = 0.0  # from the grant until everything is written
+
+
+class WeightsSender:
+    """Trainer → generator. Construct on every trainer rank; `send` is called by all of them, once a version."""
+
+    name = "weights"
+    outbound = "trainer"
+    inbound = "generator"
+    type = ChannelType.DDMA_WEIGHTS_UPDATE
+
+    def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
+        config = plan.config
+        self._stop = stop or StopRequest()
+        self.capacity = run_ahead(config.async_)
+        self._plan, self._link = plan, link
+        self._timeout_s = config.timeouts.weights_s
+        self._probe_every = config.observe.probe_every
+        self._transport, self._payloads = None, Payloads()
+        self._writes: tuple[list[Copy], list[Copy]] = [], []  # in the order they are sent: what lands, then all else
+        self._engines = plan.generator_topology.engines  # that the map is for
+        self._report = SyncReport()  # of the newest version
+        self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
+
+    def send(self, executor: Executor, again: bool = False) -> None:
+        """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
+
+        `again`: a version that was sent before, for an engine that has come back; what that cost is added to its report.
+
+        With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
+        The first waits for the engines to start, too.
+        """
+        version, grant_s = executor.version, self._plan.config.timeouts.rollouts_s
+        if self._transport is None:
+            grant_s += self._plan.config.generator.startup_timeout_s
+            self._prepare(executor)
+        self._cut_amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
+        self._link.send(WeightsOffer(version))
+        self._report = report = self._report if again else SyncReport()
+        if not self._send_granted(executor, report, grant_s):
+            return
+        self._unconfirmed = version
+        executor.put_sync(report, applied=partial(self._await_applied, version))
+        if is_probe_version(version, self._probe_every) and not again:
+            probe = self._unless_stopped(
+                executor, ProbeReady, self._timeout_s, f"log-probs of the probe of version {version} from generator.0"
+            )
+            if probe is not None:
+                executor.compare_probe(probe)
+
+    def _send_granted(self, executor: Executor, report: SyncReport, timeout_s: float) -> bool:
+        """Waits for the grant, and writes. False where that did not come, or there is nothing to be written to."""
+        version, began = executor.version, time.monotonic()
+        with executor.trace.span(f"wait for engines to take weights {version}"):
+            grant = self._unless_stopped(executor, WeightsGrant, timeout_s, f"generator.0 to take weights version {version}")
+        if grant is None:
+            return False
+        if grant.version != version:
+            raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
+        granted = time.monotonic()
+        report.wait_s += granted - began
+        if grant.engines == 0:
+            return False
+        with executor.trace.span(f"write weights {version}"):
+            try:
+                self._write(executor, grant)
+            except Exception as error:  # so that the generator need not wait for its deadline
+                self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
+                raise
+        report.sync_s += time.monotonic() - granted
+        return True
+
+    def _unless_stopped(self, executor: Executor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
+        """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
+        with executor.status.waiting("generator.0", awaited):
+            found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
+        return None if self._stop.agree(found is None, executor.device) else found[1]
+
+    def _stop_asked(self) -> bool:
+        return self._stop.asked
+
+    def _await_applied(self, version: Version) -> WeightsApplied | None:
+        """The generator's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
+        while True:
+            awaited = f"generator.0 to apply weights version {version}"
+            found = self._link.receive_unless(self._stop_asked, WeightsApplied, self._timeout_s, awaited)
+            if found is None:
+                return None
+            applied = found[1]
+            if applied.version > version:
+                raise RuntimeError(f"weights version {version} was written last, generator.0 applied version {applied.version}")
+            if applied.version == version:
+                self._unconfirmed = None
+                return applied
+
+    def _prepare(self, executor: Executor) -> None:
+        """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
+        self._use(weights_map(self._plan, executor.layout), executor.rank)
+        check_held(executor.get_model(), self._map.source, executor.rank)
+        host = this_host()
+        may_lose = self._plan.config.generator.on_failure != "fail"
+        self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
+        self._link.send(Hello(self._map.plan_hash, host))
+
+    def _use(self, map: ReshardMap, rank: int) -> None:
+        self._map = map
+        prove_exactly_once(map)
+        self._amax = AmaxExchange(map, rank, self._timeout_s)
+
+    def _write(self, executor: Executor, grant: WeightsGrant) -> None:
+        model = executor.get_model()
+        if grant.plan_hash and self._connect(executor, grant):
+            self._cut_amax = self._amax.table(model)
+        landing, others = self._writes
+        for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
+            started = time.monotonic()
+            sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audited, self._cut_amax, self._payloads)
+            write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
+            written = WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, unwritten=unwritten, more=more)
+            self._link.send(written)
+
+    def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
+        """To the engines that take part from now on. Whether the map is another than before."""
+        map = self._map
+        if grant.engines != self._engines:
+            map, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
+        if grant.relay is not None:
+            map, _ = relayed(map, RelayRule(*grant.relay))
+        if map.plan_hash != grant.plan_hash:
+            raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, the generator {grant.plan_hash}")
+        if changed := map is not self._map:
+            self._use(map, executor.rank)
+        endpoints = [Endpoint.decode(text) for text in grant.endpoints]
+        self._transport.close()
+        self._transport.connect(endpoints)
+        self._shapes = shapes_of(endpoints)
+        self._writes = landing_first(scheduled_writes(map, executor.rank), endpoints)
+        return changed
+
+    def recv(self, executor: Executor) -> None:
+        raise AssertionError("the trainer does not receive weights")
+
+    def close(self) -> None:
+        """Stays until the last weights are in use: the generator could not tell a rank that left early from one that was lost."""
+        if self._unconfirmed is not None:  # (a run that stops waits for nothing)
+            self._await_applied(self._unconfirmed)
+        if self._transport is not None:
+            self._transport.close()
+
+
+def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> ReshardMap:
+    """The reshard map of a run from the trainer's layout `source` to its engines, or to so many of them as there are."""
+    topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    quantization = plan.config.generator.quantization
+    return ReshardMap.build(source, generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization))
+
+
+def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
+    """Raises LayoutError that names every tensor in which a trainer rank's live parameters differ from the map's layout."""
+    found = {name: (tuple(values.shape), str(values.dtype).removeprefix("torch.")) for name, values in parameters.items()}
+    planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in layout.tensors(rank)}
+    wrong = sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
+    if wrong:
+        lines = [f"trainer rank {rank}, {name}: shape, dtype {found.get(name)}, in the layout {planned.get(name)}" for name in wrong]
+        raise LayoutError("the trainer's weights are not laid out as planned:\n" + "\n".join(lines))
+
+
+def is_probe_version(version: Version, every: int) -> bool:
+    """Whether both sides score a probe batch under `version`."""
+    return every > 0 and version % every == 0

@@ -1,0 +1,155 @@
+"""One-sided writes inside a node: the trainer rank opens the GPU memory in which an engine worker's parameters lie, and copies into it.
+
+torch's allocator cuts large allocations into many tensors, and CUDA shares whole allocations only. So an endpoint names each
+allocation once, with one handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it. The
+endpoint's address is an empty file that the engine's process holds open: whether it is there tells whether the process is.
+
+The engine's GPU need not be visible to the trainer process: a handle is opened on the trainer's own current device, which from then
+on reaches the memory over NVLink or PCIe (CUDA enables peer access), or directly where both share a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from megarl.messaging.host import Host
+from megarl.reshard.map import Copy
+from megarl.weight_sync.transports.base import CUDA_IPC, Allocation, Endpoint, RemoteTensor, describe
+from megarl.weight_sync.transports.owners import Owners, file_at
+from megarl.weight_sync.transports.shared_memory import view_at
+
+_POLL_S = 0.0001
+
+
+class DeviceMemory(Protocol):
+    """What only CUDA can do."""
+
+    def export(self, storage: torch.UntypedStorage) -> tuple[Allocation, int]:
+        """The allocation that `storage` is a part of, up to the end of `storage`, and where in it `storage` begins, in bytes."""
+        ...
+
+    def open(self, allocation: Allocation) -> torch.UntypedStorage:
+        """Another process's allocation, as memory of this process."""
+        ...
+
+    def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Starts target ← values, after all that was asked of the device before."""
+        ...
+
+    def finish(self, timeout_s: float) -> bool:
+        """Waits for all copies; False: they did not end in time."""
+        ...
+
+
+class CudaMemory:
+    """On the current device, by torch's own sharing of storages (torch/csrc/StorageSharing.cpp)."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def export(self, storage: torch.UntypedStorage) -> tuple[Allocation, int]:
+        _, handle, size, offset, count, index, _, _ = storage._share_cuda_()
+        torch.cuda.synchronize()  # instead of the event that came with it
+        return Allocation(handle, offset + size, (count, index)), offset
+
+    def open(self, allocation: Allocation) -> torch.UntypedStorage:
+        device, (count, index) = torch.cuda.current_device(), allocation.reference
+        return torch.UntypedStorage._new_shared_cuda(device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False)
+
+    def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(values, non_blocking=True)
+        values.record_stream(self._stream)  # else its memory could be given away before the copy has read it
+
+    def finish(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        done = self._stream.record_event()
+        while not done.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class CudaIpcTransport:
+    kind = CUDA_IPC
+    make_memory: type[DeviceMemory] = CudaMemory
+
+    def __init__(self, rank: int, timeout_s: float):
+        self._rank, self._timeout_s = rank, timeout_s
+        self._memory = self.make_memory()
+        self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
+        self._owners = Owners(rank)
+
+    def connect(self, endpoints: Sequence[Endpoint]) -> None:
+        self._tensors = {endpoint.rank: self._open(endpoint) for endpoint in endpoints}
+        self._owners.note(endpoints)
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        self._owners.check()
+
+    def write(self, copy: Copy, values: torch.Tensor) -> None:
+        target = self._tensors[copy.destination_rank][copy.destination_tensor]
+        self._memory.copy(target[copy.destination_box.slices()], values)
+
+    def fence(self) -> None:
+        if not self._memory.finish(self._timeout_s):
+            ranks = ", ".join(map(str, self._tensors))
+            late = f"not through within {self._timeout_s:.0f} s by CUDA IPC"
+            raise TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: {late}")
+        self._owners.check()
+
+    def close(self) -> None:
+        self._tensors = {}
+
+    def _open(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
+        """Where its process has ended by now, in memory that is none, as shared memory does: the checks tell."""
+        try:
+            storages = [self._memory.open(allocation) for allocation in endpoint.allocations]
+        except RuntimeError as error:
+            if file_at(endpoint.address) is None:
+                storages = [torch.UntypedStorage(allocation.size_bytes, device="meta") for allocation in endpoint.allocations]
+                return _tensors(storages, endpoint)
+            ranks = f"trainer rank {self._rank} cannot open the GPU memory of generator rank {endpoint.rank} on {endpoint.host.name}"
+            advice = "CUDA IPC needs peer access between the GPUs, and one container or --ipc=host; weights.transport=nccl does not"
+            raise RuntimeError(f"{ranks}: {error}. {advice}") from error
+        return _tensors(storages, endpoint)
+
+
+def _tensors(storages: Sequence[torch.UntypedStorage], endpoint: Endpoint) -> dict[str, torch.Tensor]:
+    return {tensor.name: view_at(storages[tensor.allocation], tensor) for tensor in endpoint.tensors}
+
+
+@functools.cache
+def _sign_of_life() -> str:
+    """A file that is there for as long as this process."""
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('megarl-alive')}"
+
+
+def export(parameters: Mapping[str, torch.Tensor], rank: int, host: Host, memory: DeviceMemory) -> Endpoint:
+    """Of generator rank `rank`. Parameters must stay where they are from now on."""
+    allocations: dict[bytes, Allocation] = {}  # by handle: it is the same for all parts of an allocation
+    places: dict[int, tuple[bytes, int]] = {}  # address of a storage → handle of its allocation, and where it begins in it
+    for parameter in parameters.values():
+        storage = parameter.untyped_storage()
+        if storage.data_ptr() not in places:
+            found, offset = memory.export(storage)
+            places[storage.data_ptr()] = found.handle, offset
+            known = allocations.setdefault(found.handle, found)
+            if found.size_bytes > known.size_bytes:
+                allocations[found.handle] = found
+    index_of = {handle: index for index, handle in enumerate(allocations)}
+    tensors: list[RemoteTensor] = []
+    for name, parameter in parameters.items():
+        handle, begin = places[parameter.untyped_storage().data_ptr()]
+        offset = begin + parameter.storage_offset() * parameter.itemsize
+        tensors.append(describe(name, parameter, offset, index_of[handle]))
+    size = sum(allocation.size_bytes for allocation in allocations.values())
+    return Endpoint(rank, CUDA_IPC, _sign_of_life(), size, tensors, allocations=list(allocations.values()), host=host)

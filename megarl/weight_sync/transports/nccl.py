@@ -1,0 +1,75 @@
+"""Two-sided writes over NCCL: between hosts with GPUs where Mooncake is not at hand.
+
+All messages of a wave are one NCCL group: one launch, and all peers at once. Send and receive of a pair stand in the same wave on
+both sides, and waves in the same order everywhere, so no rank can wait in a circle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megarl.weight_sync.transports.base import NCCL
+from megarl.weight_sync.transports.two_sided import POLL_S, Message, TwoSidedTransport
+
+Started = tuple[dist.Work, Sequence[Message], float] | None  # until when to wait
+
+
+class NcclGroup:
+    """Messages lie on the current GPU of this process; no two ranks may share one."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout_s: float):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._timeout_s = timeout_s
+        options = dist.ProcessGroupNCCL.Options()
+        # torch's watchdog ends the process when this expires. Ours comes first, and says what did not get through.
+        options._timeout = timedelta(seconds=2 * timeout_s + 60)
+        self._backend = dist.ProcessGroupNCCL(dist.PrefixStore(NCCL, store), rank, size, options)
+        self._backend.eager_connect_single_device(self.device)  # one communicator for all, not one per pair at its first message
+
+    def send(self, messages: Sequence[Message]) -> Started:
+        return self._start(self._backend.send, messages)
+
+    def receive(self, messages: Sequence[Message]) -> Started:
+        return self._start(self._backend.recv, messages)
+
+    def wait(self, started: Started) -> None:
+        """Polls: Work.wait alone would only make the current stream wait for the kernel."""
+        if started is None:
+            return
+        work, messages, deadline = started
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._backend.abort()
+                raise TimeoutError(f"weights from {_labels(messages)}: not through within {self._timeout_s:.0f} s by NCCL")
+            time.sleep(POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"weights from {_labels(messages)}: NCCL failed: {error}") from error
+
+    def close(self) -> None:
+        self._backend.abort()  # shutdown would wait for the peers, which may be gone
+
+    def _start(self, operation: Callable[[list[torch.Tensor], int, int], dist.Work], messages: Sequence[Message]) -> Started:
+        if not messages:
+            return None
+        self._backend._start_coalescing()
+        for message in messages:
+            operation([message.buffer], message.peer, 0)
+        return self._backend._end_coalescing(), messages, time.monotonic() + self._timeout_s
+
+
+class NcclTransport(TwoSidedTransport):
+    kind = NCCL
+    open_group = NcclGroup
+    coalesces = True
+
+
+def _labels(messages: Sequence[Message]) -> str:
+    more = f", and {len(messages) - 1} more of its wave" if len(messages) > 1 else ""
+    return messages[0].label + more

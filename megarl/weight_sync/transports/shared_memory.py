@@ -1,0 +1,126 @@
+"""One-sided writes on one host: the engine worker's parameters lie in a memory file, and the trainer rank maps it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from megarl.messaging.host import Host
+from megarl.reshard.map import Copy
+from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor, describe
+from megarl.weight_sync.transports.owners import Owners, file_at
+
+_ALIGNMENT = 64  # bytes
+_MOST_NOTED_BYTES = 16 << 20  # what is copied by one call, so that quantised values do not pile up
+
+
+class SharedMemoryTransport:
+    kind = SHARED_MEMORY
+
+    def __init__(self, rank: int, timeout_s: float):
+        self._rank = rank
+        self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
+        self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # a box where it lies: cut once, used every update
+        self._owners = Owners(rank)
+        self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # to be copied: places, and their values
+        self._noted_bytes = 0
+
+    def connect(self, endpoints: Sequence[Endpoint]) -> None:
+        self._tensors, self._places = {endpoint.rank: self._map(endpoint) for endpoint in endpoints}, {}
+        self._owners.note(endpoints)
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        self._owners.check()
+
+    def write(self, copy: Copy, values: torch.Tensor) -> None:
+        key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
+        if (place := self._places.get(key)) is None:
+            place = self._places[key] = self._tensors[key[0]][key[1]][copy.destination_box.slices()]
+        self._noted[0].append(place)
+        self._noted[1].append(values)
+        self._noted_bytes += values.nbytes
+        if self._noted_bytes >= _MOST_NOTED_BYTES:
+            self._copy()
+
+    def fence(self) -> None:
+        """Copies what is still noted. A store to shared memory is in place then, and the message that follows orders it."""
+        self._copy()
+        self._owners.check()
+
+    def _copy(self) -> None:
+        """All in one call: between long copies, Python's own work would find none of its memory in the cache."""
+        places, values = self._noted
+        self._noted, self._noted_bytes = ([], []), 0
+        if places:
+            torch._foreach_copy_(places, values)
+
+    def close(self) -> None:
+        self._tensors, self._places = {}, {}
+
+    def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
+        """Where its process has ended by now, in memory that is none: as of one that ends a moment later, the checks tell, and whoever
+        may go on without it writes nowhere."""
+        try:
+            storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+        except RuntimeError as error:
+            if file_at(endpoint.address) is not None:
+                ranks = f"trainer rank {self._rank} cannot map the weights of generator rank {endpoint.rank}"
+                raise RuntimeError(f"{ranks} ({endpoint.address}): {error}") from error
+            storage = torch.UntypedStorage(endpoint.size_bytes, device="meta")
+        return {tensor.name: view_at(storage, tensor) for tensor in endpoint.tensors}
+
+
+class MemoryFile:
+    """Moves all parameters of this process into one memory file, which other processes of this user can map.
+
+    Whole storages are moved, so that parameters which share one go on sharing it.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in parameters.values())}
+        offsets, self._size = aligned_offsets(storage.nbytes() for storage in storages.values())
+        offset_of = dict(zip(storages, offsets))
+        # An anonymous file: no name in /dev/shm that a killed engine would leave behind, and no limit on /dev/shm's size.
+        # Others reach it through /proc, which admits only this user. It lives as long as its descriptor is open.
+        self._file = os.memfd_create("megarl-weights")
+        os.posix_fallocate(self._file, 0, self._size)  # too little memory is an error now, not a SIGBUS at the first write
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._memory = torch.UntypedStorage.from_file(self._path, shared=True, nbytes=self._size)
+        moved = {}
+        for name, parameter in parameters.items():
+            offset = offset_of[parameter.untyped_storage().data_ptr()] + parameter.storage_offset() * parameter.itemsize
+            moved[name] = view_at(self._memory, describe(name, parameter, offset))
+            moved[name].copy_(parameter.data)
+        for name, values in moved.items():
+            parameters[name].data = values
+
+    def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of them lie in the file by now."""
+        return all(parameter.untyped_storage().data_ptr() == self._memory.data_ptr() for parameter in parameters)
+
+    def endpoint(self, tensors: Mapping[str, torch.Tensor], rank: int, host: Host) -> Endpoint:
+        """Of generator rank `rank`; `tensors` lie in the file."""
+        base = self._memory.data_ptr()
+        places = [describe(name, values, values.data_ptr() - base) for name, values in tensors.items()]
+        return Endpoint(rank, SHARED_MEMORY, self._path, self._size, places, host=host)
+
+    def close(self) -> None:
+        """Nobody can map it any more; who has, keeps it."""
+        os.close(self._file)
+
+
+def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor:
+    """The tensor that lies in `storage` where `tensor` says."""
+    values = torch.empty(0, dtype=getattr(torch, tensor.dtype), device=storage.device)
+    return values.set_(storage, tensor.offset_bytes // values.itemsize, tensor.shape, tensor.strides)
+
+
+def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """(offset of each block, total) for blocks of `sizes` bytes laid out one after the other."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end

@@ -1,0 +1,155 @@
+"""All workers of the engines as one: a command goes to each of them, their answers come back by the run's hub.
+
+Needs an open update session, as SGLang takes commands for its workers in no other. Before the first write of a run: `connect`, then
+`settle_layout`, which compares the live parameters with the layout that the reshard map was built on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch.distributed as dist
+
+from megarl.generator.client import EngineClient, EngineUnreachable
+from megarl.messaging.host import Host
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import WorkerReply
+from megarl.reshard.kinds import Layout, LayoutError
+from megarl.reshard.scales import engine_view
+from megarl.topology import GeneratorTopology
+from megarl.weight_sync import commands
+from megarl.weight_sync.commands import Arrange, Command, Connect, Describe
+from megarl.weight_sync.transports.base import RemoteTensor
+
+
+@dataclass
+class Workers:
+    """All TP workers of all engines. Generator rank g is TP rank g % tp of engine g // tp."""
+
+    engines: Sequence[EngineClient]
+    tp: int
+    hub: Hub  # answers come here
+    timeout_s: float  # of one command
+    stores: dict[str, dist.Store] = field(default_factory=dict)  # where the groups of two-sided transports meet, by kind
+    may_lose: bool = False  # what is done goes on without an engine that becomes unreachable
+    lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by place in `engines`
+    connection: str = field(default_factory=lambda: secrets.token_hex(4))  # what the workers' own names end with
+
+    @property
+    def count(self) -> int:
+        return len(self.engines) * self.tp
+
+    @property
+    def ranks(self) -> list[range]:
+        """Generator ranks of each engine."""
+        return [range(first, first + self.tp) for first in range(0, self.count, self.tp)]
+
+    async def run(self, per_engine: Sequence[Command]) -> list[bytes]:
+        """One command per engine, inside an open update session; the answer's payload by generator rank, empty from a lost one.
+
+        Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer, EngineUnreachable.
+        """
+        name = type(per_engine[0]).__name__
+        commanded = dict(zip(self.engines, per_engine))
+        unreachable = await self.each(lambda engine: engine.command(commands.encode(commanded[engine]), self.tp, self.timeout_s))
+        awaited = {rank for rank in range(self.count) if rank // self.tp not in self.lost.keys() | unreachable.keys()}
+        payloads: dict[int, bytes] = {}
+        while missing := awaited - payloads.keys():
+            ranks = ", ".join(map(str, sorted(missing)))
+            sender, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {ranks} to {name}")
+            if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in awaited:
+                continue  # an engine's that was lost after it had answered
+            if reply.error:
+                raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
+            payloads[reply.generator_rank] = reply.payload
+        self.go_on_without(unreachable)
+        return [payloads.get(rank, b"") for rank in range(self.count)]
+
+    async def each(self, call: Callable[[EngineClient], Awaitable[None]]) -> dict[int, EngineUnreachable]:
+        """Calls all engines but the lost ones, and waits for all. Returns those that could not be reached; raises what else went wrong."""
+        places = [place for place in range(len(self.engines)) if place not in self.lost]
+        outcomes = await asyncio.gather(*(call(self.engines[place]) for place in places), return_exceptions=True)
+        failed = {place: outcome for place, outcome in zip(places, outcomes) if isinstance(outcome, BaseException)}
+        for outcome in failed.values():
+            if not isinstance(outcome, EngineUnreachable):
+                raise outcome
+        return failed
+
+    def go_on_without(self, unreachable: Mapping[int, EngineUnreachable]) -> None:
+        """Raises one of them where nothing may be lost."""
+        if unreachable and not self.may_lose:
+            raise next(iter(unreachable.values()))
+        self.lost |= unreachable
+
+    async def run_all(self, command: Command) -> list[bytes]:
+        return await self.run([command] * len(self.engines))
+
+
+async def check_parallelism(workers: Workers, planned: GeneratorTopology) -> None:
+    """Raises LayoutError that names every engine with other parallel sizes than planned. Before `connect`: commands go to so many ranks."""
+    found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
+    wrong = [
+        f"engine {engine.url} runs with {_sizes(sizes.tp_size, sizes.ep_size, sizes.dp_size)}"
+        for engine, sizes in zip(workers.engines, found)
+        if (sizes.tp_size, sizes.ep_size, sizes.dp_size) != (planned.tp, planned.ep, planned.dp_attention)
+    ]
+    if wrong:
+        raise LayoutError(f"{'; '.join(wrong)}, the reshard map is for {_sizes(planned.tp, planned.ep, planned.dp_attention)}")
+
+
+def _sizes(tp: int, ep: int, dp_attention: int) -> str:
+    return f"tp={tp}, ep={ep}, dp_attention={dp_attention}"
+
+
+async def connect(workers: Workers, key_file: str) -> list[Host]:
+    """Once, before anything else. Needs an open update session. Where each generator rank runs."""
+    first_ranks = range(0, workers.count, workers.tp)
+    payloads = await workers.run([Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks])
+    return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
+
+
+async def describe(workers: Workers) -> list[list[RemoteTensor]]:
+    """Every live parameter, by generator rank."""
+    return [msgspec.msgpack.decode(payload, type=commands.Description) for payload in await workers.run_all(Describe())]
+
+
+async def settle_layout(workers: Workers, layout: Layout) -> None:
+    """Checks the live engines against the layout, and makes their workers speak of parameters in its shapes. Raises LayoutError."""
+    check_layout(await describe(workers), layout)
+    shapes = {rank: {t.name: t.shape for t in layout.tensors(rank) if t.engine_shape is not None} for rank in range(workers.count)}
+    if any(shapes.values()):
+        await workers.run_all(Arrange(shapes))
+
+
+async def watch(workers: Workers) -> None:
+    """Makes their workers note what they compute with though no update writes it, and says how much that is."""
+    watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
+    most = max(watched, key=lambda each: each.bytes)
+    print(
+        f"beside parameters, {most.tensors} tensors of {most.bytes} bytes are watched on a generator rank with every audit"
+        " (rotary caches, what is made of parameters)",
+        flush=True,
+    )
+
+
+def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None:
+    """Raises LayoutError that names every tensor in which the engines differ from the layout the map was built on."""
+    problems = []
+    for rank, tensors in enumerate(live):
+        found = {tensor.name: tensor for tensor in tensors}
+        planned = {tensor.name: tensor for tensor in layout.tensors(rank)}
+        for name in planned.keys() - found.keys():
+            problems.append(f"generator rank {rank} has no {name}")
+        for name in found.keys() - planned.keys():
+            problems.append(f"generator rank {rank} has {name}, which the layout does not know")
+        for name in planned.keys() & found.keys():
+            want, have = planned[name], found[name]
+            wanted, had = (*engine_view(want), want.dtype), (have.shape, have.strides, have.dtype)
+            if wanted != had:
+                problems.append(f"generator rank {rank}, {name}: shape, strides, dtype {had}, in the layout {wanted}")
+    if problems:
+        raise LayoutError("the engines' weights are not laid out as planned:\n" + "\n".join(sorted(problems)))
