@@ -48,6 +48,9 @@ def check_weights(plan: RunPlan) -> None:
 
 def check_weights_transport(setting: str, at_hand: bool = False) -> None:
     """Raises ConfigError where it cannot work on this host, or, `at_hand`, where there is none of that name."""
-    from megarl.weight_sync.transports.choice import check_transport, kind_of  # not at the top: it imports torch
+    from megarl.weight_sync.transports.choice import AUTO, check_transport, transport_class  # not at the top: it imports torch
 
-    kind_of(setting) if at_hand else check_transport(setting)
+    if not at_hand:
+        check_transport(setting)
+    elif setting != AUTO:
+        transport_class(setting)

@@ -40,7 +40,7 @@ from megarl.models.registry import load_spec
 from megarl.reshard.layout import hf_layout
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.weight_sync.transports.choice import mooncake_protocol, this_host
+from megarl.weight_sync.transports.choice import this_host
 
 TRAINER_TP, ENGINE_TP = 2, 1
 MODELS = {  # a random Llama: hidden, ffn, layers, heads, kv heads, vocabulary
@@ -80,7 +80,7 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
         stack.enter_context(errors_into(Path(folder) / "errors.log"))
         if MOONCAKE in transports:
             # Where it is missing: a message now, not after a minute.
-            mooncake.open_engine("127.0.0.1", mooncake_protocol([this_host()]))
+            mooncake.open_engine("127.0.0.1", mooncake.protocol_of([this_host()]))
         model = make_model(Path(folder) / "model", dtype, *MODELS[model_size])
         bench = Bench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
         ways, times = asyncio.run(bench.measure(transports, repeats))

@@ -10,7 +10,7 @@ import torch
 
 from megarl.messaging.stores import connect_store
 from megarl.weight_sync.transports import gloo, mooncake
-from megarl.weight_sync.transports.choice import mooncake_protocol, this_host
+from megarl.weight_sync.transports.choice import this_host
 
 BLOCK_BYTES = 128 << 20  # larger than any cache
 CHUNK_BYTES = 16 << 20  # of gloo: the longer, the less time of a core
@@ -53,7 +53,7 @@ class BareMedia:
 
     def open_block(self) -> str:
         """To Mooncake, for one-sided writes."""
-        protocol = mooncake_protocol([this_host()])
+        protocol = mooncake.protocol_of([this_host()])
         self.mooncake = mooncake.open_engine("127.0.0.1", protocol)
         mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
         return mooncake.address_of("127.0.0.1", self.mooncake, protocol, self.block.data_ptr())

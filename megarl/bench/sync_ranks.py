@@ -24,8 +24,9 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import scheduled_writes
 from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.weight_sync.transports.base import Endpoint, Sent, Transport, landing_first, send, shapes_of
+from megarl.weight_sync.transports.base import Endpoint, Transport
 from megarl.weight_sync.transports.choice import transport_class
+from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
 
 
 def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> ReshardMap:

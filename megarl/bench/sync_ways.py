@@ -25,11 +25,13 @@ from megarl.generator.sglang_updates import FLATTENED, GROUP
 from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.stores import open_store
 from megarl.reshard.kinds import ITEM_BYTES
-from megarl.weight_sync import commands, memory, workers
+from megarl.weight_sync import commands, workers
 from megarl.weight_sync.audit import compare
-from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint, shapes_of
+from megarl.weight_sync.opening import open_memory
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.update import WeightUpdate
+from megarl.weight_sync.writing import shapes_of
 
 TIMEOUT_S = 300.0
 AUDITED = " audited"  # ends the name of a direct way that hashes on both sides
@@ -62,7 +64,7 @@ class Bench:
     async def measure(self, transports: Sequence[str], repeats: int) -> tuple[dict[str, Way], dict[str, list[float]]]:
         """The ways, and the seconds of each run of each."""
         await self.start_engine()
-        self.live = await memory.open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
+        self.live = await open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
         ways: dict[str, Way] = {}
         for kind in transports:  # what is compared stands side by side, so that it is measured at nearly the same time
             name = f"direct {kind}"
@@ -107,7 +109,7 @@ class Bench:
 
     async def direct(self, kind: str) -> Way:
         """Sets a transport up; its first update connects it."""
-        endpoints = self.live if kind == SHARED_MEMORY else await memory.open_memory(self.workers, kind, self.map)
+        endpoints = self.live if kind == SHARED_MEMORY else await open_memory(self.workers, kind, self.map)
         encoded = [endpoint.encode() for endpoint in endpoints]
         if kind == GLOO:  # the group meets while the workers receive
             await asyncio.gather(self.on_trainers("connect_and_write", kind, encoded), self.session.receive())

@@ -16,7 +16,6 @@ from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
-from megarl.rollouts.admission import run_ahead
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
 
 def overlaps(config: RunConfig) -> bool:
     """Whether generation runs beside training; else they take turns."""
-    return run_ahead(config.async_) != 0
+    return config.async_.run_ahead != 0
 
 
 def carries_over(config: RunConfig) -> bool:

@@ -25,7 +25,7 @@ from megarl.observe.evaluations import write_result
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.rollouts.admission import Admission, run_ahead
+from megarl.rollouts.admission import Admission
 from megarl.rollouts.channel import RolloutsSender
 from megarl.rollouts.rollout import open_fleet, open_rollout, train_sampling
 from megarl.rollouts.stream import RolloutStream
@@ -78,7 +78,7 @@ class GeneratorExecutor:
     def _admission(self) -> Admission:
         config = self.plan.config
         per_step = config.rollout.prompts_per_step
-        return Admission(per_step, run_ahead(config.async_), config.async_.max_in_flight or per_step, end=per_step * config.max_steps)
+        return Admission(per_step, config.async_.run_ahead, config.async_.max_in_flight or per_step, end=per_step * config.max_steps)
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
         return await self.rollout(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)

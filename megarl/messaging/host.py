@@ -21,8 +21,7 @@ class Host(msgspec.Struct, frozen=True):
     network: str = ""  # kernel (boot id) and network namespace
     name: str = ""  # for messages
     cuda: bool = False  # parameters lie on a GPU
-    mooncake: bool = False  # its transfer engine imports
-    infiniband: bool = False  # there is a device for RDMA
+    has: tuple[str, ...] = ()  # what transports found there that both ends of one must know (Transport.found_here)
 
 
 def address_towards(peer: str) -> str:

@@ -5,17 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from megarl.config.schema import AsyncConfig
 from megarl.types import Ordinal, Version
-
-
-def run_ahead(config: AsyncConfig) -> int | None:
-    """How many steps the generator may be ahead of the trainer; None: as many as it can.
-
-    The capacity, or `max_staleness` where that is less: a prompt begun further ahead would be too old when its turn comes.
-    """
-    bounds = [bound for bound in (config.capacity, config.max_staleness) if bound is not None]
-    return min(bounds, default=None)
 
 
 class Admission:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from megarl.box import Box
 from megarl.reshard.forwarding import Relay
-from megarl.weight_sync.transports.base import Endpoint, Members, RemoteTensor
-from megarl.weight_sync.transports.two_sided import Incoming
+from megarl.weight_sync.transports.base import Endpoint, Offer, RemoteTensor
 
 
 class _Command(msgspec.Struct, frozen=True, tag=True):
@@ -19,7 +17,7 @@ class Connect(_Command, frozen=True):
 
     first_rank: int
     reply_address: str  # of the run's hub
-    connection: str  # what the workers' names at the hub end with: never used before, so that nobody hears engines that were lost
+    connection: str  # a name never used before: the hub ignores a second connection under the name of one it still has
     key_file: str  # of its RunKey, readable by this user alone
 
 
@@ -34,29 +32,12 @@ class Arrange(_Command, frozen=True):
     shapes: dict[int, dict[str, tuple[int, ...]]]
 
 
-class ShareMemory(_Command, frozen=True):
-    """Moves all parameters into one memory file. Answer: an Endpoint."""
+class Open(_Command, frozen=True):
+    """Opens the parameters to one transport. Answer: an Endpoint; None from a rank that is offered nothing."""
 
-
-class ShareDevice(_Command, frozen=True):
-    """Opens the GPU memory in which the parameters lie to other processes of the host. Answer: an Endpoint."""
-
-
-class ExpectMessages(_Command, frozen=True):
-    """Gets ready to receive over gloo or NCCL. Answer: an Endpoint; None from a rank that is no member."""
-
-    kind: str
-    address: str  # of the store where the members meet
-    members: Members
-    incoming: dict[int, list[Incoming]]  # by generator rank, in the order of the reshard map
-    timeout_s: float
-
-
-class Register(_Command, frozen=True):
-    """Opens all parameters to one-sided writes by Mooncake, where they lie. Answer: an Endpoint."""
-
-    protocol: str  # tcp | rdma
-    landing: dict[int, list[tuple[str, Box]]]  # by generator rank: the boxes that are to be written in one piece and then spread
+    kind: str  # of transport
+    memory: str  # import path of its end in the worker
+    offers: dict[int, Offer]  # by generator rank, of one engine: of a large run, all of them are too much to tell every one
 
 
 class Spread(_Command, frozen=True):
@@ -99,23 +80,7 @@ class End(_Command, frozen=True):
     """What the engine holds is half-written, and it shall be started again: its processes end. Not answered."""
 
 
-Command = (
-    Connect
-    | Describe
-    | Arrange
-    | ShareMemory
-    | ShareDevice
-    | ExpectMessages
-    | Receive
-    | Register
-    | Spread
-    | MeetNeighbours
-    | PassOn
-    | Watch
-    | Recall
-    | Audit
-    | End
-)
+Command = Connect | Describe | Arrange | Open | Receive | Spread | MeetNeighbours | PassOn | Watch | Recall | Audit | End
 
 
 class Watched(msgspec.Struct, frozen=True):

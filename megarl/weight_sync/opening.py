@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from megarl.config.errors import ConfigError
@@ -22,12 +23,21 @@ from megarl.messaging.host import Host
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import AUTO, BETWEEN_ENGINES, ENGINES, INSIDE_HOSTS, RelayRule, relayed
-from megarl.weight_sync.commands import MeetNeighbours
-from megarl.weight_sync.memory import open_memories
-from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, TWO_SIDED, Endpoint
-from megarl.weight_sync.transports.choice import Pairs, describe_pairs, mooncake_protocol, transport_between, transport_pairs
+from megarl.weight_sync import commands
+from megarl.weight_sync.commands import MeetNeighbours, Open
+from megarl.weight_sync.transports.base import Endpoint, Opening
+from megarl.weight_sync.transports.choice import (
+    TABLE,
+    Pairs,
+    describe_pairs,
+    this_host,
+    transport_between,
+    transport_class,
+    transport_pairs,
+)
 from megarl.weight_sync.workers import Workers
 
+Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it
 Ways = dict[str, set[int]]  # kind of transport → generator ranks that others pass on to by it
 
 
@@ -42,6 +52,16 @@ class Opened:
     def kinds(self) -> set[str]:
         """Of transports in use."""
         return {endpoint.kind for endpoint in self.endpoints}
+
+    @property
+    def one_sided(self) -> bool:
+        """All of them."""
+        return all(transport_class(kind).one_sided for kind in self.kinds)
+
+    @property
+    def lands(self) -> bool:
+        """Whether any of them does not write all boxes where they belong."""
+        return any(transport_class(kind).lands for kind in self.kinds)
 
     def endpoints_of(self, trainer: int) -> list[str]:
         """Encoded, those that a trainer rank needs: of whom it writes to, and of groups in which it is a member. (All of them are 100 MB
@@ -69,10 +89,40 @@ async def open_engines(
     rule, map, relays = passing_on(weights.relay, pairs, engines, map, workers.tp)
     passed_on = sum(relay.bytes for relay in relays)
     print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
-    endpoints = await open_memories(workers, pairs, map, mooncake_protocol([*trainers, *engines]), relay_ways(relays, engines))
+    endpoints = await _open_in_all_ways(workers, pairs, map, [*trainers, *engines], relay_ways(relays, engines))
     if relays:
         await _meet(workers, relays, endpoints)
     return Opened(map, endpoints, rule, relays)
+
+
+async def _open_in_all_ways(workers: Workers, pairs: Pairs, map: ReshardMap, hosts: Sequence[Host], relayed: Ways) -> list[Endpoint]:
+    """Opens every generator rank in all ways that `pairs` asks for, and by which others pass on to it."""
+    asked = {kind for kinds in pairs for kind in kinds} | relayed.keys()
+    endpoints: list[Endpoint] = []
+    for kind in (*TABLE, *sorted(asked - TABLE.keys())):
+        of_rank = {rank: [t for t, each in enumerate(kinds) if each == kind] for rank, kinds in enumerate(pairs)}
+        writers = {rank: trainers for rank, trainers in of_rank.items() if trainers or rank in relayed.get(kind, ())}
+        if writers:
+            endpoints += await open_memory(workers, kind, map, writers, hosts)
+    return endpoints
+
+
+async def open_memory(
+    workers: Workers, kind: str, map: ReshardMap | None, writers: Writers | None = None, hosts: Sequence[Host] = ()
+) -> list[Endpoint]:
+    """Makes the live parameters writable by one kind of transport, once; the endpoint of every generator rank in `writers`.
+
+    `writers` says which trainer ranks will write to which generator ranks in this way; None: all to all. `hosts`: of all ranks; none:
+    this one. Needs an open update session.
+    """
+    if writers is None:
+        writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
+    opening = Opening(map, writers, hosts or [this_host()], workers.address, workers.timeout_s, workers.stores)
+    transport = transport_class(kind)
+    offers, memory = transport.offers(opening), f"{transport.memory.__module__}:{transport.memory.__qualname__}"
+    of_engines = [Open(kind, memory, {rank: offers[rank] for rank in ranks if rank in offers}) for ranks in workers.ranks]
+    opened = [msgspec.msgpack.decode(payload, type=commands.Opened) for payload in await workers.run(of_engines)]
+    return [endpoint for endpoint in opened if endpoint is not None]
 
 
 def passing_on(
@@ -101,7 +151,7 @@ def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
     ways: Ways = defaultdict(set)
     for source, destination in sorted({(relay.source_rank, relay.destination_rank) for relay in relays}):
         kind = transport_between(AUTO, engines[source], engines[destination])
-        if kind in TWO_SIDED:
+        if not transport_class(kind).one_sided:
             ranks = f"{source} on {engines[source].name} to generator rank {destination} on {engines[destination].name}"
             raise ConfigError(f"weights.relay={ENGINES}: passing on from generator rank {ranks} takes Mooncake on both hosts")
         ways[kind].add(destination)
@@ -113,7 +163,7 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
-    near = any(kind in (SHARED_MEMORY, CUDA_IPC) for kinds in pairs for kind in kinds)
+    near = any(transport_class(kind).same_host for kinds in pairs for kind in kinds)
     return runs[0] if even and not near else 0
 
 

@@ -18,12 +18,10 @@ from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, Weights
 from megarl.plan.resolve import RunPlan
 from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
-from megarl.rollouts.admission import run_ahead
 from megarl.types import Version
 from megarl.weight_sync.offers import Offers
 from megarl.weight_sync.sender import is_probe_version
 from megarl.weight_sync.sessions import EngineSessions, Session
-from megarl.weight_sync.transports.base import MOONCAKE, TWO_SIDED
 from megarl.weight_sync.update import Pause
 from megarl.weight_sync.writes import Writes
 
@@ -52,7 +50,7 @@ class WeightsReceiver:
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link = plan, link
-        self.capacity = run_ahead(plan.config.async_)
+        self.capacity = plan.config.async_.run_ahead
         self.settled: Version = -1  # taken, and done with all that follows an update
         self._sessions = EngineSessions(plan, source, link, key_file)
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]
@@ -178,10 +176,10 @@ class WeightsReceiver:
             await update.recall()
         for name, endpoints in zip(self._trainers, session.endpoints, strict=True):
             self._link.send(name, msgspec.structs.replace(grant, endpoints=endpoints))
-        if opened.kinds.intersection(TWO_SIDED):
+        if not opened.one_sided:
             await update.receive()
         writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
-        if MOONCAKE in opened.kinds:
+        if opened.lands:
             await writes.landed()
             await asyncio.gather(update.spread(), writes.done())  # what landed is spread while all else is written
         else:

@@ -37,12 +37,12 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
-from megarl.rollouts.admission import run_ahead
 from megarl.types import Version
 from megarl.weight_sync.amax_exchange import AmaxExchange
-from megarl.weight_sync.transports.base import Endpoint, landing_first, send, shapes_of
+from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.writing import landing_first, send, shapes_of
 
 M = TypeVar("M", WeightsGrant, ProbeReady)
 
@@ -66,7 +66,7 @@ class WeightsSender:
     def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
         config = plan.config
         self._stop = stop or StopRequest()
-        self.capacity = run_ahead(config.async_)
+        self.capacity = config.async_.run_ahead
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every

@@ -16,10 +16,7 @@ from megarl.types import Version
 from megarl.weight_sync import workers
 from megarl.weight_sync.opening import Opened, open_engines
 from megarl.weight_sync.sender import weights_map
-from megarl.weight_sync.transports.base import CUDA_IPC, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.update import WeightUpdate
-
-ONE_SIDED = {SHARED_MEMORY, CUDA_IPC, MOONCAKE}  # ways that can be opened anew at any time, and that a lost engine does not block
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class EngineSessions:
                 fleet.lose(error)
             else:
                 self._members = members
-                self._workers.may_lose = fleet.elastic and self._opened.kinds <= ONE_SIDED
+                self._workers.may_lose = fleet.elastic and self._opened.one_sided
                 opened, endpoints = self._opened, [[] for _ in trainers]
                 grant = WeightsGrant(version, [], len(members))
                 if not known:
@@ -93,7 +90,7 @@ class EngineSessions:
 
     def _use(self, members: list[int], fleet: Fleet) -> None:
         """Raises RuntimeError where the way that weights go by cannot be opened anew for other engines than before."""
-        if self._opened is not None and not self._opened.kinds <= ONE_SIDED:
+        if self._opened is not None and not self._opened.one_sided:
             ways, lost = ", ".join(sorted(self._opened.kinds)), "; ".join(fleet.lost.values()) or "an engine has come back"
             raise RuntimeError(f"weights go by {ways}, which cannot go on with engines {members} alone: {lost}")
         clients = [fleet.engines[index] for index in members]

@@ -34,7 +34,7 @@ class Workers:
     tp: int
     hub: Hub  # answers come here
     timeout_s: float  # of one command
-    stores: dict[str, dist.Store] = field(default_factory=dict)  # where the groups of two-sided transports meet, by kind
+    stores: list[dist.Store] = field(default_factory=list)  # where the groups of transports meet
     may_lose: bool = False  # what is done goes on without an engine that becomes unreachable
     lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by place in `engines`
     connection: str = field(default_factory=lambda: secrets.token_hex(4))  # what the workers' own names end with
@@ -42,6 +42,11 @@ class Workers:
     @property
     def count(self) -> int:
         return len(self.engines) * self.tp
+
+    @property
+    def address(self) -> str:
+        """Of this host, where the engines reach it."""
+        return self.hub.address.rpartition("/")[2].rpartition(":")[0]
 
     @property
     def ranks(self) -> list[range]:

@@ -19,8 +19,9 @@ from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync import commands
-from megarl.weight_sync.transports.base import Endpoint, send, shapes_of
+from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.writing import send, shapes_of
 
 SPEC = ModelSpec("llama", 3, 64, 192, 16, 4, 2, 500, 64, False, 1e-6, 1e4)
 TRAINERS, ENGINES = 2, 3

@@ -13,9 +13,10 @@ from megarl.models.registry import load_spec
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.weight_sync.transports.base import Endpoint, send, shapes_of
+from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.transports.choice import transport_class
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
+from megarl.weight_sync.writing import send, shapes_of
 
 
 class OneFlippedElement(SharedMemoryTransport):

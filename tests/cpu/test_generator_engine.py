@@ -26,7 +26,7 @@ from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.kinds import LayoutError
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.commands import Arrange
-from megarl.weight_sync.memory import open_memory
+from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.update import WeightUpdate
 from megarl.weight_sync.workers import Workers, check_layout, connect, describe
 

@@ -12,8 +12,9 @@ from megarl.config.errors import ConfigError
 from megarl.reshard.map import Copy
 from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands
 from megarl.weight_sync.transports import mooncake
-from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor, send, shapes_of
+from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor
 from megarl.weight_sync.transports.runs import destination_runs, pieces
+from megarl.weight_sync.writing import send, shapes_of
 
 try:
     mooncake.open_engine("127.0.0.1", "tcp")

@@ -26,7 +26,7 @@ from megarl.reshard.relays import RelayRule
 from megarl.weight_sync.audit import AuditError, compare
 from megarl.weight_sync.opening import Opened, open_engines
 from megarl.weight_sync.transports import mooncake
-from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, TWO_SIDED
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.update import WeightUpdate
 from megarl.weight_sync.workers import Workers, connect
 
@@ -91,12 +91,12 @@ class Run:
         """What each trainer rank says of it."""
         for process in self.trainers:
             process.start("write", seed)
-        if self.opened.kinds.intersection(TWO_SIDED):
+        if not self.opened.one_sided:
             self.do(session.receive())
         while self.connecting:
             self.connecting.pop().result()
         sent = [process.result() for process in self.trainers]
-        if MOONCAKE in self.opened.kinds:
+        if self.opened.lands:
             self.do(session.spread())
         if self.opened.relays:
             self.do(session.pass_on([]))
@@ -121,7 +121,7 @@ def run(*arguments: Any) -> Iterator[Run]:
 
 def host(name: str, network: str) -> Host:
     """`network`: what reaches other hosts."""
-    return Host(memory=name, network=name, name=name, mooncake=network == MOONCAKE)
+    return Host(memory=name, network=name, name=name, has=("mooncake",) * (network == MOONCAKE))
 
 
 def networks() -> list[Any]:

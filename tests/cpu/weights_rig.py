@@ -26,7 +26,7 @@ from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer.norm_names import norm_names
-from megarl.weight_sync.memory import open_memory
+from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.shared_memory import view_at

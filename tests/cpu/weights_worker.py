@@ -163,7 +163,6 @@ def main(rank: int) -> None:
 
     cpu_support.install()
     import megarl.executors.trainer  # noqa: F401
-    import megarl.weight_sync.sender
 
     for line in sys.stdin:
         if in_a_child_of_its_own(rank, msgspec.json.decode(line, type=Job)) != 0:

@@ -13,10 +13,10 @@ from megarl.messaging.host import Host
 from megarl.messaging.stores import open_store
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports import cuda_ipc
-from megarl.weight_sync.transports.base import NCCL, Endpoint, Members, describe, send, shapes_of
+from megarl.weight_sync.transports.base import NCCL, Endpoint, Incoming, Live, Members, Offer
 from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, CudaMemory
-from megarl.weight_sync.transports.nccl import NcclGroup, NcclTransport
-from megarl.weight_sync.transports.two_sided import Incoming, TwoSidedReceiver
+from megarl.weight_sync.transports.nccl import NcclMemory, NcclTransport
+from megarl.weight_sync.writing import send, shapes_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -59,13 +59,16 @@ class Engine:
         }
 
     def export(self) -> str:
-        return cuda_ipc.export(self.parameters, 0, Host(), CudaMemory()).encode()
+        return cuda_ipc.export(self._live("cuda_ipc"), CudaMemory()).encode()
 
     def endpoint(self, address: str) -> str:
         incoming = [Incoming(0, copy.destination_tensor, copy.destination_box, MEMBERS.waves[copy.depth]) for copy in COPIES]
-        self.receiver = TwoSidedReceiver(NcclGroup, address, MEMBERS, 0, incoming, TIMEOUT_S)
-        tensors = [describe(name, values) for name, values in self.parameters.items()]
-        return Endpoint(0, NCCL, address, 0, tensors, members=MEMBERS).encode()
+        self.receiver = NcclMemory()
+        offer = Offer(address=address, members=MEMBERS, incoming=incoming, timeout_s=TIMEOUT_S)
+        return self.receiver.open(self._live(NCCL), offer).encode()
+
+    def _live(self, kind: str) -> Live:
+        return Live(0, kind, Host(), "", {}, lambda: self.parameters)
 
     def receive(self) -> None:
         self.receiver.receive(self.parameters)

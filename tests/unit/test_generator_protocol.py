@@ -29,10 +29,9 @@ from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.topology import GeneratorTopology
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import AuditError, compare
-from megarl.weight_sync.commands import Audit, Connect, ExpectMessages, MeetNeighbours, Register
+from megarl.weight_sync.commands import Audit, Connect, MeetNeighbours, Open
 from megarl.weight_sync.engine.loader import Worker, as_arranged
-from megarl.weight_sync.transports.base import Allocation, Endpoint, Members, RemoteTensor
-from megarl.weight_sync.transports.two_sided import Incoming
+from megarl.weight_sync.transports.base import Allocation, Endpoint, Incoming, Members, Offer, RemoteTensor
 from megarl.weight_sync.workers import Workers, check_layout, check_parallelism
 
 KEYS = EngineKeys("a", "b")
@@ -118,8 +117,7 @@ def test_commands_survive_the_wire():
     endpoint = Endpoint(1, "cuda_ipc", "", 8, [], allocations=[Allocation(b"\x00\xff", 8, (b"count", 3))])
     for command in (
         Connect(2, "tcp://h:1", "new", "/k"),
-        ExpectMessages("gloo", "h:1", members, {1: [Incoming(0, "w", box, 1)]}, 5.0),
-        Register("tcp", {1: [("w", box)]}),
+        Open("gloo", "a.b:C", {1: Offer("tcp", [("w", box)], "h:1", members, [Incoming(0, "w", box, 1)], 5.0)}),
         MeetNeighbours([endpoint], {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
         Audit(),
     ):

@@ -12,9 +12,10 @@ from megarl.kernels.audit import MASK, hash_tensor
 from megarl.messaging.host import Host
 from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Endpoint, RemoteTensor, send, shapes_of
-from megarl.weight_sync.transports.mooncake_memory import landing_memory
+from megarl.weight_sync.transports.base import Endpoint, Live, RemoteTensor
+from megarl.weight_sync.transports.mooncake import landing_memory
 from megarl.weight_sync.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
+from megarl.weight_sync.writing import send, shapes_of
 
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1), 0), RemoteTensor("b", (7,), "bfloat16", (1,), 128)]
 SOURCES = {"x": torch.arange(40.0).view(5, 8), "y": torch.linspace(-3, 3, 7)}
@@ -115,7 +116,9 @@ def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
     parameters = dict(model.named_parameters())
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
     file = MemoryFile(parameters)
-    endpoint = file.endpoint({name: parameter.data for name, parameter in parameters.items()}, 5, Host())
+    endpoint = file.endpoint(
+        Live(5, "shared_memory", Host(), "", parameters, lambda: {name: each.data for name, each in parameters.items()})
+    )
     assert endpoint.rank == 5
     memory = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
     for tensor in endpoint.tensors:

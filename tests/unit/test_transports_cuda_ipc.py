@@ -12,8 +12,9 @@ import torch
 from megarl.box import Box
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Allocation, Endpoint, OwnerGone, send, shapes_of
+from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, OwnerGone
 from megarl.weight_sync.transports.cuda_ipc import CudaIpcTransport, export
+from megarl.weight_sync.writing import send, shapes_of
 
 HOST = Host(name="gpu-node")
 
@@ -67,6 +68,10 @@ def cut(memory: bytearray, offset: int, *shape: int, dtype: torch.dtype = torch.
     return torch.nn.Parameter(torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(shape))
 
 
+def live(parameters: dict[str, torch.nn.Parameter]) -> Live:
+    return Live(3, "cuda_ipc", HOST, "", parameters, lambda: {name: each.data for name, each in parameters.items()})
+
+
 @pytest.fixture
 def parameters() -> dict[str, torch.nn.Parameter]:
     first, second = FakeDeviceMemory.allocate(b"one", 4096), FakeDeviceMemory.allocate(b"two", 4096)
@@ -81,7 +86,7 @@ def parameters() -> dict[str, torch.nn.Parameter]:
 
 
 def test_one_handle_per_allocation(parameters):
-    endpoint = export(parameters, 3, HOST, FakeDeviceMemory())
+    endpoint = export(live(parameters), FakeDeviceMemory())
     assert [(each.handle, each.size_bytes) for each in endpoint.allocations] == [(b"one", 1024 + 14), (b"two", 64)]
     places = {tensor.name: (tensor.allocation, tensor.offset_bytes, tensor.strides) for tensor in endpoint.tensors}
     assert places == {
@@ -95,7 +100,7 @@ def test_one_handle_per_allocation(parameters):
 
 
 def test_boxes_are_in_place_after_the_fence(parameters):
-    endpoint = Endpoint.decode(export(parameters, 3, HOST, FakeDeviceMemory()).encode())
+    endpoint = Endpoint.decode(export(live(parameters), FakeDeviceMemory()).encode())
     transport = FakeCudaIpcTransport(0, 5)
     transport.connect([endpoint])
     assert transport._memory.opened == [b"one", b"two"]
@@ -115,14 +120,14 @@ def test_boxes_are_in_place_after_the_fence(parameters):
 
 def test_a_fence_that_ends_too_late_names_both_ranks(parameters, monkeypatch):
     transport = FakeCudaIpcTransport(2, 5)
-    transport.connect([export(parameters, 3, HOST, FakeDeviceMemory())])
+    transport.connect([export(live(parameters), FakeDeviceMemory())])
     monkeypatch.setattr(FakeDeviceMemory, "slow", True)
     with pytest.raises(TimeoutError, match="from trainer rank 2 to generator rank 3: not through within 5 s"):
         transport.fence()
 
 
 def test_memory_that_does_not_open_names_both_ranks_and_the_way_out(parameters):
-    endpoint = export(parameters, 3, HOST, FakeDeviceMemory())
+    endpoint = export(live(parameters), FakeDeviceMemory())
     FakeDeviceMemory.allocations.clear()
     wanted = "trainer rank 2 cannot open the GPU memory of generator rank 3 on gpu-node: invalid device context.*weights.transport=nccl"
     with pytest.raises(RuntimeError, match=wanted):
@@ -134,7 +139,7 @@ def test_memory_of_a_process_that_has_ended_is_told_from_memory_that_does_not_op
     code = "import os, sys; print(os.memfd_create('x'), flush=True); sys.stdin.read()"
     owner = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     address = f"/proc/{owner.pid}/fd/{int(owner.stdout.readline())}"
-    endpoint = msgspec.structs.replace(export(parameters, 3, HOST, FakeDeviceMemory()), address=address)
+    endpoint = msgspec.structs.replace(export(live(parameters), FakeDeviceMemory()), address=address)
     opened, too_late = FakeCudaIpcTransport(2, 5), FakeCudaIpcTransport(2, 5)
     opened.connect([endpoint])
     opened.prepare([])

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from megarl.box import Box
+from megarl.messaging.host import Host
 from megarl.messaging.stores import open_store
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Endpoint, Members, RemoteTensor, send, shapes_of
-from megarl.weight_sync.transports.gloo import GlooGroup, GlooTransport
-from megarl.weight_sync.transports.two_sided import Incoming, TwoSidedReceiver, TwoSidedTransport
+from megarl.weight_sync.transports.base import Endpoint, Incoming, Live, Members, Offer, RemoteTensor
+from megarl.weight_sync.transports.gloo import GlooGroup, GlooMemory, GlooTransport
+from megarl.weight_sync.transports.two_sided import TwoSidedTransport
+from megarl.weight_sync.writing import send, shapes_of
 
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1)), RemoteTensor("b", (7,), "bfloat16", (1,))]
 MEMBERS = Members(trainers=(1, 4), generators=(3,), waves=(0, 0, 1, 2))
@@ -42,7 +44,6 @@ class Counting(GlooGroup):
 class WaveByWave(TwoSidedTransport):
     """As NCCL does it."""
 
-    kind = "gloo"
     open_group = Counting
     coalesces = True
 
@@ -57,6 +58,12 @@ def store() -> Iterator[str]:
 def incoming(order: list[int]) -> list[Incoming]:
     copies = sorted((copy for rank in order for copy in COPIES[rank]), key=lambda copy: copy.depth)
     return [Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, MEMBERS.waves[copy.depth]) for copy in copies]
+
+
+def receiver_of(offer: Offer) -> GlooMemory:
+    receiver = GlooMemory()
+    receiver.open(Live(3, "gloo", Host(), "", {}, dict), offer)
+    return receiver
 
 
 @pytest.mark.parametrize("transport_class", [GlooTransport, WaveByWave])
@@ -74,7 +81,7 @@ def test_boxes_arrive_in_place(transport_class):
             transport.close()
 
         writing = [pool.submit(trainer, rank) for rank in MEMBERS.trainers]
-        receiver = TwoSidedReceiver(GlooGroup, address, MEMBERS, 3, incoming([1, 4]), 20)
+        receiver = receiver_of(Offer(address=address, members=MEMBERS, incoming=incoming([1, 4]), timeout_s=20))
         for update in range(3):
             receiver.receive(tensors)
             expected = torch.full((6, 5), -1.0)
@@ -102,7 +109,7 @@ def test_a_message_that_is_late_is_named_with_both_ranks():
     with store() as address, ThreadPoolExecutor(1) as pool:
         transport = GlooTransport(1, 5)
         joining = pool.submit(transport.connect, [Endpoint(3, "gloo", address, 0, TENSORS, members=pair)])
-        receiver = TwoSidedReceiver(GlooGroup, address, pair, 3, [Incoming(1, "b", Box((0,), (7,)), 0)], 1)
+        receiver = receiver_of(Offer(address=address, members=pair, incoming=[Incoming(1, "b", Box((0,), (7,)), 0)], timeout_s=1))
         with pytest.raises(RuntimeError, match="trainer rank 1 to generator rank 3, b: not through within 1 s"):
             receiver.receive({"b": torch.zeros(7)})
         joining.result(20)

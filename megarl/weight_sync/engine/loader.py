@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import msgspec
 import torch
 
 from megarl.box import Box
+from megarl.config.named import find_callable
 from megarl.generator.wire import content_of
 from megarl.kernels.audit import hash_tensor
 from megarl.messaging.host import Host, address_towards
@@ -34,27 +36,20 @@ from megarl.weight_sync.commands import (
     Connect,
     Describe,
     End,
-    ExpectMessages,
     Found,
     MeetNeighbours,
+    Open,
     PassOn,
     Recall,
     Receive,
-    Register,
-    ShareDevice,
-    ShareMemory,
     Spread,
     Watched,
 )
 from megarl.weight_sync.engine.beats import beating
 from megarl.weight_sync.engine.watch import Watch
-from megarl.weight_sync.transports import cuda_ipc
-from megarl.weight_sync.transports.base import Endpoint, RemoteTensor, describe
-from megarl.weight_sync.transports.choice import AUTO, this_host, transport_class
-from megarl.weight_sync.transports.mooncake_memory import MooncakeMemory
+from megarl.weight_sync.transports.base import Endpoint, Live, Memory, RemoteTensor, describe
+from megarl.weight_sync.transports.choice import AUTO, this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
-from megarl.weight_sync.transports.shared_memory import MemoryFile
-from megarl.weight_sync.transports.two_sided import TwoSidedReceiver
 
 Parameters = dict[str, torch.nn.Parameter]
 
@@ -72,11 +67,10 @@ class Worker:
         self.unwritten: Watch | None = None
         self.audited: dict[str, int] = {}  # what was found at the last audit; nothing of what is being written
         self.since = -1  # the version that was audited last
-        self.file: MemoryFile | None = None
-        self.mooncake: MooncakeMemory | None = None
+        self.memories: dict[str, Memory] = {}  # by import path
+        self.opened: dict[str, Memory] = {}  # of them, by kind of transport, to the generator that is connected
         self.neighbours: PairwiseTransport | None = None  # towards other generator ranks
         self.relays: list[Relay] = []
-        self.receivers: dict[str, TwoSidedReceiver] = {}  # by kind of transport
 
     def run(self, model: torch.nn.Module, command: Command) -> None:
         """Executes a command and sends the answer."""
@@ -104,7 +98,7 @@ class Worker:
             self.neighbours.close()
             self.neighbours = None
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
-        self.receivers, self.mooncake, self.relays = {}, None, []
+        self.opened, self.relays = {}, []
         self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
     def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
@@ -118,41 +112,22 @@ class Worker:
         """The parameters' memory in the shapes of the reshard map."""
         return {name: as_arranged(parameter.data, self.shapes.get(name)) for name, parameter in parameters.items()}
 
-    def share_memory(self, parameters: Parameters, command: ShareMemory) -> Endpoint:
-        """Asked again, parameters stay where they are, and mapped."""
-        if self.file is None or not self.file.holds(parameters.values()):
-            before, self.file = self.file, MemoryFile(parameters)
-            if before is not None:
-                before.close()
-        return self.file.endpoint(self.tensors(parameters), self.rank, self.host)
-
-    def share_device(self, parameters: Parameters, command: ShareDevice) -> Endpoint:
-        return cuda_ipc.export(self.tensors(parameters), self.rank, self.host, cuda_ipc.CudaMemory())
-
-    def expect_messages(self, parameters: Parameters, command: ExpectMessages) -> Endpoint | None:
-        if self.rank not in command.members.generators:
+    def open(self, parameters: Parameters, command: Open) -> Endpoint | None:
+        if (offer := command.offers.get(self.rank)) is None:
             return None
-        open_group, incoming = transport_class(command.kind).open_group, command.incoming[self.rank]
-        self.receivers[command.kind] = TwoSidedReceiver(
-            open_group, command.address, command.members, self.rank, incoming, command.timeout_s
-        )
-        tensors = [describe(name, values) for name, values in self.tensors(parameters).items()]
-        return Endpoint(self.rank, command.kind, command.address, 0, tensors, members=command.members, host=self.host)
+        if command.memory not in self.memories:
+            self.memories[command.memory] = find_callable(command.memory, "weights.transport")()
+        memory = self.opened[command.kind] = self.memories[command.memory]
+        address = address_towards(self.reply_address)
+        return memory.open(Live(self.rank, command.kind, self.host, address, parameters, partial(self.tensors, parameters)), offer)
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
-        tensors = self.tensors(parameters)
-        for receiver in self.receivers.values():
-            receiver.receive(tensors)
-
-    def register(self, parameters: Parameters, command: Register) -> Endpoint:
-        listen_on = address_towards(self.reply_address)
-        landing = command.landing.get(self.rank, [])
-        self.mooncake = MooncakeMemory(self.tensors(parameters), landing, listen_on, command.protocol)
-        return self.mooncake.endpoint(self.rank, self.host)
+        for memory in self.opened.values():
+            memory.receive(self.tensors(parameters))
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
-        if self.mooncake is not None:
-            self.mooncake.spread()
+        for memory in self.opened.values():
+            memory.spread()
 
     def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
         self.relays = command.relays.get(self.rank, [])
@@ -214,11 +189,8 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     Connect: lambda worker, parameters, command: worker.host,
     Describe: Worker.describe,
     Arrange: Worker.arrange,
-    ShareMemory: Worker.share_memory,
-    ShareDevice: Worker.share_device,
-    ExpectMessages: Worker.expect_messages,
+    Open: Worker.open,
     Receive: Worker.receive,
-    Register: Worker.register,
     Spread: Worker.spread,
     MeetNeighbours: Worker.meet_neighbours,
     PassOn: Worker.pass_on,

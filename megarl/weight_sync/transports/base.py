@@ -1,22 +1,25 @@
-"""The writing side of a weight update: how boxes of values get from a trainer rank into the live tensors of generator ranks."""
+"""What a transport is: how boxes of values get from a trainer rank into the live tensors of engine workers.
+
+A transport is one file of this folder, with both its ends and what the generator tells the one about the other. `choice.TABLE` names
+those that there are; `weights.transport` takes any other by its import path.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import abc
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import msgspec
 import torch
+import torch.distributed as dist
 
-from megarl.kernels.audit import MASK, hash_slice
+from megarl.box import Box
 from megarl.messaging.host import Host
-from megarl.reshard.execute import AmaxTable, Payloads
-from megarl.reshard.map import Copy
+from megarl.reshard.map import Copy, ReshardMap
 
 SHARED_MEMORY, CUDA_IPC, MOONCAKE, GLOO, NCCL = "shared_memory", "cuda_ipc", "mooncake", "gloo", "nccl"
-TWO_SIDED = (GLOO, NCCL)  # the engine workers must receive what is sent
 
 
 class RemoteTensor(msgspec.Struct, frozen=True):
@@ -59,11 +62,31 @@ class Members(msgspec.Struct, frozen=True):
     waves: tuple[int, ...]  # of each depth (see Copy): messages of one wave travel together
 
 
+class Incoming(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker is to receive from one trainer rank, as one message."""
+
+    source_rank: int
+    tensor: str
+    box: Box
+    wave: int
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What an engine worker must know to open its memory to one transport. Each transport fills in what it needs."""
+
+    protocol: str = ""  # of the network
+    landing: list[tuple[str, Box]] = []  # boxes that are to be written in one piece, and then spread
+    address: str = ""  # where the members of a group meet
+    members: Members | None = None  # of that group
+    incoming: list[Incoming] = []  # messages, in the order of the reshard map
+    timeout_s: float = 0.0
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """Where the weights of one generator rank can be written, by one kind of transport. Travels as JSON text."""
 
     rank: int  # generator rank
-    kind: str  # of transport
+    kind: str  # of transport: a name in choice.TABLE, or an import path
     address: str  # a file to map, or there while the process is (cuda_ipc); of a group's store; mooncake.address_of
     size_bytes: int
     tensors: list[RemoteTensor]
@@ -80,32 +103,91 @@ class Endpoint(msgspec.Struct, frozen=True):
         return msgspec.json.decode(text, type=cls)
 
 
-class Transport(Protocol):
-    """One trainer rank's way to some generator ranks. Connected once, then used for every update.
+@dataclass(frozen=True)
+class Opening:
+    """What the generator knows when it has the engines opened to one transport."""
 
-    `kind` says what the engine workers must offer. All methods raise TimeoutError or RuntimeError that name both ranks.
+    map: ReshardMap | None  # None: of memory that is only mapped
+    writers: Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it by this transport; none: engines alone do
+    hosts: Sequence[Host]  # of all trainer ranks and generator ranks
+    address: str  # of this process, where all of them reach it
+    timeout_s: float
+    stores: list[dist.Store]  # that were opened for groups; they are there as long as somebody holds them
+
+
+@dataclass(frozen=True)
+class Live:
+    """The live parameters of an engine worker, and where it runs."""
+
+    rank: int  # generator rank
+    kind: str  # of the transport that they are opened to
+    host: Host
+    address: str  # of this host, where the generator reaches it
+    parameters: Mapping[str, torch.nn.Parameter]
+    tensors: Callable[[], Mapping[str, torch.Tensor]]  # the parameters' memory, as it lies now, in the shapes of the reshard map
+
+
+class Memory(abc.ABC):
+    """The engine worker's end of a transport, one for each worker."""
+
+    @abc.abstractmethod
+    def open(self, live: Live, offer: Offer) -> Endpoint:
+        """Lets others write to the live parameters, which stay where they are from now on. May be called again, for others."""
+
+    def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most have nothing to do
+        """Takes in what one update sends, if this end has to: into `tensors`, which are all the parameters."""
+
+    def spread(self) -> None:  # noqa: B027
+        """Puts what has landed where it belongs."""
+
+
+class Transport(abc.ABC):
+    """The trainer rank's end: its way to some generator ranks. Connected once, then used for every update.
+
+    The methods of its instances raise TimeoutError or RuntimeError that name both ranks.
     """
 
-    kind: str
+    memory: ClassVar[type[Memory]]  # the other end
+    one_sided: ClassVar[bool] = True  # workers do nothing while it writes; it can be opened anew at any time, and no lost engine blocks it
+    same_host: ClassVar[bool] = False  # it serves ranks of one host alone
+    lands: ClassVar[bool] = False  # some boxes land first, and are to be spread
 
-    def __init__(self, rank: int, timeout_s: float): ...
+    @staticmethod
+    def found_here() -> tuple[str, ...]:
+        """What this host has that decides whether the transport works: becomes a part of its Host."""
+        return ()
 
+    @staticmethod
+    def hindrance(trainer: Host, generator: Host) -> str:
+        """Why it cannot serve these two, to complete "trainer rank 0 and generator rank 0 …"; empty if nothing stands in the way."""
+        return ""
+
+    @classmethod
+    def offers(cls, opening: Opening) -> dict[int, Offer]:
+        """At the generator: what to tell the worker of each generator rank in `opening.writers`."""
+        return {rank: Offer() for rank in opening.writers}
+
+    def __init__(self, rank: int, timeout_s: float):
+        """`rank`: the trainer rank, or the generator rank that passes tensors on."""
+        self._rank, self._timeout_s = rank, timeout_s
+
+    @abc.abstractmethod
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """Opens the way to the generator rank of each endpoint; all are of this transport's kind."""
-        ...
+        """Opens the way to the generator rank of each endpoint; all are of this transport."""
 
+    @abc.abstractmethod
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
         """Before the first write of an update: values that are views of `sources` stay in place and unchanged until the fence."""
-        ...
 
+    @abc.abstractmethod
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         """Puts `values`, of the box's shape and the destination's dtype, into the destination box. May return before it is there."""
-        ...
 
+    @abc.abstractmethod
     def fence(self) -> None:
         """Returns when everything written so far is in the destination's memory."""
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None: ...
 
 
@@ -119,54 +201,3 @@ class PeerUnreachable(RuntimeError):
     def __init__(self, message: str, ranks: Collection[int]):
         super().__init__(message)
         self.ranks = frozenset(ranks)
-
-
-@dataclass(frozen=True)
-class Sent:
-    bytes: int
-    shares: dict[int, dict[str, int]]  # generator rank → tensor → this sender's share of its audit hash; empty without audit
-
-
-def send(
-    transport: Transport,
-    copies: Sequence[Copy],
-    sources: Mapping[str, torch.Tensor],
-    shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
-    audit: bool,
-    amax: AmaxTable | None = None,
-    payloads: Payloads | None = None,
-) -> Sent:
-    """Carries out `copies`, all of one source rank, and fences.
-
-    `sources` are its parameters by the names of the trainer layout, `shapes` the destination tensors' by rank and name, `amax`
-    that of tiles which the copies cut; `payloads` to be kept from one update to the next. The shares are hashes of the values as they
-    should arrive, taken from the source, so they witness the whole way.
-    """
-    shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    payloads = payloads or Payloads()
-    payloads.begin(sources)
-    transport.prepare(sources.values())
-    for copy in copies:
-        values = payloads.of(copy, amax)
-        transport.write(copy, values)
-        if audit:
-            of_rank, name = shares[copy.destination_rank], copy.destination_tensor
-            shape = shapes[copy.destination_rank][name]
-            of_rank[name] = (of_rank[name] + hash_slice(values, copy.destination_box, shape)) & MASK
-    transport.fence()
-    return Sent(sum(copy.bytes for copy in copies), {rank: dict(tensors) for rank, tensors in shares.items()})
-
-
-def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tuple[list[Copy], list[Copy]]:
-    """(those of `copies` whose boxes land, all others)"""
-    landings = {(endpoint.rank, landing.tensor, landing.start) for endpoint in endpoints for landing in endpoint.landings}
-    parts: tuple[list[Copy], list[Copy]] = [], []
-    for copy in copies:
-        lands = (copy.destination_rank, copy.destination_tensor, copy.destination_box.start) in landings
-        parts[0 if lands else 1].append(copy)
-    return parts
-
-
-def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Shape of every destination tensor, by generator rank and name."""
-    return {endpoint.rank: {tensor.name: tensor.shape for tensor in endpoint.tensors} for endpoint in endpoints}

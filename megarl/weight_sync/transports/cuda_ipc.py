@@ -13,16 +13,16 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import CUDA_IPC, Allocation, Endpoint, RemoteTensor, describe
+from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, Memory, Offer, RemoteTensor, Transport, describe
 from megarl.weight_sync.transports.owners import Owners, file_at
-from megarl.weight_sync.transports.shared_memory import view_at
+from megarl.weight_sync.transports.shared_memory import maps_no_memory, view_at
 
 _POLL_S = 0.0001
 
@@ -78,12 +78,22 @@ class CudaMemory:
         return True
 
 
-class CudaIpcTransport:
-    kind = CUDA_IPC
+class DeviceMemoryOfWorker(Memory):
+    def open(self, live: Live, offer: Offer) -> Endpoint:
+        return export(live, CudaMemory())
+
+
+class CudaIpcTransport(Transport):
+    memory = DeviceMemoryOfWorker
+    same_host = True
     make_memory: type[DeviceMemory] = CudaMemory
 
+    @staticmethod
+    def hindrance(trainer: Host, generator: Host) -> str:
+        return maps_no_memory(trainer, generator, on_gpu=True)
+
     def __init__(self, rank: int, timeout_s: float):
-        self._rank, self._timeout_s = rank, timeout_s
+        super().__init__(rank, timeout_s)
         self._memory = self.make_memory()
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
         self._owners = Owners(rank)
@@ -133,8 +143,8 @@ def _sign_of_life() -> str:
     return f"/proc/{os.getpid()}/fd/{os.memfd_create('megarl-alive')}"
 
 
-def export(parameters: Mapping[str, torch.Tensor], rank: int, host: Host, memory: DeviceMemory) -> Endpoint:
-    """Of generator rank `rank`. Parameters must stay where they are from now on."""
+def export(live: Live, memory: DeviceMemory) -> Endpoint:
+    parameters = live.tensors()
     allocations: dict[bytes, Allocation] = {}  # by handle: it is the same for all parts of an allocation
     places: dict[int, tuple[bytes, int]] = {}  # address of a storage → handle of its allocation, and where it begins in it
     for parameter in parameters.values():
@@ -152,4 +162,4 @@ def export(parameters: Mapping[str, torch.Tensor], rank: int, host: Host, memory
         offset = begin + parameter.storage_offset() * parameter.itemsize
         tensors.append(describe(name, parameter, offset, index_of[handle]))
     size = sum(allocation.size_bytes for allocation in allocations.values())
-    return Endpoint(rank, CUDA_IPC, _sign_of_life(), size, tensors, allocations=list(allocations.values()), host=host)
+    return Endpoint(live.rank, live.kind, _sign_of_life(), size, tensors, allocations=list(allocations.values()), host=live.host)

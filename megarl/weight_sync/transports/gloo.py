@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.messaging.host import address_towards
 from megarl.messaging.members import admit_no_more, new_listeners
 from megarl.weight_sync.transports.base import GLOO
-from megarl.weight_sync.transports.two_sided import Message, TwoSidedTransport
+from megarl.weight_sync.transports.two_sided import Message, TwoSidedMemory, TwoSidedTransport
 
 _TAG = 0  # messages between two ranks arrive in order
 
@@ -47,8 +47,12 @@ class GlooGroup:
         return [(operation([message.buffer], message.peer, _TAG), message.label) for message in messages]
 
 
+class GlooMemory(TwoSidedMemory):
+    open_group = GlooGroup
+
+
 class GlooTransport(TwoSidedTransport):
-    kind = GLOO
+    memory = GlooMemory
     open_group = GlooGroup
     coalesces = False  # each message leaves while the next is being made
 

@@ -6,7 +6,7 @@ the other half is being filled.
 
 A box whose rows are short in the destination (a column slice) would be thousands of small writes. It is written in one piece into
 the worker's *landing* memory instead, and the worker spreads it when all is written (`commands.Spread`). Which boxes those are,
-`schedule.lands` says, to both sides alike.
+`schedule.landings` says, to both sides alike.
 """
 
 from __future__ import annotations
@@ -16,34 +16,80 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl.box import Box
 from megarl.config.errors import ConfigError
-from megarl.messaging.host import address_towards
-from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, PeerUnreachable
+from megarl.messaging.host import Host, address_towards
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.schedule import landings
+from megarl.weight_sync.transports.base import Endpoint, Landing, Live, Memory, Offer, Opening, PeerUnreachable, Transport, describe
 from megarl.weight_sync.transports.runs import destination_runs, pieces
+from megarl.weight_sync.transports.shared_memory import aligned_offsets
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several at a time, and RDMA cuts them up anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
 MOST_NOTED_BYTES = 64 << 20  # before what is noted is handed over: the wire is busy while we go on
 MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and then works no more
 POLL_S = 0.0002
-_INFINIBAND = Path("/sys/class/infiniband")
+_DEVICES = Path("/sys/class/infiniband")
+IMPORTS, INFINIBAND = "mooncake", "infiniband"  # what a Host may have
 _REFUSED = (0, -1, (1 << 64) - 1)  # instead of a write: versions differ
 
 Run = tuple[int, int, int]  # source address, destination address, bytes
 
 
-class MooncakeTransport:
-    kind = MOONCAKE
+class MooncakeMemory(Memory):
+    """Parameters that can be written where they lie, and landing memory for boxes of short rows."""
+
+    def open(self, live: Live, offer: Offer) -> Endpoint:
+        self._tensors, self._landing = live.tensors(), offer.landing
+        engine = open_engine(live.address, offer.protocol)
+        self._offsets, total = aligned_offsets(box.numel * self._tensors[name].itemsize for name, box in self._landing)
+        self._memory = landing_memory(max(1, total), next(iter(self._tensors.values())).device)
+        storages = [tensor.untyped_storage() for tensor in self._tensors.values()] + [self._memory.untyped_storage()]
+        blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        register(engine, list(blocks.items()))
+        self._engine = engine  # takes the place of one that was opened before, for others
+        base = min(blocks)
+        tensors = [describe(name, values, values.data_ptr() - base) for name, values in self._tensors.items()]
+        begins = [self._memory.data_ptr() + offset - base for offset in self._offsets]
+        landings = [Landing(name, box.start, begin) for (name, box), begin in zip(self._landing, begins)]
+        address = address_of(live.address, engine, offer.protocol, base)
+        return Endpoint(live.rank, live.kind, address, sum(blocks.values()), tensors, landings, host=live.host)
+
+    def spread(self) -> None:
+        """Puts what lies in landing memory into the tensors."""
+        for (name, box), offset in zip(self._landing, self._offsets):
+            tensor = self._tensors[name]
+            landed = self._memory[offset : offset + box.numel * tensor.itemsize]
+            tensor[box.slices()].copy_(landed.view(tensor.dtype).view(box.shape))
+
+
+class MooncakeTransport(Transport):
+    memory = MooncakeMemory
+    lands = True
+
+    @staticmethod
+    def found_here() -> tuple[str, ...]:
+        return tuple(name for name, there in ((IMPORTS, imports()), (INFINIBAND, has_infiniband())) if there)
+
+    @staticmethod
+    def hindrance(trainer: Host, generator: Host) -> str:
+        missing = [side for side, host in (("the trainer's", trainer), ("the generator's", generator)) if IMPORTS not in host.has]
+        return f"do not both have Mooncake: its transfer engine does not import on {' and '.join(missing)} host" if missing else ""
+
+    @classmethod
+    def offers(cls, opening: Opening) -> dict[int, Offer]:
+        protocol = protocol_of(opening.hosts)
+        return {rank: Offer(protocol, _landing(opening.map, rank, trainers)) for rank, trainers in opening.writers.items()}
 
     def __init__(self, rank: int, timeout_s: float):
-        self._rank, self._timeout_s = rank, timeout_s
+        super().__init__(rank, timeout_s)
         self._staging: torch.Tensor | None = None  # [2, HALF_BYTES], on the device of what is written
         self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
         self._on_gpu = False  # what is written comes from there
@@ -157,6 +203,25 @@ class MooncakeTransport:
         return TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: not through within {self._timeout_s:.0f} s")
 
 
+def _landing(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> list[tuple[str, Box]]:
+    copies = landings(map, rank) if map is not None else []
+    return [(copy.destination_tensor, copy.destination_box) for copy in copies if copy.source_rank in trainers]
+
+
+def landing_memory(size: int, device: torch.device) -> torch.Tensor:
+    """[size] bytes, out of what SGLang has left. Raises RuntimeError that says what to lower where that is too little."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # on a GPU torch.OutOfMemoryError, which is one
+        needed = f"{size / 2**30:.2f} GiB for boxes of short rows to land in"
+        raise RuntimeError(f"Mooncake needs {needed}, beside what SGLang holds: lower generator.mem_fraction ({error})") from error
+
+
+def protocol_of(hosts: Iterable[Host]) -> str:
+    """One for all ranks of a run: rdma where every one of them has a GPU and an InfiniBand (or RoCE) device, else tcp."""
+    return "rdma" if all(host.cuda and INFINIBAND in host.has for host in hosts) else "tcp"
+
+
 def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) -> bool:
     """Writes into the memory of the engine at `peer`, and waits; whether all of it is there.
 
@@ -204,7 +269,7 @@ def open_engine(host: str, protocol: str) -> Any:
 
 def has_infiniband() -> bool:
     """Whether this host has an InfiniBand or RoCE device."""
-    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    return _DEVICES.is_dir() and any(_DEVICES.iterdir())
 
 
 def imports() -> bool:

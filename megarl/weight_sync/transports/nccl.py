@@ -13,8 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.messaging.host import Host
 from megarl.weight_sync.transports.base import NCCL
-from megarl.weight_sync.transports.two_sided import POLL_S, Message, TwoSidedTransport
+from megarl.weight_sync.transports.two_sided import POLL_S, Message, TwoSidedMemory, TwoSidedTransport
 
 Started = tuple[dist.Work, Sequence[Message], float] | None  # until when to wait
 
@@ -64,10 +65,18 @@ class NcclGroup:
         return self._backend._end_coalescing(), messages, time.monotonic() + self._timeout_s
 
 
+class NcclMemory(TwoSidedMemory):
+    open_group = NcclGroup
+
+
 class NcclTransport(TwoSidedTransport):
-    kind = NCCL
+    memory = NcclMemory
     open_group = NcclGroup
     coalesces = True
+
+    @staticmethod
+    def hindrance(trainer: Host, generator: Host) -> str:
+        return "" if trainer.cuda and generator.cuda else "do not both have CUDA"
 
 
 def _labels(messages: Sequence[Message]) -> str:

@@ -11,7 +11,7 @@ import torch
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint, OwnerGone, PeerUnreachable, Transport
-from megarl.weight_sync.transports.choice import kind_of, transport_between, transport_class
+from megarl.weight_sync.transports.choice import transport_between, transport_class
 
 
 class PairwiseTransport:
@@ -21,13 +21,10 @@ class PairwiseTransport:
     those that could not be reached over the network it must be told (`unwritten`): it is not sure that they have ended.
     """
 
-    kind = "pairwise"
-
     def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):
         self._may_lose = may_lose
         self.unwritten: set[int] = set()  # generator ranks, since `connect`
         self._setting, self._host, self._rank, self._timeout_s = setting, host, rank, timeout_s
-        self._kind = kind_of(setting)
         self._transports: list[Transport] = []
         self._towards: dict[int, Transport] = {}  # by generator rank
 
@@ -35,10 +32,10 @@ class PairwiseTransport:
         """`endpoints`: of every generator rank, one for each kind by which some trainer rank writes to it."""
         chosen: dict[str, list[Endpoint]] = defaultdict(list)
         for endpoint in endpoints:
-            if endpoint.kind == transport_between(self._kind, self._host, endpoint.host):
+            if endpoint.kind == transport_between(self._setting, self._host, endpoint.host):
                 chosen[endpoint.kind].append(endpoint)
         for kind, of_kind in chosen.items():
-            transport = transport_class(kind if self._kind != kind else self._setting)(self._rank, self._timeout_s)
+            transport = transport_class(kind)(self._rank, self._timeout_s)
             transport.connect(of_kind)
             self._transports.append(transport)
             self._towards |= {endpoint.rank: transport for endpoint in of_kind}

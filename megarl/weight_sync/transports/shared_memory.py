@@ -9,18 +9,36 @@ import torch
 
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint, RemoteTensor, describe
+from megarl.weight_sync.transports.base import Endpoint, Live, Memory, Offer, RemoteTensor, Transport, describe
 from megarl.weight_sync.transports.owners import Owners, file_at
 
 _ALIGNMENT = 64  # bytes
 _MOST_NOTED_BYTES = 16 << 20  # what is copied by one call, so that quantised values do not pile up
 
 
-class SharedMemoryTransport:
-    kind = SHARED_MEMORY
+class SharedMemory(Memory):
+    def __init__(self) -> None:
+        self._file: MemoryFile | None = None
+
+    def open(self, live: Live, offer: Offer) -> Endpoint:
+        """Called again, parameters stay where they are, and mapped."""
+        if self._file is None or not self._file.holds(live.parameters.values()):
+            before, self._file = self._file, MemoryFile(live.parameters)
+            if before is not None:
+                before.close()
+        return self._file.endpoint(live)
+
+
+class SharedMemoryTransport(Transport):
+    memory = SharedMemory
+    same_host = True
+
+    @staticmethod
+    def hindrance(trainer: Host, generator: Host) -> str:
+        return maps_no_memory(trainer, generator, on_gpu=False)
 
     def __init__(self, rank: int, timeout_s: float):
-        self._rank = rank
+        super().__init__(rank, timeout_s)
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
         self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # a box where it lies: cut once, used every update
         self._owners = Owners(rank)
@@ -100,15 +118,25 @@ class MemoryFile:
         """Whether all of them lie in the file by now."""
         return all(parameter.untyped_storage().data_ptr() == self._memory.data_ptr() for parameter in parameters)
 
-    def endpoint(self, tensors: Mapping[str, torch.Tensor], rank: int, host: Host) -> Endpoint:
-        """Of generator rank `rank`; `tensors` lie in the file."""
+    def endpoint(self, live: Live) -> Endpoint:
         base = self._memory.data_ptr()
-        places = [describe(name, values, values.data_ptr() - base) for name, values in tensors.items()]
-        return Endpoint(rank, SHARED_MEMORY, self._path, self._size, places, host=host)
+        places = [describe(name, values, values.data_ptr() - base) for name, values in live.tensors().items()]
+        return Endpoint(live.rank, live.kind, self._path, self._size, places, host=live.host)
 
     def close(self) -> None:
         """Nobody can map it any more; who has, keeps it."""
         os.close(self._file)
+
+
+def maps_no_memory(trainer: Host, generator: Host, on_gpu: bool) -> str:
+    """A hindrance: of what maps the CPU's memory, or the GPU's."""
+    if trainer.memory != generator.memory:
+        return "share no memory: other machine, or container"
+    if on_gpu and not trainer.cuda:
+        return "share no GPU memory: the trainer runs without CUDA"
+    if on_gpu != generator.cuda:
+        return f"share no memory of that kind: the engine's parameters lie on the {'GPU' if generator.cuda else 'CPU'}"
+    return ""
 
 
 def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor:

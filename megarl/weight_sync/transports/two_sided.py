@@ -8,19 +8,18 @@ waves are under way, so what is staged on either side stays small.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from megarl.box import Box
-from megarl.messaging.stores import connect_store
-from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Endpoint, Members
+from megarl.messaging.stores import connect_store, open_store
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.schedule import waves
+from megarl.weight_sync.transports.base import Endpoint, Incoming, Live, Members, Memory, Offer, Opening, Transport, describe
 
 POLL_S = 0.0005
 
@@ -31,15 +30,6 @@ class Message:
     buffer: torch.Tensor  # bytes, in one piece, on the group's device; stays alive until it is through
     label: str  # "trainer rank 0 to generator rank 1, lm_head.weight"
     target: torch.Tensor | None = None  # receiving: where the buffer's content belongs, unless it is there already
-
-
-class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker is to receive from one trainer rank, as one message."""
-
-    source_rank: int
-    tensor: str
-    box: Box
-    wave: int
 
 
 class Group(Protocol):
@@ -61,15 +51,29 @@ class Group(Protocol):
 OpenGroup = Callable[[dist.Store, int, int, str, float], Group]  # store, rank, size, address of the store, deadline in seconds
 
 
-class TwoSidedTransport:
+class TwoSidedTransport(Transport):
     """The sending end. Subclasses say by which backend."""
 
-    kind: str
+    one_sided = False
     open_group: OpenGroup
     coalesces: bool  # whether a wave's messages are started together, not one by one
 
+    @classmethod
+    def offers(cls, opening: Opening) -> dict[int, Offer]:
+        assert opening.map is not None
+        store, address = open_store(opening.address)
+        opening.stores.append(store)
+        trainers = sorted({rank for writers in opening.writers.values() for rank in writers})
+        members = Members(tuple(trainers), tuple(sorted(opening.writers)), waves(opening.map))
+        return {
+            rank: Offer(
+                address=address, members=members, incoming=_incoming(opening.map, rank, of_rank, members), timeout_s=opening.timeout_s
+            )
+            for rank, of_rank in opening.writers.items()
+        }
+
     def __init__(self, rank: int, timeout_s: float):
-        self._rank, self._timeout_s = rank, timeout_s
+        super().__init__(rank, timeout_s)
         self._waiting: list[Message] = []  # of the current wave, not started
         self._wave = -1
         self._started: list[tuple[int, Sequence[Message], Any]] = []  # by wave
@@ -116,20 +120,24 @@ class TwoSidedTransport:
             self._group.wait(self._started.pop(0)[2])
 
 
-class TwoSidedReceiver:
-    """The receiving end, in an engine worker. Joins the group at the first `receive`."""
+class TwoSidedMemory(Memory):
+    """The receiving end. Joins the group at the first `receive`. Subclasses say by which backend."""
 
-    def __init__(self, open_group: OpenGroup, address: str, members: Members, rank: int, incoming: Sequence[Incoming], timeout_s: float):
-        self._open, self._address, self._members, self._timeout_s = open_group, address, members, timeout_s
-        self._rank, self._incoming = rank, incoming
-        self._group: Group | None = None
+    open_group: OpenGroup
+
+    def open(self, live: Live, offer: Offer) -> Endpoint:
+        assert offer.members is not None
+        self._rank, self._offer, self._members, self._group = live.rank, offer, offer.members, None
+        tensors = [describe(name, values) for name, values in live.tensors().items()]
+        return Endpoint(live.rank, live.kind, offer.address, 0, tensors, members=offer.members, host=live.host)
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes in what one update writes into `tensors`: all of it, and nothing else."""
         if self._group is None:
-            self._group = join(self._open, self._address, self._members, f"generator rank {self._rank}", self._timeout_s)
+            opens, offer = type(self).open_group, self._offer
+            self._group = join(opens, offer.address, self._members, f"generator rank {self._rank}", offer.timeout_s)
         under_way: list[tuple[list[Message], Any]] = []
-        for _, wave in groupby(self._incoming, key=lambda each: each.wave):
+        for _, wave in groupby(self._offer.incoming, key=lambda each: each.wave):
             messages = [self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave]
             under_way.append((messages, self._group.receive(messages)))
             if len(under_way) > 1:
@@ -152,6 +160,14 @@ class TwoSidedReceiver:
         for message in messages:
             if message.target is not None:
                 message.target.copy_(message.buffer.view(message.target.dtype).view(message.target.shape))
+
+
+def _incoming(map: ReshardMap, rank: int, trainers: Collection[int], members: Members) -> list[Incoming]:
+    return [
+        Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, members.waves[copy.depth])
+        for copy in map.writes_to(rank)
+        if copy.source_rank in trainers
+    ]
 
 
 def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout_s: float) -> Group:

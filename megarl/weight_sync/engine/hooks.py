@@ -1,0 +1,35 @@
+"""Our hooks into an engine's workers: to know what a model has before its first request, and to process what was written, and that alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", _finish, HookType.AROUND)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER)
+    HookRegistry.register(_UPDATER + "begin_weight_update", _settle, HookType.BEFORE)
+
+
+def _finish(*arguments: Any) -> None:
+    from megarl.weight_sync.engine import loader  # only workers need it
+
+    loader.finish(*arguments)
+
+
+def _loaded(*arguments: Any) -> None:
+    from megarl.weight_sync.engine import loader
+
+    loader.loaded(*arguments)
+
+
+def _settle(*_: Any) -> None:
+    """Before a weight update: SGLang overlaps steps with its scheduling, and one may still run on the GPU when the scheduler has paused."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

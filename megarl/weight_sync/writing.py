@@ -1,0 +1,76 @@
+"""One update as a trainer rank writes it: its copies of the reshard map, one after the other, through a transport."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megarl.kernels.audit import MASK, hash_slice
+from megarl.reshard.execute import AmaxTable, Payloads
+from megarl.reshard.map import Copy
+from megarl.weight_sync.transports.base import Endpoint
+
+
+class Writer(Protocol):
+    """A Transport that is connected, or several behind one (PairwiseTransport)."""
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None: ...
+
+    def write(self, copy: Copy, values: torch.Tensor) -> None: ...
+
+    def fence(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sent:
+    bytes: int
+    shares: dict[int, dict[str, int]]  # generator rank → tensor → this sender's share of its audit hash; empty without audit
+
+
+def send(
+    transport: Writer,
+    copies: Sequence[Copy],
+    sources: Mapping[str, torch.Tensor],
+    shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
+    audit: bool,
+    amax: AmaxTable | None = None,
+    payloads: Payloads | None = None,
+) -> Sent:
+    """Carries out `copies`, all of one source rank, and fences.
+
+    `sources` are its parameters by the names of the trainer layout, `shapes` the destination tensors' by rank and name, `amax`
+    that of tiles which the copies cut; `payloads` to be kept from one update to the next. The shares are hashes of the values as they
+    should arrive, taken from the source, so they witness the whole way.
+    """
+    shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    payloads = payloads or Payloads()
+    payloads.begin(sources)
+    transport.prepare(sources.values())
+    for copy in copies:
+        values = payloads.of(copy, amax)
+        transport.write(copy, values)
+        if audit:
+            of_rank, name = shares[copy.destination_rank], copy.destination_tensor
+            shape = shapes[copy.destination_rank][name]
+            of_rank[name] = (of_rank[name] + hash_slice(values, copy.destination_box, shape)) & MASK
+    transport.fence()
+    return Sent(sum(copy.bytes for copy in copies), {rank: dict(tensors) for rank, tensors in shares.items()})
+
+
+def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tuple[list[Copy], list[Copy]]:
+    """(those of `copies` whose boxes land, all others)"""
+    landings = {(endpoint.rank, landing.tensor, landing.start) for endpoint in endpoints for landing in endpoint.landings}
+    parts: tuple[list[Copy], list[Copy]] = [], []
+    for copy in copies:
+        lands = (copy.destination_rank, copy.destination_tensor, copy.destination_box.start) in landings
+        parts[0 if lands else 1].append(copy)
+    return parts
+
+
+def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Shape of every destination tensor, by generator rank and name."""
+    return {endpoint.rank: {tensor.name: tensor.shape for tensor in endpoint.tensors} for endpoint in endpoints}
