@@ -18,7 +18,6 @@ from megarl.launch.binding import gpus
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.weights import find_weights
-from megarl.protocols import Channel, Executor
 
 
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
@@ -41,9 +40,11 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
     buffer = RolloutBuffer(config.rollout.prompts_per_step, config.async_.max_staleness, ledger) if rank == 0 else None
     weights = WeightsSender(plan, link, stop)
-    rollouts = RolloutsReceiver(link, config.async_.capacity, config.timeouts.rollouts_s, buffer, stop, partial(weights.send, again=True))
+    rollouts = RolloutsReceiver(link, config.timeouts.rollouts_s, buffer, stop, partial(weights.send, again=True))
     with naming_peers("trainer", rank):
-        run_controller(plan, TrainerExecutor(plan, rank, rendezvous, rollouts.ledger), [weights, rollouts], weights)
+        executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger)
+        Controller(executor, incoming=[rollouts], outgoing=[weights], max_steps=config.max_steps).run()
+    link.close()
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
@@ -60,13 +61,10 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, norm_names())
     weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
-    rollouts = RolloutsSender(link, plan.config.async_.capacity)
-    with contextlib.closing(GeneratorExecutor(plan, rendezvous, rollouts)) as executor:
-        run_controller(plan, executor, [weights, rollouts], InitialWeights(weights))
-
-
-def run_controller(plan: RunPlan, executor: Executor, channels: list[Channel], initial_weights: Channel) -> None:
-    Controller(executor, channels, init_channels=[initial_weights], max_steps=plan.config.max_steps).run()
+    initial = InitialWeights(weights)
+    with contextlib.closing(GeneratorExecutor(plan, rendezvous, RolloutsSender(link))) as executor:
+        Controller(executor, incoming=[weights], outgoing=[], max_steps=plan.config.max_steps, initial=[initial]).run()
+        link.close()
 
 
 def sft(rank: int, launch_dir: Path) -> None:

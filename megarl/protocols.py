@@ -1,29 +1,19 @@
-"""The two roles everything is wired from: executors and channels (LlamaRL, sections 5.1.1 and 5.1.2)."""
+"""What the controller's loop asks of executors and channels (LlamaRL, sections 5.1.1 and 5.1.2).
+
+A channel is a directed link between two executors; each process holds its own executor's ends of it. What a channel asks of the executor
+beyond this, to fetch what it sends and to hand over what it receives, stands with the channel (its `…Executor` protocol).
+"""
 
 from __future__ import annotations
 
-import enum
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-
-class ChannelType(enum.Enum):
-    """How a channel's data is distributed over the inbound executor's processes (LlamaRL, section 5.1.2)."""
-
-    BROADCAST = "broadcast"
-    SCATTER = "scatter"
-    GATHER = "gather"
-    DDMA_WEIGHTS_UPDATE = "ddma_weights_update"
+E = TypeVar("E", contravariant=True)
 
 
 class Executor(Protocol):
-    """A self-contained unit on its own processes with its own parallelism.
+    """A self-contained unit on its own processes with its own parallelism. Every process holds one instance."""
 
-    Every process holds one executor instance and runs the controller's loop over it:
-    `init`, then per step `set_step`, the channels, `step`, `save_checkpoint`; at the end `shutdown`.
-    """
-
-    name: str  # "trainer", "generator", …
-    rank: int  # rank of this process within the executor
     curr_step: int  # the step the executor is about to run
     stopped: bool  # it has been told, in the place of its input, that there will be no more: the run is to stop
 
@@ -35,29 +25,21 @@ class Executor(Protocol):
 
     def save_checkpoint(self) -> None: ...
 
-    def get_model(self) -> Any: ...
-
     def shutdown(self) -> None: ...
 
 
-class Channel(Protocol):
-    """A directed, named link. Asynchrony is nothing but `capacity`: 0 synchronous, 1 one step behind, K a bounded
-    queue, None unbounded.
+class SendingEnd(Protocol[E]):
+    """A channel's end at its outbound executor."""
 
-    `send` runs on the outbound executor's processes, `recv` on the inbound executor's. Each blocks only until its
-    deadline, and then raises an error that names who waits for whom.
-    """
+    def send(self, executor: E) -> None:
+        """Sends what the executor's last step has made. Raises TimeoutError that names who waits for whom."""
 
-    name: str
-    outbound: str  # executor name
-    inbound: str  # executor name
-    type: ChannelType
+    def close(self) -> None:
+        """Returns when all that was sent has been taken."""
 
-    @property
-    def capacity(self) -> int | None: ...
 
-    def send(self, executor: Executor) -> None: ...
+class ReceivingEnd(Protocol[E]):
+    """A channel's end at its inbound executor."""
 
-    def recv(self, executor: Executor) -> None: ...
-
-    def close(self) -> None: ...
+    def recv(self, executor: E) -> None:
+        """Waits for what the executor's coming step needs. Raises TimeoutError that names who waits for whom."""

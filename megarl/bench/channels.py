@@ -104,7 +104,7 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
         theirs.close()
         with _ranks(f"{folder}/store", 0):
             receiver = _receiver(key, _answer(generator), depth)
-            stack.callback(receiver.close)
+            stack.callback(receiver.link.close)
             sent_s = [_send(generator, step) for step in range(depth)]
             held_up_s, receive_s = [], []
             trainer: Any = Trainer(0, depth)
@@ -127,7 +127,7 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
 
 def _receiver(key: RunKey, address: str, depth: int) -> RolloutsReceiver:
     buffer = RolloutBuffer(PROMPTS_PER_STEP, max_staleness=depth + 1)
-    return RolloutsReceiver(Peer("trainer.0", key, address), depth, TIMEOUT_S, buffer)
+    return RolloutsReceiver(Peer("trainer.0", key, address), TIMEOUT_S, buffer)
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def _answer(generator: Connection) -> Any:
 def _generate(pipe: Connection, key: RunKey) -> None:
     """The generator's process: for each step number it is sent, that step's groups."""
     hub = Hub("generator.0", key)
-    channel = RolloutsSender(hub, None)
+    channel = RolloutsSender(hub)
     pipe.send(hub.address)
     hub.wait(TIMEOUT_S)  # for the trainer, which says what is to be generated
     with contextlib.suppress(EOFError):
@@ -171,7 +171,7 @@ def _generate(pipe: Connection, key: RunKey) -> None:
                 encoded = msgspec.Raw(msgspec.msgpack.encode(group))
                 channel.finished(GroupReady(group.prompt.ordinal, step, 1.0, 2.0, 0.0, encoded))
             pipe.send(time.process_time() - started)
-    channel.close()
+    hub.close()
 
 
 def _group(ordinal: int, version: int) -> Group:
@@ -184,7 +184,7 @@ def _follow(store: str, first: int, steps: int) -> None:
     with _ranks(store, 1):
         trainer: Any = Trainer(1, first)
         no_link: Any = None  # only rank 0 speaks with the generator
-        receiver = RolloutsReceiver(no_link, None, TIMEOUT_S)
+        receiver = RolloutsReceiver(no_link, TIMEOUT_S)
         for _ in range(steps):
             receiver.recv(trainer)
 

@@ -133,7 +133,6 @@ class EmulatedTrainer:
 
     plan: RunPlan
     cell: Cell
-    name: str = "trainer"
     rank: int = 0
     curr_step: int = 0
     device: torch.device = torch.device("cpu")
@@ -234,10 +233,10 @@ def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
     address_to.send(link.address)
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype)
     weights = EmulatedReceiver(plan, source, link, key_file="")
-    rollouts = RolloutsSender(link, cell.async_.capacity)
     rendezvous: Any = None  # there is no launcher; the executor asks it for addresses of engines alone
-    executor = EmulatedGenerator(plan, rendezvous, rollouts, cell=cell)
-    Controller(executor, [weights, rollouts], [InitialWeights(weights)], cell.steps).run()
+    executor = EmulatedGenerator(plan, rendezvous, RolloutsSender(link), cell=cell)
+    Controller(executor, incoming=[weights], outgoing=[], max_steps=cell.steps, initial=[InitialWeights(weights)]).run()
+    link.close()
     executor.loop.close()
 
 
@@ -248,7 +247,8 @@ def train(cell: Cell, key: RunKey, address: str) -> list[dict[str, Any]]:
     weights = EmulatedSender(plan, link)
     weights.write_s = cell.write_s
     buffer = RolloutBuffer(cell.prompts_per_step, cell.async_.max_staleness)
-    rollouts = RolloutsReceiver(link, cell.async_.capacity, cell.timeout_s, buffer)
+    rollouts = RolloutsReceiver(link, cell.timeout_s, buffer)
     executor = EmulatedTrainer(plan, cell)
-    Controller(executor, [weights, rollouts], [weights], cell.steps).run()
+    Controller(executor, incoming=[rollouts], outgoing=[weights], max_steps=cell.steps).run()
+    link.close()
     return executor.rows

@@ -15,7 +15,6 @@ from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.engine_statuses import show_engines
 from megarl.executors.evaluate import evaluate_sets
-from megarl.generator.fleet import Fleet
 from megarl.generator.returns import watch_returns
 from megarl.messaging.background import Background
 from megarl.messaging.messages import ProbeReady
@@ -48,8 +47,6 @@ class GeneratorExecutor:
     plan: RunPlan
     rendezvous: Rendezvous
     rollouts: RolloutsSender
-    name: str = "generator"
-    rank: int = 0
     curr_step: int = 0
     stopped: bool = False  # it needs no end of its own: all it knows is in the trainer's checkpoint
     background: Background = field(default_factory=Background)
@@ -114,10 +111,6 @@ class GeneratorExecutor:
             enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
         self.curr_step += 1
-
-    def get_model(self) -> Fleet:
-        """The engines: where the weights channel writes to."""
-        return self.fleet
 
     @property
     def version(self) -> Version:

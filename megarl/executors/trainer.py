@@ -43,7 +43,6 @@ class TrainerExecutor:
     rank: int
     rendezvous: Rendezvous
     ledger: Callable[[], bytes] = Ledger().encode  # on rank 0: what has become of every prompt, for the checkpoint
-    name: str = "trainer"
     curr_step: int = 0
     stopped: bool = False
 

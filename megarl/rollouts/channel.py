@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -24,7 +25,8 @@ from megarl.messaging.link import LOOK_UP_S, Hub, Peer
 from megarl.messaging.members import members_only
 from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
 from megarl.messaging.stopping import StopRequest
-from megarl.protocols import ChannelType, Executor
+from megarl.observe.status import StatusBoard
+from megarl.observe.trace import TraceWriter
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.types import Batch, Ordinal, Version
 
@@ -32,23 +34,25 @@ LATER_S = 600.0  # rank 0 may come to a batch so much later than the others: it 
 BROADCAST_BYTES = 1 << 28  # of GPU memory, at most, in the way of a batch to all ranks
 
 
-class _Rollouts:
-    """What both ends agree on."""
+class BatchExecutor(Protocol):
+    """What the receiving end asks of the trainer."""
 
-    name = "rollouts"
-    outbound = "generator"
-    inbound = "trainer"
-    type = ChannelType.BROADCAST
+    rank: int
+    curr_step: int
+    device: torch.device
+    status: StatusBoard
+    trace: TraceWriter
 
-    def __init__(self, link: Hub | Peer, capacity: int | None):
-        self.link, self.capacity = link, capacity
+    def put_batch(self, batch: Batch, waited_s: float) -> None: ...
 
-    def close(self) -> None:
-        self.link.close()
+    def stop(self) -> None: ...
 
 
-class RolloutsSender(_Rollouts):
-    """At the generator. Groups go out one by one, as they finish; `send`, once a step, has nothing left to send."""
+class RolloutsSender:
+    """At the generator, whose rollout stream sends each group as it finishes, whatever the loop does."""
+
+    def __init__(self, link: Hub):
+        self.link = link
 
     async def first(self, timeout_s: float) -> GenerateFrom:
         return (await self.link.arrival(GenerateFrom, timeout_s, "trainer.0 to say which prompts are to be generated"))[1]
@@ -62,12 +66,6 @@ class RolloutsSender(_Rollouts):
 
     def finished(self, group: GroupReady) -> None:
         self.link.send("trainer.0", group)
-
-    def send(self, executor: Executor) -> None:
-        """See above."""
-
-    def recv(self, executor: Executor) -> None:
-        raise AssertionError("the generator does not receive rollouts")
 
 
 class _Resend(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +87,7 @@ class _EncodedBatch(msgspec.Struct, frozen=True, tag="Batch"):
 _decode_agreed = msgspec.msgpack.Decoder(Batch | _Resend | None).decode
 
 
-class RolloutsReceiver(_Rollouts):
+class RolloutsReceiver:
     """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
 
     Rank 0 broadcasts a batch's bytes: every rank sees the whole batch (token ids and log-probs only: 64 MiB at 2048 samples of 8k
@@ -104,13 +102,12 @@ class RolloutsReceiver(_Rollouts):
     def __init__(
         self,
         link: Peer,
-        capacity: int | None,
         timeout_s: float,
         buffer: RolloutBuffer | None = None,
         stop: StopRequest | None = None,
-        resend: Callable[[Executor], None] = lambda executor: None,
+        resend: Callable[[Any], None] = lambda executor: None,
     ):
-        super().__init__(link, capacity)
+        self.link = link
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
         self._resend = resend  # of the weights, for an engine that has come back
         self._idle_s = 0.0  # of the generator, up to the batch before
@@ -120,7 +117,7 @@ class RolloutsReceiver(_Rollouts):
             held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
             link.send(GenerateFrom(ledger.consumed_below, held))
 
-    def recv(self, executor: Executor) -> None:
+    def recv(self, executor: BatchExecutor) -> None:
         """Hands the batch of `executor.curr_step` to the executor, with the seconds it waited for it: those in which weights were sent once
         more are told with these (`WeightsSender.send`)."""
         waited_s, began = 0.0, time.monotonic()
@@ -133,7 +130,7 @@ class RolloutsReceiver(_Rollouts):
         else:
             executor.put_batch(batch, waited_s=waited_s + time.monotonic() - began)
 
-    def _agreed(self, executor: Executor) -> Batch | _Resend | None:
+    def _agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
         """What rank 0 says, on every rank. Collective."""
         if self._patient is None:  # rank 0's own deadline comes first, and says what is missing
             with members_only():
@@ -146,10 +143,7 @@ class RolloutsReceiver(_Rollouts):
         self._take_in()
         return self._buffer.ledger().encode()
 
-    def send(self, executor: Executor) -> None:
-        raise AssertionError("the trainer does not send rollouts")
-
-    def _next_batch(self, executor: Executor) -> _EncodedBatch | _Resend | None:
+    def _next_batch(self, executor: BatchExecutor) -> _EncodedBatch | _Resend | None:
         """Waits until the buffer gives the batch of this step, and has what it finds too old generated again. None: the run is to stop."""
         step, buffer = executor.curr_step, self._buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0

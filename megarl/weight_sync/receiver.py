@@ -1,12 +1,14 @@
 """The weights channel, receiving end: the generator lets the trainer ranks write into its engines.
 
-See weights_sender for one update seen from both ends.
+See megarl.weight_sync.sender for one update seen from both ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,8 +17,10 @@ from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWanted
+from megarl.messaging.pulse import Pulse
+from megarl.observe.status import StatusBoard
+from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.protocols import ChannelType, Executor
 from megarl.reshard.layout import Layout
 from megarl.types import Version
 from megarl.weight_sync.offers import Offers
@@ -34,23 +38,45 @@ class Taken:
     bytes_written: int  # by all trainer ranks together
 
 
+class ServingExecutor(Protocol):
+    """What the receiving end asks of the generator."""
+
+    curr_step: int
+    fleet: Fleet
+    status: StatusBoard
+    trace: TraceWriter
+    pulse: Pulse  # beats when the version has changed, or what `wait_until` waits for
+
+    @property
+    def version(self) -> Version:
+        """Of the weights in the engines; -1: none of the run's yet."""
+        ...
+
+    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None: ...
+
+    def wait_until(self, holds: Callable[[], bool], awaited: str) -> None: ...
+
+    async def hold(self) -> None: ...
+
+    def release(self, version: Version) -> None: ...
+
+    async def probe(self) -> ProbeReady: ...
+
+    async def evaluate(self) -> None: ...
+
+
 class WeightsReceiver:
     """Trainer → generator, at the generator's only process.
 
     Every version is taken as soon as all trainer ranks have offered it, by a background task (`serve`), whatever the executor
     does meanwhile: what an update means for requests that are running is the executor's to say (`hold`, `release`).
 
-    `capacity` is how many versions the engines may be behind when the generator begins a batch; None: any.
+    The engines may be `async.capacity` versions behind when the generator begins a batch (AsyncConfig.run_ahead).
     """
-
-    name = "weights"
-    outbound = "trainer"
-    inbound = "generator"
-    type = ChannelType.DDMA_WEIGHTS_UPDATE
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link = plan, link
-        self.capacity = plan.config.async_.run_ahead
+        self._run_ahead = plan.config.async_.run_ahead
         self.settled: Version = -1  # taken, and done with all that follows an update
         self._sessions = EngineSessions(plan, source, link, key_file)
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]
@@ -59,20 +85,20 @@ class WeightsReceiver:
         self._busy = False  # an update is on its way
         self._updates = 0
 
-    def recv(self, executor: Executor) -> None:
+    def recv(self, executor: ServingExecutor) -> None:
         """Waits for the weights that the coming batch needs."""
-        if self.capacity is not None:
-            self.await_version(executor, executor.curr_step - self.capacity)
+        if self._run_ahead is not None:
+            self.await_version(executor, executor.curr_step - self._run_ahead)
 
-    def await_version(self, executor: Executor, oldest: Version) -> None:
+    def await_version(self, executor: ServingExecutor, oldest: Version) -> None:
         """Waits until the engines have `oldest` or a newer version, and what follows its update is done."""
         awaited = f"weights version {oldest} from {', '.join(self._trainers)}"
         with executor.status.waiting("trainer", awaited):
             executor.wait_until(lambda: self.settled >= oldest, awaited)
 
-    async def serve(self, executor: Executor) -> None:
+    async def serve(self, executor: ServingExecutor) -> None:
         """Takes every version up to the run's last, and gives the one that is served to engines that come back."""
-        executor.background.start(self._invite(executor), "invitation of engines that came back")
+        executor.start(self._invite(executor), "invitation of engines that came back")
         while executor.version < self._plan.config.max_steps:
             await self.take(executor)
             after = asyncio.ensure_future(self._after(executor))
@@ -85,7 +111,7 @@ class WeightsReceiver:
             self.settled = executor.version
             executor.pulse.beat()
 
-    async def _join_beside(self, after: asyncio.Future[None], executor: Executor) -> None:
+    async def _join_beside(self, after: asyncio.Future[None], executor: ServingExecutor) -> None:
         """Until `after` is done, or an engine was taken back."""
         offer = asyncio.ensure_future(self._offers.next(executor.version, again=True))
         try:
@@ -95,13 +121,13 @@ class WeightsReceiver:
         finally:
             offer.cancel()
 
-    async def _after(self, executor: Executor) -> None:
+    async def _after(self, executor: ServingExecutor) -> None:
         """What follows an update."""
         if is_probe_version(executor.version, self._plan.config.observe.probe_every):
             self._tell(await executor.probe())
         await executor.evaluate()
 
-    async def take(self, executor: Executor) -> None:
+    async def take(self, executor: ServingExecutor) -> None:
         """Waits for the next version on offer, and brings it into the engines; into those that have come back, what the others serve."""
         while (version := await self._offers.next(executor.version)) == executor.version:
             await self._join(executor, version)
@@ -113,9 +139,9 @@ class WeightsReceiver:
         executor.release(version)
         self._applied(executor, version, taken)
 
-    async def _join(self, executor: Executor, version: Version) -> None:
+    async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version`, which the others serve meanwhile, into engines that have come back."""
-        fleet, self._busy = executor.get_model(), True
+        fleet, self._busy = executor.fleet, True
         with executor.trace.span(f"weights {version} for engines {sorted(fleet.returned)}", track="weights"):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
             if session is None:  # lost once more
@@ -124,19 +150,19 @@ class WeightsReceiver:
             else:
                 self._applied(executor, version, await self._write(fleet, session))
 
-    def _applied(self, executor: Executor, version: Version, taken: Taken) -> None:
+    def _applied(self, executor: ServingExecutor, version: Version, taken: Taken) -> None:
         began, ended = taken.pause
         self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written))
-        self._over(executor.get_model())
+        self._over(executor.fleet)
 
     def _over(self, fleet: Fleet) -> None:
         self._busy, self._updates = False, self._updates + 1
         fleet.pulse.beat()
 
-    async def _invite(self, executor: Executor) -> None:
+    async def _invite(self, executor: ServingExecutor) -> None:
         """Asks for the weights that are served now when an engine has come back. Whoever is not waiting for a batch then, soon
         sends newer ones; engines that have come back by then take part in that."""
-        fleet = executor.get_model()
+        fleet = executor.fleet
         while True:
             await fleet.pulse.until(lambda: bool(fleet.returned) and not self._busy and executor.version >= 0)
             before = self._updates
@@ -147,9 +173,9 @@ class WeightsReceiver:
         for name in self._trainers:
             self._link.send(name, message)
 
-    async def _update(self, executor: Executor, version: Version) -> Taken:
+    async def _update(self, executor: ServingExecutor, version: Version) -> Taken:
         """Brings `version` into all engines that there are."""
-        fleet = executor.get_model()
+        fleet = executor.fleet
         if not self._hosts:
             self._hosts = await self._meet_trainers()
         while (session := await self._sessions.open(fleet, self._hosts, executor.version, version)) is None:
@@ -206,29 +232,16 @@ class WeightsReceiver:
             raise RuntimeError(f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their layouts agree?")
         return [hosts[name] for name in self._trainers]
 
-    def send(self, executor: Executor) -> None:
-        raise AssertionError("the generator does not send weights")
-
-    def close(self) -> None:
-        """The link is closed by the rollouts channel, which shares it."""
-
 
 class InitialWeights:
-    """The same channel with capacity 0: the weights the run starts from, and those it ends with."""
+    """The same end without any lag: the weights the run starts from, and those it ends with."""
 
     def __init__(self, channel: WeightsReceiver):
         self._channel = channel
         self._serving = False
-        self.name, self.outbound, self.inbound, self.type, self.capacity = "initial_weights", "trainer", "generator", channel.type, 0
 
-    def recv(self, executor: Executor) -> None:
+    def recv(self, executor: ServingExecutor) -> None:
         if not self._serving:
             executor.start(self._channel.serve(executor), "weights receiver")
             self._serving = True
         self._channel.await_version(executor, executor.curr_step)
-
-    def send(self, executor: Executor) -> None:
-        self._channel.send(executor)
-
-    def close(self) -> None:
-        pass

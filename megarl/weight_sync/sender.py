@@ -18,18 +18,19 @@ across trainer ranks, these exchange the tile's amax before they offer.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.messaging.stopping import StopRequest
+from megarl.observe.status import StatusBoard
+from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.protocols import ChannelType, Executor
 from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import Layout, generator_layout
@@ -55,18 +56,29 @@ class SyncReport:
     sync_s: float = 0.0  # from the grant until everything is written
 
 
+class WeightsExecutor(Protocol):
+    """What the sending end asks of the trainer."""
+
+    rank: int
+    version: Version  # of the weights that it holds
+    device: torch.device
+    layout: Layout
+    status: StatusBoard
+    trace: TraceWriter
+
+    def get_model(self) -> Mapping[str, torch.Tensor]: ...
+
+    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None: ...
+
+    def compare_probe(self, probe: ProbeReady) -> None: ...
+
+
 class WeightsSender:
     """Trainer → generator. Construct on every trainer rank; `send` is called by all of them, once a version."""
-
-    name = "weights"
-    outbound = "trainer"
-    inbound = "generator"
-    type = ChannelType.DDMA_WEIGHTS_UPDATE
 
     def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
         config = plan.config
         self._stop = stop or StopRequest()
-        self.capacity = config.async_.run_ahead
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
@@ -76,7 +88,7 @@ class WeightsSender:
         self._report = SyncReport()  # of the newest version
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
 
-    def send(self, executor: Executor, again: bool = False) -> None:
+    def send(self, executor: WeightsExecutor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
 
         `again`: a version that was sent before, for an engine that has come back; what that cost is added to its report.
@@ -102,7 +114,7 @@ class WeightsSender:
             if probe is not None:
                 executor.compare_probe(probe)
 
-    def _send_granted(self, executor: Executor, report: SyncReport, timeout_s: float) -> bool:
+    def _send_granted(self, executor: WeightsExecutor, report: SyncReport, timeout_s: float) -> bool:
         """Waits for the grant, and writes. False where that did not come, or there is nothing to be written to."""
         version, began = executor.version, time.monotonic()
         with executor.trace.span(f"wait for engines to take weights {version}"):
@@ -124,7 +136,7 @@ class WeightsSender:
         report.sync_s += time.monotonic() - granted
         return True
 
-    def _unless_stopped(self, executor: Executor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
+    def _unless_stopped(self, executor: WeightsExecutor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
         """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
         with executor.status.waiting("generator.0", awaited):
             found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
@@ -147,7 +159,7 @@ class WeightsSender:
                 self._unconfirmed = None
                 return applied
 
-    def _prepare(self, executor: Executor) -> None:
+    def _prepare(self, executor: WeightsExecutor) -> None:
         """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
         self._use(weights_map(self._plan, executor.layout), executor.rank)
         check_held(executor.get_model(), self._map.source, executor.rank)
@@ -161,7 +173,7 @@ class WeightsSender:
         prove_exactly_once(map)
         self._amax = AmaxExchange(map, rank, self._timeout_s)
 
-    def _write(self, executor: Executor, grant: WeightsGrant) -> None:
+    def _write(self, executor: WeightsExecutor, grant: WeightsGrant) -> None:
         model = executor.get_model()
         if grant.plan_hash and self._connect(executor, grant):
             self._cut_amax = self._amax.table(model)
@@ -173,7 +185,7 @@ class WeightsSender:
             written = WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, unwritten=unwritten, more=more)
             self._link.send(written)
 
-    def _connect(self, executor: Executor, grant: WeightsGrant) -> bool:
+    def _connect(self, executor: WeightsExecutor, grant: WeightsGrant) -> bool:
         """To the engines that take part from now on. Whether the map is another than before."""
         map = self._map
         if grant.engines != self._engines:
@@ -190,9 +202,6 @@ class WeightsSender:
         self._shapes = shapes_of(endpoints)
         self._writes = landing_first(scheduled_writes(map, executor.rank), endpoints)
         return changed
-
-    def recv(self, executor: Executor) -> None:
-        raise AssertionError("the trainer does not receive weights")
 
     def close(self) -> None:
         """Stays until the last weights are in use: the generator could not tell a rank that left early from one that was lost."""

@@ -9,17 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from megarl.controller import Controller
-from megarl.protocols import ChannelType
 
 
 @dataclass
-class FakeExecutor:
-    """Counts steps; holds a version (trainer: of its weights; generator: of the weights it was sent)."""
+class FakeTrainer:
+    """Notes what it is given: (batch, version that it was sampled from), and the version that it trains then."""
 
-    name: str
     curr_step: int = 0
-    rank: int = 0
-    version: int = -1
     stopped: bool = False
     log: list = field(default_factory=list)
 
@@ -27,43 +23,57 @@ class FakeExecutor:
         self.log.append("init")
 
     def set_step(self, step):
-        pass
+        assert step == self.curr_step
 
     def step(self):
+        self.log.append((self.batch, self.curr_step))
         self.curr_step += 1
-        if self.name == "trainer":
-            self.log.append((self.batch, self.version))
-            self.version = self.curr_step
-        else:
-            self.batch = (self.curr_step - 1, self.version)
 
     def save_checkpoint(self):
-        pass
-
-    def get_model(self):
-        return self.version
+        self.log.append("save")
 
     def shutdown(self):
         self.log.append("shutdown")
 
 
 @dataclass
-class FakeRollouts:
-    wire: queue.Queue
-    name: str = "rollouts"
-    outbound: str = "generator"
-    inbound: str = "trainer"
-    type: ChannelType = ChannelType.BROADCAST
-    capacity: int = 0
+class FakeGenerator:
+    """Its groups leave while it makes them, as with the real one; the real one takes weights at any time."""
 
-    def send(self, executor):
-        self.wire.put(executor.batch)
+    wire: queue.Queue
+    curr_step: int = 0
+    stopped: bool = False
+    version: int = -1
+
+    def init(self):
+        pass
+
+    def set_step(self, step):
+        pass
+
+    def step(self):
+        self.wire.put((self.curr_step, self.version))
+        self.curr_step += 1
+
+    def save_checkpoint(self):
+        pass
+
+    def shutdown(self):
+        self.wire.put(None)
+
+
+@dataclass
+class FakeRollouts:
+    """At the trainer."""
+
+    wire: queue.Queue
+    stops_before: int | None = None
 
     def recv(self, executor):
-        executor.batch = self.wire.get(timeout=5)
-
-    def close(self):
-        pass
+        if executor.curr_step == self.stops_before:
+            executor.stopped = True
+        else:
+            executor.batch = self.wire.get(timeout=5)
 
 
 @dataclass
@@ -72,57 +82,69 @@ class FakeWeights:
 
     offers: queue.Queue
     taken: queue.Queue
-    capacity: int
-    name: str = "weights"
-    outbound: str = "trainer"
-    inbound: str = "generator"
-    type: ChannelType = ChannelType.DDMA_WEIGHTS_UPDATE
+    run_ahead: int = 0
+    closed: bool = False
 
     def send(self, executor):
-        self.offers.put(executor.get_model())
+        self.offers.put(executor.curr_step)
         self.taken.get(timeout=5)
 
     def recv(self, executor):
-        while executor.version < executor.curr_step - self.capacity or not self.offers.empty():
+        while executor.version < executor.curr_step - self.run_ahead or not self.offers.empty():
             executor.version = self.offers.get(timeout=5)
             self.taken.put(True)
 
     def close(self):
-        pass
+        self.closed = True
 
 
-def run(capacity: int, steps: int, start: int = 0):
+def run(run_ahead: int, steps: int, start: int = 0):
     offers, taken, wire = queue.Queue(), queue.Queue(), queue.Queue()
-    weights = FakeWeights(offers, taken, capacity)
-    initial = FakeWeights(offers, taken, 0)
-    trainer = FakeExecutor("trainer", curr_step=start, version=start)
-    generator = FakeExecutor("generator", curr_step=start)
-    threads = [
-        threading.Thread(target=Controller(each, [weights, FakeRollouts(wire)], [initial], steps).run, daemon=True)
-        for each in (trainer, generator)
+    trainer, generator = FakeTrainer(curr_step=start), FakeGenerator(wire, curr_step=start)
+    weights, initial = FakeWeights(offers, taken, run_ahead), FakeWeights(offers, taken)
+    sides = [
+        Controller(trainer, incoming=[FakeRollouts(wire)], outgoing=[weights], max_steps=steps),
+        Controller(generator, incoming=[weights], outgoing=[], max_steps=steps, initial=[initial]),
     ]
+    threads = [threading.Thread(target=side.run, daemon=True) for side in sides]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
         assert not thread.is_alive(), "the loop hangs"
+    assert weights.closed and trainer.log[0] == "init" and trainer.log[-1] == "shutdown"
     return trainer, generator
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 4])
-def test_every_batch_is_trained_once_in_order_and_no_staler_than_the_capacity(capacity):
-    trainer, generator = run(capacity, steps=12)
-    consumed = [entry for entry in trainer.log if isinstance(entry, tuple)]
-    assert [batch for (batch, _), _ in consumed] == list(range(12))
-    assert all(0 <= trained - sampled <= capacity for (_, sampled), trained in consumed)
+def trained(trainer: FakeTrainer) -> list:
+    return [entry for entry in trainer.log if isinstance(entry, tuple)]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 4])
+def test_every_batch_is_trained_once_in_order_and_no_staler_than_the_generator_runs_ahead(run_ahead):
+    trainer, generator = run(run_ahead, steps=12)
+    assert [batch for (batch, _), _ in trained(trainer)] == list(range(12))
+    assert all(0 <= version - sampled <= run_ahead for (_, sampled), version in trained(trainer))
     assert generator.version == 12, "the last weights must reach the generator"
+    assert trainer.log.count("save") == 12
 
 
-def test_capacity_zero_is_on_policy():
+def test_without_running_ahead_it_is_on_policy():
     trainer, _ = run(0, steps=5)
-    assert [(sampled, trained) for (_, sampled), trained in trainer.log[1:-1]] == [(s, s) for s in range(5)]
+    assert [(sampled, version) for (_, sampled), version in trained(trainer)] == [(s, s) for s in range(5)]
 
 
 def test_a_resumed_run_starts_where_it_stopped():
     trainer, _ = run(1, steps=9, start=6)
-    assert [batch for (batch, _), _ in trainer.log[1:-1]] == [6, 7, 8]
+    assert [batch for (batch, _), _ in trained(trainer)] == [6, 7, 8]
+
+
+def test_a_trainer_that_is_to_stop_saves_and_steps_no_more():
+    wire, weights = queue.Queue(), FakeWeights(queue.Queue(), queue.Queue())
+    for step in range(3):
+        weights.taken.put(True)
+        wire.put((step, step))
+    trainer = FakeTrainer()
+    Controller(trainer, [FakeRollouts(wire, stops_before=2)], [weights], max_steps=9).run()
+    assert trainer.log == ["init", ((0, 0), 0), "save", ((1, 1), 1), "save", "save", "shutdown"]
+    assert list(weights.offers.queue) == [0, 1, 2]

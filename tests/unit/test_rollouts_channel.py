@@ -113,7 +113,7 @@ def link():
 
 def ends(link, max_staleness=None, ledger=Ledger(), timeout_s=5.0):
     hub, peer = link
-    return RolloutsSender(hub, 1), RolloutsReceiver(peer, 1, timeout_s, RolloutBuffer(2, max_staleness, ledger))
+    return RolloutsSender(hub), RolloutsReceiver(peer, timeout_s, RolloutBuffer(2, max_staleness, ledger))
 
 
 def until_held(receiver: RolloutsReceiver, ordinals: list[int]) -> Ledger:
@@ -169,7 +169,7 @@ class LinkUnderLoad:
 
 def test_what_arrives_while_the_trainer_looks_is_begun_before_it_is_finished():
     arrivals = [[GroupsStarted([0], 0)], [ready(0), GroupsStarted([1], 0), ready(1)], []]
-    receiver = RolloutsReceiver(LinkUnderLoad(*arrivals), 1, 5.0, RolloutBuffer(2, None))
+    receiver = RolloutsReceiver(LinkUnderLoad(*arrivals), 5.0, RolloutBuffer(2, None))
     for _ in arrivals:
         ledger = receiver.ledger()
     assert [group.ordinal for group in msgspec.msgpack.decode(ledger, type=Ledger).groups] == [0, 1]
@@ -214,7 +214,7 @@ def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
 
 def receiver_and_hub(link, **more):
     hub, peer = link
-    receiver = RolloutsReceiver(peer, 1, 30.0, RolloutBuffer(2, None), **more)
+    receiver = RolloutsReceiver(peer, 30.0, RolloutBuffer(2, None), **more)
     assert hub.receive(GenerateFrom, 10, "the ledger")[1].first == 0
     return hub, receiver
 
@@ -251,8 +251,8 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
     """The generator takes 0.2 s to grant the weights, asks for them again, takes 0.3 s, and lets the batch wait for 0.1 s."""
     hub, peer = link
     weights = Sender(OneEngine(), peer)
-    receiver = RolloutsReceiver(peer, 1, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, again=True))
-    sender = RolloutsSender(hub, 1)
+    receiver = RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, again=True))
+    sender = RolloutsSender(hub)
 
     def generator() -> None:
         for delay_s in (0.2, 0.3):
