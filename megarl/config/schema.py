@@ -157,14 +157,6 @@ class AsyncConfig:
         at_least(1),
     )
 
-    @property
-    def run_ahead(self) -> int | None:
-        """How many steps the generator may be ahead of the trainer; None: as many as it can.
-
-        The capacity, or `max_staleness` where that is less: a prompt begun further ahead would be too old when its turn comes.
-        """
-        return min([bound for bound in (self.capacity, self.max_staleness) if bound is not None], default=None)
-
 
 @dataclass
 class AlgorithmConfig:

@@ -16,6 +16,7 @@ from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
+from megarl.plan.asynchrony import run_ahead
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
 
 def overlaps(config: RunConfig) -> bool:
     """Whether generation runs beside training; else they take turns."""
-    return config.async_.run_ahead != 0
+    return run_ahead(config.async_) != 0
 
 
 def carries_over(config: RunConfig) -> bool:

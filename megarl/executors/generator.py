@@ -23,6 +23,7 @@ from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.evaluations import write_result
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
+from megarl.plan.asynchrony import run_ahead
 from megarl.plan.resolve import RunPlan
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.channel import RolloutsSender
@@ -75,7 +76,7 @@ class GeneratorExecutor:
     def _admission(self) -> Admission:
         config = self.plan.config
         per_step = config.rollout.prompts_per_step
-        return Admission(per_step, config.async_.run_ahead, config.async_.max_in_flight or per_step, end=per_step * config.max_steps)
+        return Admission(per_step, run_ahead(config.async_), config.async_.max_in_flight or per_step, end=per_step * config.max_steps)
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
         return await self.rollout(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)

@@ -17,7 +17,7 @@ class Connect(_Command, frozen=True):
 
     first_rank: int
     reply_address: str  # of the run's hub
-    connection: str  # a name never used before: the hub ignores a second connection under the name of one it still has
+    connection: str  # what the workers' names at the hub end with: never used before, so that nobody hears engines that were lost
     key_file: str  # of its RunKey, readable by this user alone
 
 

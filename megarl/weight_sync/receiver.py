@@ -20,6 +20,7 @@ from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, Weights
 from megarl.messaging.pulse import Pulse
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
+from megarl.plan.asynchrony import run_ahead
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.types import Version
@@ -71,12 +72,12 @@ class WeightsReceiver:
     Every version is taken as soon as all trainer ranks have offered it, by a background task (`serve`), whatever the executor
     does meanwhile: what an update means for requests that are running is the executor's to say (`hold`, `release`).
 
-    The engines may be `async.capacity` versions behind when the generator begins a batch (AsyncConfig.run_ahead).
+    The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.asynchrony).
     """
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link = plan, link
-        self._run_ahead = plan.config.async_.run_ahead
+        self._run_ahead = run_ahead(plan.config.async_)
         self.settled: Version = -1  # taken, and done with all that follows an update
         self._sessions = EngineSessions(plan, source, link, key_file)
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.config.schema import AsyncConfig
 from megarl.messaging.messages import GroupReady
+from megarl.plan.asynchrony import run_ahead
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.ledger import Consumed, Ledger
@@ -121,7 +122,7 @@ def test_consumed_is_a_set(order):
 
 @pytest.mark.parametrize("capacity, staleness, bound", [(1, None, 1), (None, None, None), (4, 2, 2), (None, 3, 3), (0, 8, 0)])
 def test_nothing_begins_so_far_ahead_that_it_is_bound_to_be_rejected(capacity, staleness, bound):
-    assert AsyncConfig(capacity=capacity, max_staleness=staleness).run_ahead == bound
+    assert run_ahead(AsyncConfig(capacity=capacity, max_staleness=staleness)) == bound
 
 
 def test_admission_by_depth_and_room():
@@ -159,7 +160,7 @@ class Simulation:
     def __init__(self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False):
         self.random = random.Random(seed)
         self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
-        self.capacity = capacity if eager else AsyncConfig(capacity=capacity, max_staleness=max_staleness).run_ahead
+        self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
         self.trained, self.ages, self.rejected = [], [], 0
         self.start(Ledger(), 0)
 
