@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.algorithms.recipes import RECIPES
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
 from megarl.data.check import Checked, check_data
@@ -31,6 +32,8 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
         checks.append(lambda: check_rollout(config, at_hand))
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
+    if reads == "train" and config.algorithm.name not in RECIPES:
+        checks.append(lambda: check_rule(config.algorithm.name))
     if plan is not None and not at_hand:
         checks.append(lambda: check_room(plan, reads))
     if problems := problems_of(*checks):
@@ -44,6 +47,13 @@ def check_weights(plan: RunPlan) -> None:
     if folder.is_dir() and not plan.weights.are_gone:
         check_config(plan.spec, folder)
         check_checkpoint(plan.spec, folder)
+
+
+def check_rule(name: str) -> None:
+    """Raises ConfigError where an algorithm of the user's own cannot be used."""
+    from megarl.algorithms.registry import find_rule  # not at the top: it imports torch
+
+    find_rule(name)
 
 
 def check_weights_transport(setting: str, at_hand: bool = False) -> None:

@@ -32,10 +32,13 @@ RECIPES = {
 }
 
 
+OWN = Recipe(0.0, 4.0)  # of a rule that a configuration names by its import path
+
+
 def recipe_of(config: AlgorithmConfig) -> Recipe:
     """That of `config.name`, with what the configuration sets in place of its own."""
     own = {key: value for key in _KEYS if (value := getattr(config, key)) is not None}
-    return replace(RECIPES[config.name], **own)
+    return replace(RECIPES.get(config.name, OWN), **own)
 
 
 _KEYS = ("rho_min", "rho", "advantage", "loss_mean")
@@ -45,7 +48,7 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     """Bounds that the algorithm does not have, or that leave nothing between them."""
     for key in ("rho_min", "rho"):
         value = getattr(config, key)
-        if value is not None and getattr(RECIPES[config.name], key) is None:
+        if value is not None and getattr(RECIPES.get(config.name, OWN), key) is None:
             yield f"algorithm.{key}={value}: must be null: {config.name} has no such bound"
             return
     recipe = recipe_of(config)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.algorithms.recipes import recipe_of
 from megarl.algorithms.weights import Rule, clamped, clipped, masked, sequence_clipped, tapered, uncorrected
+from megarl.config.errors import ConfigError
+from megarl.config.named import find_callable
 from megarl.config.schema import AlgorithmConfig
 
 RULES: dict[str, Rule] = {
@@ -19,11 +23,24 @@ RULES: dict[str, Rule] = {
 }
 
 
+def find_rule(name: str) -> Rule:
+    """One of RULES, or package.module:function. Raises ConfigError for what does not import, or does not take what a Rule takes."""
+    if name in RULES:
+        return RULES[name]
+    rule = find_callable(name, f"algorithm.name={name}", built_in=RULES)
+    try:
+        inspect.signature(rule).bind(*range(5))
+    except (TypeError, ValueError) as error:
+        takes = "(log_ratio, advantages, mask, rho_min, rho)"
+        raise ConfigError(f"algorithm.name={name}: must take {takes}, and return megarl.algorithms.weights.Weights: {error}") from error
+    return rule
+
+
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     """`config.name` with its settings; those that are null are the algorithm's own."""
     recipe = recipe_of(config)
     return PolicyGradient(
-        weigh=RULES[config.name],
+        weigh=find_rule(config.name),
         rho_min=recipe.rho_min or 0.0,
         rho=recipe.rho or 1.0,  # without one in the rule, that of the KL penalty's correction
         baseline=ADVANTAGES[recipe.advantage],

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -21,12 +22,7 @@ def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Call
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ConfigError(f"{setting}: must be {', '.join([*built_in, 'package.module:function'])}")
-    try:
-        module = _import(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{setting}: cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # the user's module, at its import
-        raise ConfigError(f"{setting}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    module = find_module(module_name, setting)
     found = getattr(module, name, None)
     if not callable(found):
         near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
@@ -34,12 +30,22 @@ def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Call
     return found
 
 
+def find_module(name: str, setting: str) -> ModuleType:
+    """A module of the user's own, as `find_callable` finds it. Raises: ConfigError."""
+    try:
+        return _import(name)
+    except ImportError as error:
+        raise ConfigError(f"{setting}: cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's module, at its import
+        raise ConfigError(f"{setting}: importing {name} failed: {type(error).__name__}: {error}") from error
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether it must be awaited: an async function, or an object whose class has an async __call__."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _import(module: str) -> Any:
+def _import(module: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)

@@ -26,6 +26,7 @@ class ModelConfig:
     )
     spec: str | None = setting(None, "a config.json to plan with while the checkpoint is not at hand; null: the one in `path`")
     tokenizer: str | None = setting(None, "a local folder or a hub name; null: the one in `path`")
+    family: str | None = setting(None, "a module of your own that knows the tensors of another architecture; null: one of megarl/models")
     dtype: str = setting("bfloat16", "type of the trainer's parameters, and of weights on the wire", one_of("float32", "bfloat16"))
     random_init: bool = setting(False, "megarl sft starts from random weights; `path` need hold config and tokenizer only")
 
@@ -160,7 +161,11 @@ class AsyncConfig:
 
 @dataclass
 class AlgorithmConfig:
-    name: str = setting("aipo", "docs/algorithms.md has them", one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce"))
+    name: str = setting(
+        "aipo",
+        "docs/algorithms.md has them",
+        one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", or_like=IMPORT_PATH, written="package.module:rule"),
+    )
     rho: float | None = setting(
         None,
         "upper bound of the importance ratio; null: the algorithm's own, 4 for aipo, where 2 to 10 works (LlamaRL, section 6)",

@@ -1,6 +1,6 @@
 """Model families: one file each, stating its logical tensors and where Megatron-core 0.16 and SGLang 0.5.21 keep them.
 
-Adding a family is one file, `megarl/models/<name>.py`. It declares
+Adding a family is one file, `megarl/models/<name>.py`, or one outside of the package that `model.family` names. It declares
 
     ARCHITECTURES = ("<Name>ForCausalLM",)                                        names as in config.json
     read_spec(reader) -> ModelSpec                                                keys of config.json; refuses variants it does not state

@@ -11,13 +11,18 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.named import find_module
 from megarl.hub import HubError, hub_file
 from megarl.models.spec import ModelSpec
+
+# What a family's module declares: see the docstring of the package.
+FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters", "sglang_parameters", "quantised_parameters")
 
 
 class ConfigReader:
@@ -69,14 +74,14 @@ class ConfigReader:
             raise ConfigError(f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is")
 
 
-def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path") -> ModelSpec:
+def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path", own_family: str | None = None) -> ModelSpec:
     """The shape of a model from a checkpoint folder, a config.json, a hub name, or the config's contents.
 
-    `setting` is what has named it, for messages. Raises ConfigError naming file and key when something is missing or the architecture is
-    unknown.
+    `setting` is what has named it, for messages; `own_family` a family module outside of this package (`model.family`). Raises ConfigError
+    naming file and key when something is missing or the architecture is unknown.
     """
     if isinstance(model, Mapping):
-        return _read("config", model)
+        return _read("config", model, own_family)
     path = _config_file(str(model), setting)
     try:
         values = json.loads(path.read_text())
@@ -84,12 +89,17 @@ def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path"
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {type(values).__name__}, expected a JSON object")
-    return _read(str(path), values)
+    return _read(str(path), values, own_family)
 
 
 def family(spec: ModelSpec) -> ModuleType:
     """The module that knows the tensors of `spec`."""
-    return importlib.import_module(f"megarl.models.{spec.family}")
+    return importlib.import_module(spec.family if is_own(spec) else f"megarl.models.{spec.family}")
+
+
+def is_own(spec: ModelSpec) -> bool:
+    """Whether its family stands outside of this package; `spec.family` is then the module's own name."""
+    return spec.family not in {info.name for info in pkgutil.iter_modules(importlib.import_module("megarl.models").__path__)}
 
 
 @functools.cache
@@ -100,14 +110,26 @@ def architectures() -> dict[str, ModuleType]:
     return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
 
 
-def _read(source: str, values: Mapping[str, Any]) -> ModelSpec:
+def _read(source: str, values: Mapping[str, Any], own_family: str | None) -> ModelSpec:
     names = values.get("architectures")
     if not names:
         raise ConfigError(f"{source}: architectures is missing")
+    if own_family is not None:
+        return _read_own(source, values, names[0], own_family)
     known = architectures()
     if names[0] not in known:
-        raise ConfigError(f"{source}: architectures = {names!r} is not supported; supported: {', '.join(sorted(known))}")
+        allowed = f"{', '.join(sorted(known))}, or one of your own (model.family)"
+        raise ConfigError(f"{source}: architectures = {names!r} is not supported; supported: {allowed}")
     return known[names[0]].read_spec(ConfigReader(source, values))
+
+
+def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: str) -> ModelSpec:
+    module = find_module(name, f"model.family={name}")
+    if missing := [wanted for wanted in FAMILY if not hasattr(module, wanted)]:
+        raise ConfigError(f"model.family={name}: the module lacks {', '.join(missing)}; docs/extending.md says what a family declares")
+    if architecture not in module.ARCHITECTURES:
+        raise ConfigError(f"{source}: architectures = {architecture!r}; model.family={name} is for {', '.join(module.ARCHITECTURES)}")
+    return replace(module.read_spec(ConfigReader(source, values)), family=name)
 
 
 def _config_file(model: str, setting: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 class ModelSpec:
     """Fields from `qkv_bias` on are zero, false or None where a family has no such thing."""
 
-    family: str  # "llama": names the module in megarl.models that knows its tensors
+    family: str  # names the module that knows its tensors: "llama" of megarl.models, or the whole name of one of the user's own
     num_layers: int
     hidden_size: int
     intermediate_size: int  # of dense layers; 0 where every layer is a mixture of experts

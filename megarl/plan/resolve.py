@@ -104,17 +104,17 @@ def find_spec(config: RunConfig) -> ModelSpec:
     if exported := _is_of_a_run(Path(model.path)):
         raise ConfigError(f"model.path={model.path}: {exported}")
     if model.spec is None:
-        return _load_checkpoint_spec(model.path)
-    spec = load_spec(model.spec, "model.spec")
-    if Path(model.path).is_dir() and (at_hand := load_spec(model.path)) != spec:
+        return _load_checkpoint_spec(model.path, model.family)
+    spec = load_spec(model.spec, "model.spec", model.family)
+    if Path(model.path).is_dir() and (at_hand := load_spec(model.path, own_family=model.family)) != spec:
         differing = ", ".join(f"{name} {value!r}" for name, value in vars(spec).items() if value != getattr(at_hand, name))
         raise ConfigError(f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in {differing}")
     return spec
 
 
-def _load_checkpoint_spec(path: str) -> ModelSpec:
+def _load_checkpoint_spec(path: str, own_family: str | None) -> ModelSpec:
     try:
-        return load_spec(path)
+        return load_spec(path, own_family=own_family)
     except ConfigError as error:
         if Path(path).is_dir():
             raise

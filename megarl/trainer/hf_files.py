@@ -12,6 +12,7 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.models import load_spec
+from megarl.models.registry import is_own
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout
 
@@ -49,7 +50,7 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
     """Raises ConfigError where the config.json beside the weights, by which an engine builds its model, cannot be read, or is of another
     model than `spec`, which the run is planned for."""
     config = folder / "config.json"
-    there = load_spec(folder)
+    there = load_spec(folder, own_family=spec.family if is_own(spec) else None)
     differing = [f"{name} {value!r}, not {getattr(spec, name)!r}" for name, value in vars(there).items() if value != getattr(spec, name)]
     if differing:
         raise ConfigError(f"{config}: is of another model than the run's: it has {', '.join(differing)}")

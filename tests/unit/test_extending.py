@@ -1,0 +1,161 @@
+"""docs/extending.md: each file of that page, written beside nothing else, is taken by the setting that it is for, and does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.algorithms.registry import make_algorithm
+from megarl.box import Box
+from megarl.config.errors import ConfigError
+from megarl.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig, RunConfig
+from megarl.generator.completions import Completion, Sampling
+from megarl.messaging.host import Host
+from megarl.models.registry import family, load_spec
+from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+from megarl.rewards.score import Score, ScoreRequest, parameters_of, score_of
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.environments.loading import find_rollout, load_reward
+from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.types import Prompt
+from megarl.weight_sync.transports.base import Endpoint, Live, Offer
+from megarl.weight_sync.transports.choice import this_host, transport_between, transport_class
+from megarl.weight_sync.writing import send, shapes_of
+
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.S))
+MOST_LINES = 32
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The working directory, outside of the repository, with the files of the page."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_the_page_has_one_short_file_for_each():
+    assert sorted(FILES) == ["my_family.py", "my_reward.py", "my_rollout.py", "my_rule.py", "my_transport.py"]
+    lengths = {name: len([line for line in text.splitlines() if line.strip()]) for name, text in FILES.items()}
+    assert all(length <= MOST_LINES for length in lengths.values()), lengths
+
+
+def test_the_reward():
+    own = load_reward(RunConfig(reward=RewardConfig(name="my_reward:ends_well")))
+    assert own is not None and own.parameters == ["response", "answer", "truncated"]
+    from my_reward import ends_well
+
+    assert parameters_of(ends_well, "reward.name") == own.parameters
+    assert score_of(ends_well("it is 7 ", "7", True)) == Score(0.9, {"right": 1.0})
+
+
+def test_the_environment():
+    config = RunConfig(rollout=RolloutConfig(name="my_rollout:second_try", args={"hint": "?"}))
+    tokenizer = SimpleNamespace(encode_text=lambda text: [ord(c) for c in text], decode=lambda ids: "".join(map(chr, ids)), eos_ids=(0,))
+    answers = iter(["5", "7"])
+
+    async def generate(token_ids, sampling, n):
+        text = next(answers)
+        return [Completion([ord(text), 0], [-0.5, -0.1], [3, 3], "stop")]
+
+    async def score(request: ScoreRequest) -> Score:
+        return Score(float(request.response.startswith(request.answer)))
+
+    context = RolloutContext(tokenizer, generate, score, None, 5.0)
+    [sample] = asyncio.run(find_rollout(config)(tokenizer)(context, Prompt(0, [81], "7", "Q"), Sampling(16), 1))
+    assert (sample.reward, sample.metrics["tries"]) == (1.0, 2)
+    assert [chr(t) for t, policy in zip(sample.token_ids, sample.policy_mask) if not policy] == ["?"]
+
+
+def test_the_algorithm():
+    algorithm = make_algorithm(AlgorithmConfig(name="my_rule:soft", rho=2.0))
+    mask = torch.tensor([[True, True, False]])
+    mu, advantages = torch.tensor([[-1.0, -3.0, 0.0]]), torch.tensor([[1.0, -1.0, 9.0]])
+    logprobs = torch.tensor([[-1.0, -0.5, 0.0]], requires_grad=True)
+    output = algorithm.loss(logprobs, SimpleNamespace(loss_mask=mask, mu_logprobs=mu, advantages=advantages, reference_logprobs=None))
+    output.loss.backward()
+    weights = 2 * torch.tanh((logprobs.detach() - mu).exp() / 2)
+    assert torch.allclose(logprobs.grad, torch.where(mask, -weights * advantages, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("my_rule:hard", "my_rule has no function or class hard"),
+        ("my_reward:ends_well", r"must take \(log_ratio, advantages, mask, rho_min, rho\)"),
+        ("no_such:rule", "cannot be imported"),
+    ],
+)
+def test_an_algorithm_that_is_none(name, problem):
+    with pytest.raises(ConfigError, match=f"algorithm.name={name}: {problem}"):
+        make_algorithm(AlgorithmConfig(name=name))
+
+
+def test_the_transport():
+    """Both ends of it in one process: the file takes what was written, and gives it to live parameters of any strides."""
+    name = "my_transport:FileTransport"
+    found = transport_class(name)
+    assert transport_between(name, this_host(), this_host()) == name and found.lands and found.one_sided
+    parameters = {"a": torch.nn.Parameter(torch.zeros(6, 5)), "b": torch.nn.Parameter(torch.zeros(3, 4).bfloat16().t())}
+    worker = found.memory()
+    live = Live(2, name, Host(), "", parameters, lambda: {key: each.data for key, each in parameters.items()})
+    endpoint = Endpoint.decode(worker.open(live, Offer()).encode())
+    writer = found(0, 5.0)
+    writer.connect([endpoint])
+    sources = {"x": torch.arange(30.0).view(6, 5), "y": torch.linspace(-3, 3, 12).view(4, 3).bfloat16()}
+    copies = [
+        Copy(0, "x", Box((0, 0), (6, 5)), 2, "a", Box((0, 0), (6, 5)), "identity", "float32", 0),
+        Copy(0, "y", Box((0, 0), (4, 3)), 2, "b", Box((0, 0), (4, 3)), "identity", "bfloat16", 0),
+    ]
+    send(writer, copies, sources, shapes_of([endpoint]), audit=True)
+    worker.spread()
+    assert torch.equal(parameters["a"], sources["x"]) and torch.equal(parameters["b"], sources["y"])
+
+
+CONFIG = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 128,
+    "sliding_window": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def test_the_family():
+    with pytest.raises(ConfigError, match="MistralForCausalLM.*or one of your own"):
+        load_spec(CONFIG)
+    spec = load_spec(CONFIG, own_family="my_family")
+    assert spec.family == "my_family" and family(spec).__file__.endswith("my_family.py")
+    given = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    theirs = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    assert {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32").tensors(0)} == theirs
+    source = trainer_layout(spec, TrainerTopology(tp=2, pp=3), "bfloat16")
+    prove_exactly_once(ReshardMap.build(source, generator_layout(spec, GeneratorTopology(2, 2, 1, 1), "bfloat16", "cpu", None)))
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "problem"),
+    [
+        ({**CONFIG, "sliding_window": 4096}, "my_family", "sliding_window = 4096 is not supported"),
+        ({**CONFIG, "architectures": ["OtherForCausalLM"]}, "my_family", "model.family=my_family is for MistralForCausalLM"),
+        (CONFIG, "my_rule", "model.family=my_rule: the module lacks ARCHITECTURES, read_spec"),
+        (CONFIG, "no_such", "model.family=no_such: cannot be imported"),
+    ],
+)
+def test_a_family_that_does_not_fit(config, module, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_spec(config, own_family=module)
