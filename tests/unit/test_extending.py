@@ -76,7 +76,7 @@ def test_the_environment():
         return Score(float(request.response.startswith(request.answer)))
 
     context = RolloutContext(tokenizer, generate, score, None, 5.0)
-    [sample] = asyncio.run(find_rollout(config)(tokenizer)(context, Prompt(0, [81], "7", "Q"), Sampling(16), 1))
+    [sample] = asyncio.run(find_rollout(config)(tokenizer)(context, Prompt(0, [81], "Q", "7"), Sampling(16), 1))
     assert (sample.reward, sample.metrics["tries"]) == (1.0, 2)
     assert [chr(t) for t, policy in zip(sample.token_ids, sample.policy_mask) if not policy] == ["?"]
 
