@@ -1,7 +1,7 @@
 """An engine's processes watch those that they have started, and end when one of these has died.
 
-SGLang looks for a scheduler that dies before it is ready, but not with data-parallel attention; and what it then raises ends nothing: Python
-waits for the children that are left.
+SGLang notices a scheduler that dies before it is ready, but not with data-parallel attention; and the error that it raises does not end the
+process, since Python waits for the remaining children.
 """
 
 from __future__ import annotations

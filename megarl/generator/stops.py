@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """SGLang ends a request at a stop string, and saves what would come after it. But it looks at the last few tokens of one request only
-    (0.5.21, schedule_batch.py: as many as the string has by itself, plus one): it misses a string that was sampled in more and shorter tokens,
-    and one that a request begins with whose start an earlier request has sampled. So the end of a response is decided here.
+    """SGLang ends a request at a stop string, which saves the tokens after it. But it looks at the last few tokens of the request only
+    (0.5.21, schedule_batch.py: one more than the string has by itself). It misses a string that was sampled in more and shorter tokens, and
+    one whose first part an earlier request has sampled. So the end of a response is decided here.
 
     The string is part of the response, in its tokens and its text, since the policy sampled it.
     """

@@ -1,4 +1,4 @@
-"""Our hooks into an engine's workers: to know what a model has before its first request, and to process what was written, and that alone."""
+"""Our hooks into an engine's workers: to see a model before its first request, and to process what was written, and that alone."""
 
 from __future__ import annotations
 
