@@ -49,6 +49,7 @@ _LOST, _BACK = r"engine {engine} is lost", r"engines \[[\d, ]*{engine}[\d, ]*\] 
 _SILENT = r"engine\.{engine} has answered nothing for"
 _NO_MESSAGE = r"was sent what is no message of this run by trainer\.\d"
 _NOT_WRITTEN = r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free"
+_NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"  # where it was changed in mid-update
 _REWRITTEN = r"something other than an update has written to an engine's memory:\s+\S+ on generator rank \d"
 _DAMAGED, _DAMAGED_TENSORS = r"{folder}: {file} is damaged", r"{folder} cannot be used: {file} is damaged"
 _RANK_KILLED = r"trainer\.{rank} was killed by SIGKILL"
@@ -89,7 +90,7 @@ KINDS: dict[str, Kind] = {
     "disk full": Kind(storage.disk_filled, _NOT_WRITTEN, ends=FAILED, mend=storage.disk_emptied, root=True),
     "shared memory full at the start": Kind(storage.shared_memory_filled_before_the_start, mend=storage.shared_memory_emptied, root=True),
     "shared memory full": Kind(storage.shared_memory_filled, "/dev/shm", _BACK, mend=storage.shared_memory_emptied, root=True),
-    "engine's parameter changed in memory": Kind(memory.parameter_changed, _REWRITTEN, ends=FAILED, root=True),
+    "engine's parameter changed in memory": Kind(memory.parameter_changed, f"{_REWRITTEN}|{_NOT_AS_SENT}", ends=FAILED, root=True),
     "engine's rotary cache changed in memory": Kind(memory.rotary_changed, _REWRITTEN, ends=FAILED, root=True),
     "checkpoint truncated": Kind(
         storage.checkpoint_file("*", storage.cut_short), _DAMAGED, ends=REFUSED, mend=storage.whole_again, weight=2

@@ -1,4 +1,4 @@
-"""The import rule: a file imports its own tier and lower ones only, no folders import each other, and megatron and sglang have their places.
+"""The import rule: a file imports its own tier and lower ones only, no folders import each other, megatron and sglang have their places.
 
 Every import statement counts, wherever it stands: relative ones, ones inside functions, ones under `if TYPE_CHECKING`,
 and `importlib.import_module("…")` with a literal name.

@@ -171,11 +171,11 @@ class Worker:
         return Found(hashes, changes)
 
     def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
-        """SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors that are made of kv_b_proj,
-        which SGLang makes anew only where no loader has run, and a custom one counts as one.
+        """SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors that are made of
+        kv_b_proj, which SGLang makes anew only where no loader has run, and a custom one counts as one.
 
-        Torch has not seen that parameters were written. It is told, since SGLang keeps copies of some (a router's bias in another dtype) and
-        renews them when torch says that the parameter has changed.
+        Torch has not seen that parameters were written. It is told, since SGLang keeps copies of some (a router's bias in another dtype)
+        and renews them when torch says that the parameter has changed.
         """
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
