@@ -6,11 +6,13 @@ import contextlib
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 RECORD_BYTES = 256
+_CHECKSUM_BYTES = 10
 STATUS_FOLDER = "status"
 _READS = 5  # of a record that is being overwritten, before it is left out
 
@@ -33,8 +35,8 @@ class Status:
 class StatusBoard:
     """The one line of this process: `run_dir`/status/<name>, one record of 256 bytes, overwritten in place.
 
-    The record is readable text: sequence, time, line, and the sequence again; a reader that finds two different
-    sequences has met a write half done, and reads again.
+    The record is readable text: sequence, time, line, and the checksum of these. A reader that finds another checksum has met a write half
+    done, and reads again.
     """
 
     def __init__(self, run_dir: Path | str, name: str):
@@ -69,19 +71,24 @@ class StatusBoard:
 
 
 def _encode(sequence: int, since_s: float, text: str) -> bytes:
-    head, tail = f"{sequence:012d} {since_s:017.6f} ".encode(), f" {sequence:012d}\n".encode()
-    room = RECORD_BYTES - len(head) - len(tail)
+    head = f"{sequence:012d} {since_s:017.6f} ".encode()
+    room = RECORD_BYTES - len(head) - _CHECKSUM_BYTES
     line = " ".join(text.split()).encode(errors="replace")[:room].decode(errors="ignore").encode()  # a cut never leaves half a character
-    return head + line.ljust(room) + tail
+    content = head + line.ljust(room)
+    return content + _checksum(content)
+
+
+def _checksum(content: bytes) -> bytes:
+    return f" {zlib.crc32(content):08x}\n".encode()
 
 
 def _decode(name: str, record: bytes) -> Status | None:
-    head, tail = record[:12], record[-13:-1]
-    if len(record) != RECORD_BYTES or head != tail:
+    content = record[:-_CHECKSUM_BYTES]
+    if len(record) != RECORD_BYTES or record != content + _checksum(content):
         return None
-    since_s, _, text = record[13:-13].decode(errors="replace").partition(" ")
+    sequence, since_s, text = content.decode(errors="replace").split(" ", 2)
     try:
-        return Status(name, text.rstrip(), int(head), float(since_s))
+        return Status(name, text.rstrip(), int(sequence), float(since_s))
     except ValueError:  # not ours, or damaged
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -79,3 +80,17 @@ def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
     finally:
         writer.kill()
         writer.wait()
+
+
+def test_no_mixture_of_two_records_passes_for_one(tmp_path: Path) -> None:
+    """A reader may overtake a writer, and read the old end behind the new middle."""
+    file, records = tmp_path / "status/trainer.0", []
+    board = StatusBoard(tmp_path, "trainer.0")
+    for text in ("aaaa" * 50, "bbbb" * 50):
+        board.set(text)
+        records.append(file.read_bytes())
+    old, new = records
+    for begin, end in itertools.combinations(range(0, RECORD_BYTES + 1, 5), 2):
+        mixed = old[:begin] + new[begin:end] + old[end:]
+        file.write_bytes(mixed)
+        assert mixed in records or read_statuses(tmp_path) == []
