@@ -60,11 +60,17 @@ class WeightsExecutor(Protocol):
     """What the sending end asks of the trainer."""
 
     rank: int
-    version: Version  # of the weights that it holds
     device: torch.device
-    layout: Layout
     status: StatusBoard
     trace: TraceWriter
+
+    @property
+    def version(self) -> Version:
+        """Of the weights that it holds."""
+        ...
+
+    @property
+    def layout(self) -> Layout: ...
 
     def get_model(self) -> Mapping[str, torch.Tensor]: ...
 
