@@ -46,3 +46,9 @@ class ModelSpec:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+
+    @property
+    def rope_type(self) -> str:
+        """Of the scaling of rotary embeddings, by Hugging Face's names."""
+        scaling = self.rope_scaling or {}
+        return scaling.get("rope_type") or scaling.get("type") or "default"

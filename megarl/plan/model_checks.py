@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from megarl.config.errors import problems_of
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.models.parameters import round_up
 from megarl.plan.quantisation import check_blocks, check_latent_format
-from megarl.topology import DP_ATTENTION_FAMILIES
+from megarl.reshard.layout import stage_of_layer
+from megarl.topology import DP_ATTENTION_FAMILIES, TrainerTopology
 
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
 
@@ -98,56 +100,23 @@ def _indivisible(key: str, tp: int, sizes: dict[str, int]) -> Iterable[str]:
 
 
 def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """As megarl.reshard.layout.stage_of_layer. Every stage holds trainer.vpp chunks of equal size."""
-    trainer = config.trainer
-    sizes = f"trainer.pp={trainer.pp}" + (f" * trainer.vpp={trainer.vpp}" if trainer.vpp > 1 else "")
-    told = [n for n in (trainer.first_stage_layers, trainer.last_stage_layers) if n is not None]
-    if not told:
-        if spec.num_layers % (trainer.pp * trainer.vpp):
-            yield f"{sizes}: must divide the model's {spec.num_layers} layers"
-        return
-    keys = ("first_stage_layers", "last_stage_layers")
-    said = ", ".join(f"trainer.{key}={getattr(trainer, key)}" for key in keys if getattr(trainer, key) is not None)
-    if trainer.pp == 1:
-        yield f"{said}: needs trainer.pp of at least 2; it is 1"
-        return
-    others, rest = trainer.pp - len(told), spec.num_layers - sum(told)
-    shared = rest // others if others else 0
-    if not others and trainer.vpp > 1:
-        yield f"{said}: with {sizes} there must be a stage between the first and the last"
-    if rest < others or rest != shared * others or any(n % trainer.vpp for n in (*told, shared)):
-        left = f"{rest} of {spec.num_layers} are left{_ends_that_fit(spec.num_layers, trainer.pp, trainer.vpp)}"
-        yield f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {left}"
-
-
-def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
-    """Equal first and last stages nearest to an even share, for the message."""
-    others = (pp - 2) * vpp
-    sizes = [n for n in range(vpp, layers // 2, vpp) if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others]
-    best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
-    return "" if best is None else f"; first and last of {best} each would do"
+    t = config.trainer
+    stages = TrainerTopology(pp=t.pp, vpp=t.vpp, first_stage_layers=t.first_stage_layers, last_stage_layers=t.last_stage_layers)
+    return problems_of(lambda: stage_of_layer(spec.num_layers, stages))
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    if rope_type(spec) not in rope_types(spec):
-        yield f"model.path={config.model.path}: its rope_scaling of type {rope_type(spec)} must be one of {', '.join(rope_types(spec))}"
-
-
-def rope_type(spec: ModelSpec) -> str:
-    scaling = spec.rope_scaling or {}
-    return scaling.get("rope_type") or scaling.get("type") or "default"
-
-
-def rope_types(spec: ModelSpec) -> tuple[str, ...]:
-    """That can be trained: latent attention has rotary embeddings of its own."""
-    return ("default", "yarn") if spec.kv_lora_rank else ("default", "linear", "llama3")
+    """Latent attention has rotary embeddings of its own."""
+    allowed = ("default", "yarn") if spec.kv_lora_rank else ("default", "linear", "llama3")
+    if spec.rope_type not in allowed:
+        yield f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be one of {', '.join(allowed)}"
 
 
 def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    yield from (f"model.path={config.model.path}: {problem}" for problem in router_problems(spec))
+    yield from (f"model.path={config.model.path}: {problem}" for problem in _router_problems(spec))
 
 
-def router_problems(spec: ModelSpec) -> Iterable[str]:
+def _router_problems(spec: ModelSpec) -> Iterable[str]:
     """Routers that Megatron computes otherwise than Hugging Face and SGLang, or cannot train."""
     if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
         # Megatron scores a group by num_experts_per_tok // topk_group of its experts, the others by two.

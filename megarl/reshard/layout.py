@@ -106,19 +106,29 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
     t = topology
     told = {stage: n for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers)) if n is not None}
     keys = {"trainer.first_stage_layers": t.first_stage_layers, "trainer.last_stage_layers": t.last_stage_layers}
-    said = ", ".join(f"{key} = {n}" for key, n in keys.items() if n is not None)
+    said = ", ".join(f"{key}={n}" for key, n in keys.items() if n is not None)
+    sizes = f"trainer.pp={t.pp}" + (f" * trainer.vpp={t.vpp}" if t.vpp > 1 else "")
+    others, rest = t.pp - len(told), num_layers - sum(told.values())
+    shared = rest // others if others else 0
+    if not told and num_layers % (t.pp * t.vpp):
+        raise ConfigError(f"{sizes}: must divide the model's {num_layers} layers")
     if told and t.pp == 1:
         raise ConfigError(f"{said}: needs trainer.pp of at least 2; it is 1")
-    others, rest = t.pp - len(told), num_layers - sum(told.values())
-    sizes = f"trainer.pp = {t.pp}" if t.vpp == 1 else f"trainer.pp * trainer.vpp = {t.pp} * {t.vpp}"
-    if not told and num_layers % (t.pp * t.vpp):
-        raise ConfigError(f"{sizes} does not divide num_hidden_layers = {num_layers}")
     if told and not others and t.vpp > 1:  # get_transformer_layer_offset divides by the number of other stages
-        raise ConfigError(f"{said}: with {sizes} Megatron needs a stage between the first and the last")
-    if rest < others or (rest % others if others else rest) or any(n % t.vpp for n in (*told.values(), rest // max(1, others))):
-        raise ConfigError(f"{said}: num_hidden_layers = {num_layers} cannot be shared out with {sizes}")
-    chunk = [told.get(stage, rest // max(1, others)) // t.vpp for stage in range(t.pp)]
+        raise ConfigError(f"{said}: with {sizes} there must be a stage between the first and the last")
+    if rest < others or rest != shared * others or any(n % t.vpp for n in (*told.values(), shared)):
+        left = f"{rest} of {num_layers} are left{_ends_that_fit(num_layers, t.pp, t.vpp)}"
+        raise ConfigError(f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {left}")
+    chunk = [told.get(stage, shared) // t.vpp for stage in range(t.pp)]
     return tuple(stage for _ in range(t.vpp) for stage in range(t.pp) for _ in range(chunk[stage]))
+
+
+def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
+    """Equal first and last stages nearest to an even share, for the message."""
+    others = (pp - 2) * vpp
+    sizes = [n for n in range(vpp, layers // 2, vpp) if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others]
+    best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
+    return "" if best is None else f"; first and last of {best} each would do"
 
 
 def _kinds(

@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
-from megarl.plan.model_checks import rope_type
 from megarl.topology import TrainerTopology
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
 from megarl.trainer.marks import mend_marks
@@ -161,10 +160,10 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,  # type: ignore[arg-type]
-        seq_len_interpolation_factor=float(scaling["factor"]) if rope_type(spec) == "linear" else None,
+        seq_len_interpolation_factor=float(scaling["factor"]) if spec.rope_type == "linear" else None,
         vp_stage=stage,
     )
-    if rope_type(spec) == "llama3":
+    if spec.rope_type == "llama3":
         # GPTModel's own rope_scaling flag fixes all but the factor at Llama 3.1's values.
         rotary: Any = model.rotary_pos_emb  # which a checker takes for a tensor or any module
         rotary.inv_freq = rotary._apply_scaling(

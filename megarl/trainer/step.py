@@ -35,7 +35,7 @@ from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, trans
 from megarl.trainer.norm_names import norm_names
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 from megarl.trainer.routing_replay import RoutingReplay
-from megarl.trainer.supported import check_supported
+from megarl.trainer.supported import check_transformer_engine
 from megarl.trainer.vendor_warnings import refuse_corruption
 from megarl.types import TrainSequence
 
@@ -83,7 +83,7 @@ class MegatronTrainer:
         if not cpu_support.installed():
             raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
         refuse_corruption()
-        check_supported(spec, topology, dtype, trainer.sequence_parallel)
+        check_transformer_engine(spec)
         if dist.get_world_size() != topology.world_size:
             raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
         self.spec = spec

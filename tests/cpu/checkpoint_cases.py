@@ -11,8 +11,8 @@ import trainer_cases
 
 from megarl.config.errors import ConfigError
 from megarl.models.registry import load_spec
+from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
-from megarl.trainer.supported import check_supported
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -95,8 +95,10 @@ def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:
 
 
 def _supported(spec: Any, topology: TrainerTopology, dtype: str) -> bool:
+    if (topology.vpp > 1 and topology.pp == 1) or (spec.num_kv_heads % topology.tp and not spec.kv_lora_rank):
+        return False
     try:
-        check_supported(spec, topology, dtype, topology.tp > 1)
+        trainer_layout(spec, topology, dtype)
     except ConfigError:
         return False
     return True

@@ -9,7 +9,6 @@ function returns is saved as OUT_DIR/<scenario name>.<rank>.pt.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
@@ -260,19 +259,6 @@ def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         (logprobs * torch.arange(1.0, targets.numel() + 1).view_as(targets)).sum().backward()
         found[name] = (logprobs.detach(), local.grad)
     return found
-
-
-def scenario_refused(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What the trainer cannot build, all problems at once."""
-    from megarl.config.errors import ConfigError
-    from megarl.trainer.supported import check_supported
-
-    spec = dataclasses.replace(load_spec(scenario["model"]), num_kv_heads=1, num_layers=3)
-    try:
-        check_supported(spec, TrainerTopology(tp=2, pp=2, ep=2, zero=3, fsdp="rows"), "float16", False)
-    except ConfigError as error:
-        return {"problems": error.problems}
-    return {"problems": []}
 
 
 def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -245,8 +245,11 @@ def test_layers_are_split_over_stages_as_megatron_does():
         (lambda: trainer_layout(spec(kv=3, heads=9), TrainerTopology(tp=2), "float32"), "tp = 2 does not divide num_attention_heads = 9"),
         (lambda: trainer_layout(spec(ffn=255), TrainerTopology(tp=2), "float32"), "trainer.tp = 2 does not divide intermediate_size = 255"),
         (lambda: trainer_layout(spec(kv=4, heads=12), TrainerTopology(tp=6), "float32"), "trainer.tp = 6 .*num_key_value_heads = 4"),
-        (lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"), "trainer.pp = 2 does not divide num_hidden_layers = 3"),
-        (lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=4), "float32"), "first_stage_layers = 4: num"),
+        (lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"), "trainer.pp=2: must divide the model's 3 layers"),
+        (
+            lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=4), "float32"),
+            "first_stage_layers=4: must leave layers that the other 1 of",
+        ),
         (lambda: trainer_layout(spec(layers=4), TrainerTopology(first_stage_layers=4), "float32"), "needs trainer.pp of at least 2"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "float32", norm_names="apex"), "norm_names = 'apex'"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "int4"), "dtype = 'int4'"),
