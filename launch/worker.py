@@ -6,7 +6,6 @@ The launch folder holds the resolved configuration and the rendezvous of this la
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import os
 import signal
@@ -17,18 +16,15 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError, RunError
 from megarl.launch.processes import LAST_WORDS
+from megarl.parent import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 CORES = "MEGARL_CORES"  # environment: the cores this process keeps to
 PARENT = "MEGARL_PARENT"  # environment: the process that has started this one
 
 
 def die_with_parent() -> None:
-    """A parent that is killed outright cannot end its children; the kernel then does. Raises SystemExit where it is gone already: whoever
-    has taken over its children, and it may itself be process 1, of a container."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
-        raise SystemExit("the parent is gone")
+    """Whoever has started this process; and those that a library spawns from it end with it."""
+    end_with_parent(int(os.environ.get(PARENT, os.getppid())))
     os.environ[PARENT] = str(os.getpid())  # of what this process spawns
 
 

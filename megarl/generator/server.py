@@ -8,12 +8,10 @@ anything of SGLang: the place for what every process of the engine needs first.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import secrets
-import signal
 import sys
 import tempfile
 import traceback
@@ -24,6 +22,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, quantization, sockets
 from megarl.generator.children import GRACE_S, Children
+from megarl.parent import end_with_parent
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
 _MOE_RUNNER = "triton"  # SGLang's choice on Hopper; on Blackwell it would take one that holds up before gate
@@ -170,19 +169,11 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
     }
 
 
-def _die_with(parent: int) -> None:
-    """The kernel kills this process when `parent` ends; ends it now if that has already happened."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the launcher of this engine is gone")
-
-
 def main() -> None:
     """Of the engine's first process."""
     launcher = int(os.environ[_LAUNCHER])
     os.environ[_LAUNCHER] = str(os.getpid())  # of the workers that this process spawns
-    _die_with(launcher)
+    end_with_parent(launcher)
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -223,7 +214,7 @@ def _ending_at_the_end(children: Children) -> Iterator[None]:
 if __name__ in ("__main__", "__mp_main__"):
     cpu_support.install()
 if __name__ == "__mp_main__":
-    _die_with(int(os.environ[_LAUNCHER]))
+    end_with_parent(int(os.environ[_LAUNCHER]))
     Children().watch()
     os.environ[_LAUNCHER] = str(os.getpid())  # one of them may spawn others: with data-parallel attention, all that have GPUs
     from sglang.srt.plugins import load_plugins

@@ -6,7 +6,6 @@ line, {"result": …} or {"error": "why there is none", "kind": as CallFailed ha
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -15,7 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-_PR_SET_PDEATHSIG = 1
+from megarl.parent import end_with_parent
+
 _MAX_OPEN_FILES = 64
 MAX_REPLY_BYTES = 1 << 20  # without the end of the line
 _LEAST_FREE_BYTES = 64 << 20  # a call's own share of the memory limit
@@ -23,9 +23,7 @@ _LEAST_FREE_BYTES = 64 << 20  # a call's own share of the memory limit
 
 def prepare(parent: str) -> None:
     """First of all: end with the process `parent`, and leave interrupts to it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before the line above
-        os._exit(1)
+    end_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -14,18 +14,19 @@ import pytest
 ENGINE = """
 import multiprocessing, os, sys, time
 from megarl.generator.children import GRACE_S, Children
-from megarl.generator.server import _die_with, _ending_at_the_end
+from megarl.generator.server import _ending_at_the_end
+from megarl.parent import end_with_parent
 children = Children()
 children.watch()
 os.register_at_fork(after_in_child=lambda: Children().watch())
 fork = multiprocessing.get_context("fork")
 def scheduler():
-    _die_with(multiprocessing.parent_process().pid)
+    end_with_parent(multiprocessing.parent_process().pid)
     time.sleep(1)
     print("scheduler", os.getpid(), flush=True)
     time.sleep(60)
 def controller():
-    _die_with(multiprocessing.parent_process().pid)
+    end_with_parent(multiprocessing.parent_process().pid)
     process = fork.Process(target=scheduler)
     process.start()
     time.sleep(60)

@@ -23,6 +23,7 @@ TIERS = {
     "protocols": 0,
     "files": 0,
     "deaths": 0,
+    "parent": 0,
     "topology": 0,
     "hub": 0,
     "config": 0,

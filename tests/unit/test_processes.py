@@ -144,7 +144,7 @@ def test_a_process_whose_parent_is_gone_ends(parent, status):
     code = "import os; from megarl.launch.worker import die_with_parent as check; check(); check() if os.fork() == 0 else os.wait()"
     env = {**os.environ, **({} if parent is None else {"MEGARL_PARENT": str(os.getpid()) if parent == "its own" else parent})}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == status and done.stderr == ("the parent is gone\n" if status else "")
+    assert done.returncode == status and done.stderr == ("process 1, which has started this one, is gone\n" if status else "")
 
 
 def test_the_parent_may_be_the_first_process_of_a_container():
