@@ -39,12 +39,12 @@ class Background:
 
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or task.exception() is None:
+        if task.cancelled() or (error := task.exception()) is None:
             return
         self._failure = self._failure or task.get_loop().create_future()
         if not self._failure.done():  # the first is the cause, or nearest to it
-            task.exception().add_note(f"in the background task: {task.get_name()}")
-            self._failure.set_exception(task.exception())
+            error.add_note(f"in the background task: {task.get_name()}")
+            self._failure.set_exception(error)
 
 
 async def _cancelled(tasks: set[asyncio.Task]) -> None:
