@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
-from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
+from megarl.config.operation import ObserveConfig, TimeoutConfig
+from megarl.config.schema import AsyncConfig, EvalConfig, RolloutConfig, RunConfig
 from megarl.controller import Controller
 from megarl.executors.generator import GeneratorExecutor
 from megarl.executors.step_times import step_times

@@ -18,17 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megarl.config.schema import (
-    GeneratorConfig,
-    ModelConfig,
-    ObserveConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    RunConfig,
-    TimeoutConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from megarl.config.operation import ObserveConfig, TimeoutConfig
+from megarl.config.schema import GeneratorConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig, WeightsConfig
 from megarl.launch.worker import die_with_parent
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.rendezvous import Rendezvous

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.bench.overlap_cell import EmulatedSender
-from megarl.config.schema import ObserveConfig, RunConfig
+from megarl.config.operation import ObserveConfig
+from megarl.config.schema import RunConfig
 from megarl.executors.step_times import step_times
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import (
