@@ -70,6 +70,7 @@ LONG = {
 GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these tests"
 SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
 NOT_RUN = {
+    "make check": ITSELF,
     "make test": ITSELF,
     'make test ARGS="tests/unit"': ITSELF,
     "make matrix": ITSELF,
