@@ -54,12 +54,12 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     from megarl.messaging.link import Hub
     from megarl.reshard.layout import trainer_layout
     from megarl.rollouts.channel import RolloutsSender
-    from megarl.trainer.norm_names import norm_names
+    from megarl.trainer.layer_spec import layer_spec
     from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
-    source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, norm_names())
+    source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
     weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
     initial = InitialWeights(weights)
     with contextlib.closing(GeneratorExecutor(plan, rendezvous, RolloutsSender(link))) as executor:

@@ -5,7 +5,7 @@ Adding a family is one file, `megarl/models/<name>.py`, or one outside of the pa
     ARCHITECTURES = ("<Name>ForCausalLM",)                                        names as in config.json
     read_spec(reader) -> ModelSpec                                                keys of config.json; refuses variants it does not state
     logical_tensors(spec) -> tuple[LogicalTensor, ...]                            tensors of the HF checkpoint, in forward order
-    megatron_parameters(spec, topology, norm_names) -> tuple[Parameter, ...]      parameters of the trainer
+    megatron_parameters(spec, topology, layer_spec) -> tuple[Parameter, ...]      parameters of the trainer
     sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]            parameters of one engine
     quantised_parameters(spec) -> tuple[str, ...]                                 which of the engine's are kept in fp8
 

@@ -34,7 +34,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
     return tensors + [LogicalTensor(O, (hidden, q_rows), LAYER)]
 
 
-def megatron(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> list[Parameter]:
+def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
     """Raises ConfigError when `tp` does not divide the heads."""
     tp, kv = topology.tp, spec.num_kv_heads
     problems = indivisible("trainer.tp", tp, num_attention_heads=spec.num_attention_heads)
@@ -44,7 +44,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> lis
         raise ConfigError(problems)
     layer = "decoder.layers.{layer}."
     own = layer + "self_attention."
-    parameters = [whole(layer + INPUT_NORM_NAMES[norm_names], LAYER, INPUT_NORM)]
+    parameters = [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)]
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         parts = tuple(Part(name + suffix) for name in _QKV)
         parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv))

@@ -65,12 +65,12 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     return vocabulary.logical(spec, layers + mlp.logical(spec, spec.shared_intermediate_size, mlp.SHARED, sparse))
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> tuple[Parameter, ...]:
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
     dense, sparse = _layers(spec)
-    layers = latent_attention.megatron(spec, topology, norm_names)
-    layers += [mlp.megatron_norm(norm_names, dense), mlp.megatron_norm("local", sparse)]
+    layers = latent_attention.megatron(spec, topology, layer_spec)
+    layers += [mlp.megatron_norm(layer_spec, dense), mlp.megatron_norm("local", sparse)]
     layers += mlp.megatron(topology, spec.intermediate_size, layers=dense)
-    layers += experts.megatron(spec, topology, norm_names, layers=sparse)
+    layers += experts.megatron(spec, topology, layer_spec, layers=sparse)
     layers += mlp.megatron(topology, spec.shared_intermediate_size, mlp.SHARED, sparse)
     return vocabulary.megatron(spec, topology, layers)
 

@@ -50,8 +50,8 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     return vocabulary.logical(spec, attention.logical(spec) + [mlp.norm(spec)] + mlp.logical(spec, spec.intermediate_size))
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> tuple[Parameter, ...]:
-    layers = attention.megatron(spec, topology, norm_names) + [mlp.megatron_norm(norm_names)]
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+    layers = attention.megatron(spec, topology, layer_spec) + [mlp.megatron_norm(layer_spec)]
     return vocabulary.megatron(spec, topology, layers + mlp.megatron(topology, spec.intermediate_size))
 
 

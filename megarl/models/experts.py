@@ -33,7 +33,7 @@ def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) 
 
 
 def megatron(
-    spec: ModelSpec, topology: TrainerTopology, norm_names: str, module: str = "mlp", layers: Layers | None = None
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, module: str = "mlp", layers: Layers | None = None
 ) -> list[Parameter]:
     """Raises ConfigError when `ep` does not divide the experts, or `etp` their rows."""
     problems = indivisible("trainer.ep", topology.ep, num_experts=spec.num_experts)
@@ -41,7 +41,7 @@ def megatron(
     if problems:
         raise ConfigError(problems)
     gate, up, down = _names(module)
-    own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + _MEGATRON_NAMES[norm_names]
+    own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + _MEGATRON_NAMES[layer_spec]
     parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
     if spec.router_bias:  # a buffer, always float32; moe/router.py
         parameters.append(whole(own + "router.expert_bias", LAYER, _router_bias(module), layers=layers, dtype="float32"))

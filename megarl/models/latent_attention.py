@@ -34,10 +34,10 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
     return [LogicalTensor(name, shape, LAYER) for name, shape in shapes.items()]
 
 
-def megatron(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> list[Parameter]:
+def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
     """The local layer spec cuts the down projections by rows; Transformer Engine keeps them whole on every tp rank, and the two
     inner norms inside the up projections. Raises ConfigError when `tp` does not divide heads or ranks."""
-    tp, te = topology.tp, norm_names == "te"
+    tp, te = topology.tp, layer_spec == "te"
     sizes = {"num_attention_heads": spec.num_attention_heads}
     if not te:
         sizes |= {"q_lora_rank": spec.q_lora_rank, "kv_lora_rank + qk_rope_head_dim": spec.kv_lora_rank + spec.qk_rope_head_dim}

@@ -36,8 +36,8 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     return sparse.logical_tensors(spec, MODULE)
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, norm_names: str) -> tuple[Parameter, ...]:
-    return sparse.megatron_parameters(spec, topology, norm_names, MODULE)
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+    return sparse.megatron_parameters(spec, topology, layer_spec, MODULE)
 
 
 def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:

@@ -40,9 +40,9 @@ def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: La
     ]
 
 
-def megatron_norm(norm_names: str, layers: Layers | None = None) -> Parameter:
-    """Before a dense MLP; before experts it is an own module in both layer specs: norm_names "local"."""
-    return whole("decoder.layers.{layer}." + MLP_NORM_NAMES[norm_names], LAYER, POST_NORM, layers=layers)
+def megatron_norm(layer_spec: str, layers: Layers | None = None) -> Parameter:
+    """Before a dense MLP; before experts it is an own module in both layer specs: layer_spec "local"."""
+    return whole("decoder.layers.{layer}." + MLP_NORM_NAMES[layer_spec], LAYER, POST_NORM, layers=layers)
 
 
 def sglang(topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:

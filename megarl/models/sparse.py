@@ -12,9 +12,9 @@ def logical_tensors(spec: ModelSpec, module: str) -> tuple[LogicalTensor, ...]:
     return vocabulary.logical(spec, attention.logical(spec) + [mlp.norm(spec)] + experts.logical(spec, module))
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, norm_names: str, module: str) -> tuple[Parameter, ...]:
-    layers = attention.megatron(spec, topology, norm_names) + [mlp.megatron_norm("local")]
-    return vocabulary.megatron(spec, topology, layers + experts.megatron(spec, topology, norm_names, module))
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str, module: str) -> tuple[Parameter, ...]:
+    layers = attention.megatron(spec, topology, layer_spec) + [mlp.megatron_norm("local")]
+    return vocabulary.megatron(spec, topology, layers + experts.megatron(spec, topology, layer_spec, module))
 
 
 def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, module: str) -> tuple[Parameter, ...]:

@@ -19,7 +19,7 @@ from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTop
 
 __all__ = ["Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "stage_of_layer", "trainer_layout"]
 
-NORM_NAMES = ("local", "te")
+LAYER_SPECS = ("local", "te")
 DEVICES = ("cpu", "cuda")
 QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
 _DENSE, _EXPERT, _ATTENTION = "dense", "expert", "attention"  # the meshes
@@ -40,13 +40,13 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in kinds for shard in kind.shards)
 
 
-def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, norm_names: str = "local") -> Layout:
+def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local") -> Layout:
     """Megatron's names, with global layer and expert numbers, on every trainer rank. DP and CP ranks are replicas.
 
-    norm_names: "local" | "te", the layer spec in use. Raises ConfigError when the topology does not divide the model.
+    layer_spec: "local" | "te", the layer spec in use. Raises ConfigError when the topology does not divide the model.
     """
-    if norm_names not in NORM_NAMES:
-        raise ConfigError(f"norm_names = {norm_names!r} is not one of {', '.join(NORM_NAMES)}")
+    if layer_spec not in LAYER_SPECS:
+        raise ConfigError(f"layer_spec = {layer_spec!r} is not one of {', '.join(LAYER_SPECS)}")
     t = topology
     dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)  # [pp, tp, replicas]
     expert = dense
@@ -55,7 +55,7 @@ def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, norm_
             stage = f"trainer.tp * trainer.cp * trainer.dp = {t.tp * t.cp * t.dp}"
             raise ConfigError(f"trainer.ep * trainer.etp = {t.ep} * {t.etp} does not divide the ranks of a stage, {stage}")
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
-    parameters = family(spec).megatron_parameters(spec, t, norm_names)
+    parameters = family(spec).megatron_parameters(spec, t, layer_spec)
     stages = np.array(stage_of_layer(spec.num_layers, t))
     kinds = _kinds("trainer", spec, parameters, dtype, stages, {_DENSE: dense, _EXPERT: expert}, (t.ep, t.etp))
     if t.fsdp:

@@ -9,8 +9,8 @@ import torch
 _WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 
 
-def mend_marks(named: Iterable[tuple[str, torch.nn.Parameter]], norm_names: str) -> None:
-    """`named`: all parameters of the model, by Megatron's names; `norm_names`: the layer spec, "te" or "local"."""
+def mend_marks(named: Iterable[tuple[str, torch.nn.Parameter]], layer_spec: str) -> None:
+    """`named`: all parameters of the model, by Megatron's names; `layer_spec`: the layer spec, "te" or "local"."""
     for name, parameter in named:
         # Megatron marks experts as apart from the dense mesh for ep > 1 only. At ep = 1 it would sum their gradients over the wrong
         # ranks if etp is not tp, and its optimizer would have parts that no checkpoint of ep > 1 fits.
@@ -20,5 +20,5 @@ def mend_marks(named: Iterable[tuple[str, torch.nn.Parameter]], norm_names: str)
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         # Transformer Engine marks every weight as cut over the tensor ranks, also the two that it keeps whole on each of them: they
         # would count tp times in the norm, which is reported, and clipped by. (megatron-core 0.17 mends it in TELinear.)
-        if norm_names == "te" and name.endswith(_WHOLE):
+        if layer_spec == "te" and name.endswith(_WHOLE):
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]

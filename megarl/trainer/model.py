@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
 from megarl.topology import TrainerTopology
+from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
 from megarl.trainer.marks import mend_marks
-from megarl.trainer.norm_names import norm_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 YARN_KEYS = {  # MLATransformerConfig's → those of config.json
@@ -41,7 +41,7 @@ def transformer_config(
     spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, sequence_parallel: bool, recompute: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the decoder; fused CUDA kernels are asked for only where CUDA is."""
-    cuda, fused = torch.cuda.is_available(), norm_names() == "te"
+    cuda, fused = torch.cuda.is_available(), layer_spec() == "te"
     recompute_all: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(
         num_layers=spec.num_layers,
@@ -110,7 +110,7 @@ def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, An
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": norm_names() == "te",
+        "moe_grouped_gemm": layer_spec() == "te",
         "expert_model_parallel_size": topology.ep,
         "expert_tensor_parallel_size": topology.etp,
         # (A list, even of ones, would change how checkpoints name layers.)
@@ -143,7 +143,7 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
 def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig) -> list[GPTModel]:
     """This rank's part of the model (its pipeline stage, its tensor slice), weights not yet set: a chunk per virtual stage."""
     chunks = [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
-    mend_marks((named for chunk in chunks for named in chunk.named_parameters()), norm_names())
+    mend_marks((named for chunk in chunks for named in chunk.named_parameters()), layer_spec())
     return chunks
 
 
@@ -202,7 +202,7 @@ def _global_expert(name: str, layer: Any) -> str:
 
 
 def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
-    if norm_names() == "te":
+    if layer_spec() == "te":
         if spec.first_dense_layers:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         own = {"num_experts": spec.num_experts or None, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}

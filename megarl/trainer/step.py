@@ -29,10 +29,10 @@ from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
 from megarl.trainer.groups import context_group, tensor_group
+from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.logprobs import token_entropy, token_logprobs
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
-from megarl.trainer.norm_names import norm_names
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 from megarl.trainer.routing_replay import RoutingReplay
 from megarl.trainer.supported import check_transformer_engine
@@ -87,7 +87,7 @@ class MegatronTrainer:
         if dist.get_world_size() != topology.world_size:
             raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
         self.spec = spec
-        self.layout = trainer_layout(spec, topology, dtype, norm_names())
+        self.layout = trainer_layout(spec, topology, dtype, layer_spec())
         self.topology = topology
         self.coordinate = topology.coordinate(dist.get_rank())
         self.seed = seed

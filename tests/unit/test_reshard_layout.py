@@ -223,7 +223,7 @@ def test_tied_output_layer_is_one_parameter_except_on_a_last_stage_of_its_own():
 
 
 def test_transformer_engine_keeps_the_norms_inside_the_linear_layers():
-    names = {t.name for t in trainer_layout(spec(), TrainerTopology(), "bfloat16", norm_names="te").tensors(0)}
+    names = {t.name for t in trainer_layout(spec(), TrainerTopology(), "bfloat16", layer_spec="te").tensors(0)}
     assert {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"} <= names
     assert "decoder.layers.0.input_layernorm.weight" not in names
 
@@ -251,7 +251,7 @@ def test_layers_are_split_over_stages_as_megatron_does():
             "first_stage_layers=4: must leave layers that the other 1 of",
         ),
         (lambda: trainer_layout(spec(layers=4), TrainerTopology(first_stage_layers=4), "float32"), "needs trainer.pp of at least 2"),
-        (lambda: trainer_layout(spec(), TrainerTopology(), "float32", norm_names="apex"), "norm_names = 'apex'"),
+        (lambda: trainer_layout(spec(), TrainerTopology(), "float32", layer_spec="apex"), "layer_spec = 'apex'"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "int4"), "dtype = 'int4'"),
         (lambda: generator_layout(spec(), GeneratorTopology(tp=3), "float32"), "generator.tp = 3 does not divide num_attention_heads = 8"),
         (lambda: generator_layout(spec(ffn=255), GeneratorTopology(tp=2), "float32"), "r.tp = 2 does not divide intermediate_size = 255"),

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 
-def norm_names() -> str:
-    """ "te" or "local", as megarl.reshard.layout.trainer_layout calls them: they keep the norms under different names."""
+def layer_spec() -> str:
+    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms under different names."""
     fused = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     return "te" if fused else "local"
