@@ -163,7 +163,7 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
-    near = any(transport_class(kind).same_host for kinds in pairs for kind in kinds)
+    near = any(transport_class(kind).same_host for kind in set(itertools.chain(*pairs)))
     return runs[0] if even and not near else 0
 
 

@@ -6,6 +6,7 @@ rank's (in its Endpoint).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import socket
@@ -37,6 +38,7 @@ class Unserved(ValueError):
     """Completes the sentence "weights.transport=…: trainer rank 0 and generator rank 0 …"."""
 
 
+@functools.cache
 def transport_class(name: str) -> type[Transport]:
     """The class of a name in TABLE, or package.module:Class. Raises ConfigError for what does not import or is none."""
     found = find_callable(TABLE.get(name, name), f"weights.transport={name}", built_in=(AUTO, *TABLE))
