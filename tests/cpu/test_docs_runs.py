@@ -68,6 +68,19 @@ def test_a_rollout_of_ones_own(folder: Path) -> None:
 
 
 @pytest.mark.matrix
+def test_extensions_of_ones_own(folder: Path) -> None:
+    """All five files of docs/extending.md in one run, with a model of their family."""
+    for text in snippets("extending.md", "python"):
+        (folder / text.split(maxsplit=2)[1]).write_text(text)
+    model = make_model(folder / "checkpoints/mistral", "mistral", sliding_window=None)
+    settings = [f"model.path={model}", "model.family=my_family", "run_dir=runs/own_parts", "weights.transport=my_transport:FileTransport"]
+    settings += ["algorithm.name=my_rule:soft", "rollout.name=my_rollout:second_try", "reward.name=my_reward:ends_well"]
+    does({f"megarl train configs/quickstart.yaml {' '.join(settings)}": LONG["megarl train configs/calculator.yaml"]}, folder)
+    table = rows(folder / "runs/own_parts")
+    assert len(table) == 2 and all(row["sync/audit_ok"] and row["rollout/tries"] >= 1 and "reward/right/mean" in row for row in table)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("command", LONG)
 def test_what_takes_long(command: str, folder: Path) -> None:
     if "runs/quickstart/sft/hf" in command and not (folder / "runs/quickstart/sft/hf").exists():
