@@ -22,7 +22,8 @@ quickstart: setup
 	.venv/bin/megarl train configs/quickstart.yaml $(ARGS)
 
 check: setup .venv/.megarl-check
-	@.venv/bin/ruff check --quiet
+	@echo "check: lint, format and types"
+	.venv/bin/ruff check --quiet
 	.venv/bin/ruff format --check --quiet
 	.venv/bin/basedpyright --level error
 

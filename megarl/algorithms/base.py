@@ -17,10 +17,17 @@ class LossOutput(NamedTuple):
 class Microbatch(Protocol):
     """The tensors a loss reads beside the log-probs it is given. Garbage is allowed wherever `loss_mask` is False."""
 
-    loss_mask: Tensor  # [b, s] bool
-    mu_logprobs: Tensor  # [b, s] behaviour policy, as sampled
-    advantages: Tensor  # [b, s]
-    reference_logprobs: Tensor | None  # [b, s] frozen reference, if the algorithm needs one
+    @property
+    def loss_mask(self) -> Tensor: ...  # [b, s] bool
+
+    @property
+    def mu_logprobs(self) -> Tensor: ...  # [b, s] behaviour policy, as sampled
+
+    @property
+    def advantages(self) -> Tensor: ...  # [b, s]
+
+    @property
+    def reference_logprobs(self) -> Tensor | None: ...  # [b, s] frozen reference, if the algorithm needs one
 
 
 class Algorithm(Protocol):

@@ -24,13 +24,13 @@ from megarl.executors.step_times import step_times
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import WeightsApplied, WeightsGrant, WeightsWritten
+from megarl.messaging.messages import ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
 from megarl.models.registry import load_spec
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import Weights
-from megarl.reshard.layout import trainer_layout
+from megarl.reshard.layout import Layout, trainer_layout
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
 from megarl.rollouts.stream import RolloutStream
@@ -155,8 +155,18 @@ class EmulatedTrainer:
     def put_batch(self, batch: Batch, waited_s: float) -> None:
         self.batch, self._batch_wait_s = batch, waited_s
 
-    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied]) -> None:
+    def stop(self) -> None:
+        self.stopped = True
+
+    def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None:
         self._sync, self._applied = report, applied
+
+    def compare_probe(self, probe: ProbeReady) -> None:
+        raise AssertionError("observe.probe_every is 0 here")
+
+    @property
+    def layout(self) -> Layout:
+        return trainer_layout(self.plan.spec, self.plan.trainer_topology, self.plan.config.model.dtype)
 
     def get_model(self) -> dict[str, torch.Tensor]:
         return {}
@@ -168,6 +178,7 @@ class EmulatedTrainer:
         train_s = time.monotonic() - started
         self.curr_step += 1
         applied, now = self._applied(), time.monotonic()
+        assert applied is not None  # nothing stops this run
         step_s, self._step_ended = now - self._step_ended, now
         samples = [sample for group in batch.groups for sample in group.samples]
         self.rows.append({

@@ -127,6 +127,7 @@ class TrainerExecutor:
         return write_rollouts(self.plan.config.run_dir, batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
 
     def _write_metrics(self, batch: Batch, result, train_s: float, trained: int) -> None:
+        assert self.metrics is not None and self.ordinals is not None  # rank 0
         applied = self._applied()
         now = time.monotonic()
         step_s, self._step_ended = now - self._step_ended, now
@@ -213,7 +214,7 @@ class TrainerExecutor:
             return
         with self.trace.span(f"checkpoint {step}"):
             files = {LEDGER_FILE: self.ledger()} if self.rank == 0 else {}
-            if self.rank == 0:
+            if self.metrics is not None and self.ordinals is not None:
                 make_room(config.run_dir)
                 self.metrics.sync()
                 self.ordinals.sync()
@@ -225,7 +226,7 @@ class TrainerExecutor:
     def shutdown(self) -> None:
         self.status.set("done")
         self.trace.close()
-        if self.metrics is not None:
+        if self.metrics is not None and self.ordinals is not None:
             self.metrics.close()
             self.ordinals.close()
         shutdown_distributed()

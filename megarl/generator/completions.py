@@ -128,7 +128,13 @@ def scoring(sequences: list[list[int]]) -> dict[str, Any]:
 
 def scores_of(answer: bytes) -> list[list[float]]:
     """The answer to `scoring`: of each sequence the log-probs of all tokens but the first."""
-    return [[value for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
+    return [[_finite(value) for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
+
+
+def _finite(logprob: float | None) -> float:
+    if logprob is None:  # JSON has no NaN: SGLang writes null
+        raise EngineError("an engine scored a token with a log-prob of null: NaN or infinite")
+    return logprob
 
 
 def _completion(engine: str, meta: _Meta, sampling: Sampling, routing: RoutingFormat | None) -> Completion:

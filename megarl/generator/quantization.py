@@ -65,7 +65,7 @@ def no_kv_scales(original: Callable[..., Any], config: Any, layer: torch.nn.Modu
     return None if isinstance(layer, RadixAttention) else original(config, layer, prefix)
 
 
-def once(original: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
+def once(original: Callable[..., None], method: Any, layer: Any) -> None:
     """Around post-load work that transposes weights or merges scales. SGLang repeats it at the end of each update, as after a load of its
     own; direct writes write its result, so a second time would spoil it."""
     if not getattr(layer, "megarl_processed", False):

@@ -20,7 +20,9 @@ def join_update_group(port: int, size: int, backend: str) -> dist.ProcessGroup:
     from sglang.srt.utils import init_custom_process_group
 
     address = f"tcp://127.0.0.1:{port}"
-    return init_custom_process_group(backend=backend, init_method=address, world_size=size, rank=0, group_name=GROUP)
+    group = init_custom_process_group(backend=backend, init_method=address, world_size=size, rank=0, group_name=GROUP)
+    assert isinstance(group, dist.ProcessGroup)  # rank 0 is a member
+    return group
 
 
 def bucket_payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
@@ -35,4 +37,6 @@ def bucket_payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
     torch.multiprocessing.set_sharing_strategy("file_system")  # the default shares a descriptor that only relatives can open
     bucket = FlattenedTensorBucket(named_tensors=list(tensors))
     content: dict[str, Any] = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-    return MultiprocessingSerializer.serialize(content, output_str=True)
+    payload = MultiprocessingSerializer.serialize(content, output_str=True)
+    assert isinstance(payload, str)
+    return payload

@@ -38,6 +38,7 @@ def check_hooks() -> None:
     with zmq.Context() as context:
         port, bound = network.get_zmq_socket_on_host(context, zmq.PULL)
         connected = network.get_zmq_socket(context, zmq.PUSH, f"tcp://127.0.0.1:{port}", False)
+        assert isinstance(connected, zmq.Socket)  # a tuple only where no endpoint is given
         keyed = all(socket.getsockopt(zmq.MECHANISM) == zmq.CURVE for socket in (bound, connected))
         bound.close(linger=0)
         connected.close(linger=0)

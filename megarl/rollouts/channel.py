@@ -134,18 +134,25 @@ class RolloutsReceiver:
         """What rank 0 says, on every rank. Collective."""
         if self._patient is None:  # rank 0's own deadline comes first, and says what is missing
             with members_only():
-                self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches")
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches")
+            assert isinstance(group, dist.ProcessGroup)  # all ranks are members
+            self._patient = group
         body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
         return _decode_agreed(broadcast_bytes(body, executor.device, self._patient))
 
     def ledger(self) -> bytes:
         """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
         self._take_in()
-        return self._buffer.ledger().encode()
+        return self._rank_0_buffer.ledger().encode()
+
+    @property
+    def _rank_0_buffer(self) -> RolloutBuffer:
+        assert self._buffer is not None, "only rank 0 has a buffer"
+        return self._buffer
 
     def _next_batch(self, executor: BatchExecutor) -> _EncodedBatch | _Resend | None:
         """Waits until the buffer gives the batch of this step, and has what it finds too old generated again. None: the run is to stop."""
-        step, buffer = executor.curr_step, self._buffer
+        step, buffer = executor.curr_step, self._rank_0_buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
         awaited = f"batch {step} from generator.0"
         with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
@@ -176,18 +183,17 @@ class RolloutsReceiver:
         looked for first, and what has begun by then includes them."""
         ready = self.link.drain(GroupReady)
         for started in self.link.drain(GroupsStarted):
-            self._buffer.begin(started.ordinals, started.version)
+            self._rank_0_buffer.begin(started.ordinals, started.version)
         for group in ready:
-            self._buffer.finish(group)
+            self._rank_0_buffer.finish(group)
 
     def _encoded(self, step: int, groups: list[GroupReady], due_wait_s: float, rejected: int) -> _EncodedBatch:
         timed = [group for group in groups if group.ended_s > 0]
         generate_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
         idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
         waited_s, self._idle_s = idle_s - self._idle_s, idle_s
-        return _EncodedBatch(
-            step, [group.group for group in groups], generate_s, waited_s, due_wait_s, rejected, buffered=self._buffer.finished
-        )
+        buffered = self._rank_0_buffer.finished
+        return _EncodedBatch(step, [group.group for group in groups], generate_s, waited_s, due_wait_s, rejected, buffered)
 
 
 def broadcast_bytes(body: bytes, device: torch.device, patient: dist.ProcessGroup) -> bytes:

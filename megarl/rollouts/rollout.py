@@ -46,8 +46,9 @@ class CheckedRollout:
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for samples that are none, and whatever the rollout raises."""
         where = f"rollout {self.name}, prompt {prompt.ordinal}"
+        deadline = asyncio.timeout(self.timeout_s)
         try:
-            async with asyncio.timeout(self.timeout_s) as deadline:
+            async with deadline:
                 samples = await self.rollout(self.context, prompt, sampling, n)
         except TimeoutError as error:
             if not deadline.expired():

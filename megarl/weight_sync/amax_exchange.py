@@ -27,8 +27,12 @@ class AmaxExchange:
         self._awaited = {peer: _shared(amax_parts(map, peer), rank) for peer in peers(self._parts)}
         cuts = any(row.cut for row in map.rows)
         together = cuts and map.source.world_size > 1
-        with members_only():
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="amax") if together else None
+        self._group: dist.ProcessGroup | None = None
+        if together:
+            with members_only():
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="amax")
+            assert isinstance(group, dist.ProcessGroup)  # all ranks are members
+            self._group = group
 
     def table(self, tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
         """The amax of every cut tile that this rank's copies touch, of `tensors` as they are now.

@@ -66,11 +66,13 @@ class WeightsExecutor(Protocol):
 
     @property
     def version(self) -> Version:
-        """Of the weights that it holds."""
+        """The version of the weights it holds."""
         ...
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Where the trainer's ranks keep the weights."""
+        ...
 
     def get_model(self) -> Mapping[str, torch.Tensor]: ...
 
@@ -146,7 +148,10 @@ class WeightsSender:
         """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
         with executor.status.waiting("generator.0", awaited):
             found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
-        return None if self._stop.agree(found is None, executor.device) else found[1]
+        if self._stop.agree(found is None, executor.device):
+            return None
+        assert found is not None  # otherwise all ranks would have agreed to stop
+        return found[1]
 
     def _stop_asked(self) -> bool:
         return self._stop.asked
@@ -180,6 +185,7 @@ class WeightsSender:
         self._amax = AmaxExchange(map, rank, self._timeout_s)
 
     def _write(self, executor: WeightsExecutor, grant: WeightsGrant) -> None:
+        assert self._transport is not None  # `send` has prepared it
         model = executor.get_model()
         if grant.plan_hash and self._connect(executor, grant):
             self._cut_amax = self._amax.table(model)
@@ -193,6 +199,7 @@ class WeightsSender:
 
     def _connect(self, executor: WeightsExecutor, grant: WeightsGrant) -> bool:
         """To the engines that take part from now on. Whether the map is another than before."""
+        assert self._transport is not None
         map = self._map
         if grant.engines != self._engines:
             map, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines

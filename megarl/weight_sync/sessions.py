@@ -13,10 +13,10 @@ from megarl.messaging.messages import WeightsGrant
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.types import Version
-from megarl.weight_sync import workers
 from megarl.weight_sync.opening import Opened, open_engines
 from megarl.weight_sync.sender import weights_map
 from megarl.weight_sync.update import WeightUpdate
+from megarl.weight_sync.workers import Workers, check_parallelism, connect, settle_layout, watch
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._workers: workers.Workers | None = None
+        self._workers: Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # to whom the way is open
 
@@ -55,13 +55,15 @@ class EngineSessions:
                 return None
             known = members == self._members and not fleet.returned  # one that has come back is another process
             if not known:
-                self._use(members, fleet)
-            self._workers.may_lose = False
-            session = WeightUpdate(self._workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight")
+                self._workers = self._workers_of(members, fleet)
+            workers = self._workers
+            assert workers is not None
+            workers.may_lose = False
+            session = WeightUpdate(workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight")
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
                 if not known:
-                    await self._connect(trainers, len(members))
+                    self._opened = await self._connect(workers, trainers, len(members))
             except Exception as error:
                 if not (fleet.elastic and isinstance(error, EngineUnreachable)):
                     await session.abandon(str(error))
@@ -70,9 +72,10 @@ class EngineSessions:
                 self._members = []
                 fleet.lose(error)
             else:
+                assert self._opened is not None
                 self._members = members
-                self._workers.may_lose = fleet.elastic and self._opened.one_sided
                 opened, endpoints = self._opened, [[] for _ in trainers]
+                workers.may_lose = fleet.elastic and opened.one_sided
                 grant = WeightsGrant(version, [], len(members))
                 if not known:
                     grant = WeightsGrant(version, [], len(members), opened.relay, opened.map.plan_hash)
@@ -88,21 +91,21 @@ class EngineSessions:
             except EngineUnreachable as error:
                 fleet.lose(error)
 
-    def _use(self, members: list[int], fleet: Fleet) -> None:
+    def _workers_of(self, members: list[int], fleet: Fleet) -> Workers:
         """Raises RuntimeError where the way that weights go by cannot be opened anew for other engines than before."""
         if self._opened is not None and not self._opened.one_sided:
             ways, lost = ", ".join(sorted(self._opened.kinds)), "; ".join(fleet.lost.values()) or "an engine has come back"
             raise RuntimeError(f"weights go by {ways}, which cannot go on with engines {members} alone: {lost}")
         clients = [fleet.engines[index] for index in members]
-        self._workers = workers.Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
+        return Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
 
-    async def _connect(self, trainers: Sequence[Host], engines: int) -> None:
+    async def _connect(self, workers: Workers, trainers: Sequence[Host], engines: int) -> Opened:
         """Compares the live engines with the map's destination layout, then makes their parameters writable."""
         every = self._plan.generator_topology.engines
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
-        await workers.check_parallelism(self._workers, self._plan.generator_topology)
-        hosts = await workers.connect(self._workers, self._key_file)
-        await workers.settle_layout(self._workers, map.destination)
+        await check_parallelism(workers, self._plan.generator_topology)
+        hosts = await connect(workers, self._key_file)
+        await settle_layout(workers, map.destination)
         if self._plan.config.weights.audited:
-            await workers.watch(self._workers)
-        self._opened = await open_engines(self._workers, self._plan.config.weights, map, trainers, hosts)
+            await watch(workers)
+        return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)

@@ -78,11 +78,13 @@ class Workers:
         """Calls all engines but the lost ones, and waits for all. Returns those that could not be reached; raises what else went wrong."""
         places = [place for place in range(len(self.engines)) if place not in self.lost]
         outcomes = await asyncio.gather(*(call(self.engines[place]) for place in places), return_exceptions=True)
-        failed = {place: outcome for place, outcome in zip(places, outcomes) if isinstance(outcome, BaseException)}
-        for outcome in failed.values():
-            if not isinstance(outcome, EngineUnreachable):
+        unreachable: dict[int, EngineUnreachable] = {}
+        for place, outcome in zip(places, outcomes):
+            if isinstance(outcome, EngineUnreachable):
+                unreachable[place] = outcome
+            elif isinstance(outcome, BaseException):
                 raise outcome
-        return failed
+        return unreachable
 
     def go_on_without(self, unreachable: Mapping[int, EngineUnreachable]) -> None:
         """Raises one of them where nothing may be lost."""

@@ -97,7 +97,7 @@ class _StandInLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in _ABSENT:
-            module.__version__, _ = _ABSENT[module.__name__]
+            vars(module)["__version__"], _ = _ABSENT[module.__name__]
 
 
 class _StandIn(ModuleType):

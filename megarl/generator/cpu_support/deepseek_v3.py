@@ -39,7 +39,7 @@ def rope(
     head_size: int,
     rotary_dim: int,
     max_position: int,
-    base: float,
+    base: int,  # SGLang declares it so; it may be a float
     is_neox_style: bool = True,
     rope_scaling: dict[str, Any] | None = None,
     *options: Any,

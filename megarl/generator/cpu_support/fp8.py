@@ -55,36 +55,36 @@ def scaled_fp8_quant(
 
 
 def apply_block_linear(
-    original: Callable[..., torch.Tensor], method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    original: Callable[..., torch.Tensor], method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     return F.linear(x, dequantised(layer.weight, layer.weight_scale_inv, method.weight_block_size).to(x.dtype), bias)
 
 
 def apply_linear(
-    original: Callable[..., torch.Tensor], method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    original: Callable[..., torch.Tensor], method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Of a weight [in, out] and a scale [out, 1] or []."""
     return F.linear(x, (layer.weight.t().float() * layer.weight_scale).to(x.dtype), bias)
 
 
-def apply_block_experts(original: Callable[..., Any], method: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+def apply_block_experts(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
     block = method.weight_block_size
     w13 = dequantised(layer.w13_weight, layer.w13_weight_scale_inv, block)
     w2 = dequantised(layer.w2_weight, layer.w2_weight_scale_inv, block)
     return _experts(w13, w2, method, layer, dispatch_output)
 
 
-def apply_experts(original: Callable[..., Any], method: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+def apply_experts(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
     w13, w2 = of_experts(layer.w13_weight, layer.w13_weight_scale), of_experts(layer.w2_weight, layer.w2_weight_scale)
     return _experts(w13, w2, method, layer, dispatch_output)
 
 
-def _experts(w13: torch.Tensor, w2: torch.Tensor, method: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+def _experts(w13: torch.Tensor, w2: torch.Tensor, method: Any, layer: Any, dispatch_output: Any) -> Any:
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     x = dispatch_output.hidden_states
-    weights = SimpleNamespace(num_experts=layer.num_experts, w13_weight=w13.to(x.dtype), w2_weight=w2.to(x.dtype))
+    weights: Any = SimpleNamespace(num_experts=layer.num_experts, w13_weight=w13.to(x.dtype), w2_weight=w2.to(x.dtype))
     result = fused_moe_native.moe_forward_native(weights, x, dispatch_output.topk_output, method.moe_runner_config)
     return StandardCombineInput(hidden_states=result)
 

@@ -139,6 +139,8 @@ class Worker:
             self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
+        if self.neighbours is None:
+            return []
         tensors = self.tensors(parameters)
         for relay in self.relays:
             values = tensors[relay.tensor]
@@ -146,8 +148,6 @@ class Worker:
             dtype = str(values.dtype).removeprefix("torch.")
             copy = Copy(self.rank, relay.tensor, whole, relay.destination_rank, relay.tensor, whole, "identity", dtype, relay.depth)
             self.neighbours.write(copy, values)
-        if self.neighbours is None:
-            return []
         self.neighbours.fence()
         return sorted(self.neighbours.unwritten)
 
@@ -156,6 +156,7 @@ class Worker:
         os._exit(1)  # SGLang ends an engine of which a scheduler has
 
     def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
+        assert self.unwritten is not None  # since the model was loaded
         self.unwritten.start()
         return Watched(self.unwritten.count, self.unwritten.nbytes)
 

@@ -167,7 +167,7 @@ def _place(values: torch.Tensor) -> tuple[int, int | None]:
 
 
 def _untouched(values: torch.Tensor, before: tuple[int, int | None] | None) -> bool:
-    return _place(values) == before and before[1] is not None
+    return before is not None and before[1] is not None and _place(values) == before
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> Print:

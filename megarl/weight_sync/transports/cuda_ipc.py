@@ -159,7 +159,7 @@ def export(live: Live, memory: DeviceMemory) -> Endpoint:
     tensors: list[RemoteTensor] = []
     for name, parameter in parameters.items():
         handle, begin = places[parameter.untyped_storage().data_ptr()]
-        offset = begin + parameter.storage_offset() * parameter.itemsize
+        offset = begin + int(parameter.storage_offset()) * parameter.itemsize
         tensors.append(describe(name, parameter, offset, index_of[handle]))
     size = sum(allocation.size_bytes for allocation in allocations.values())
     return Endpoint(live.rank, live.kind, _sign_of_life(), size, tensors, allocations=list(allocations.values()), host=live.host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ class GlooGroup:
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout_s: float):
         self._timeout_s = timeout_s
-        self._backend = open_backend(dist.PrefixStore(GLOO, store), rank, size, address, timeout_s)
+        self._backend: Any = open_backend(dist.PrefixStore(GLOO, store), rank, size, address, timeout_s)
 
     def send(self, messages: Sequence[Message]) -> Started:
         return self._start(self._backend.send, messages)
@@ -59,7 +60,7 @@ class GlooTransport(TwoSidedTransport):
 
 def open_backend(store: dist.Store, rank: int, size: int, address: str, timeout_s: float) -> dist.ProcessGroupGloo:
     """`address` is that of the group's store (messaging.stores). By itself gloo would take what the host's own name resolves to."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  torch's stubs leave it out
     with new_listeners() as listeners:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address))]
     options._timeout = timedelta(seconds=timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class NcclGroup:
         options = dist.ProcessGroupNCCL.Options()
         # torch's watchdog ends the process when this expires. Ours comes first, and says what did not get through.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)
-        self._backend = dist.ProcessGroupNCCL(dist.PrefixStore(NCCL, store), rank, size, options)
+        self._backend: Any = dist.ProcessGroupNCCL(dist.PrefixStore(NCCL, store), rank, size, options)
         self._backend.eager_connect_single_device(self.device)  # one communicator for all, not one per pair at its first message
 
     def send(self, messages: Sequence[Message]) -> Started:

@@ -81,7 +81,7 @@ class SharedMemoryTransport(Transport):
         """Where its process has ended by now, in memory that is none: as of one that ends a moment later, the checks tell, and whoever
         may go on without it writes nowhere."""
         try:
-            storage = torch.UntypedStorage.from_file(endpoint.address, shared=True, nbytes=endpoint.size_bytes)
+            storage = _mapped(endpoint.address, endpoint.size_bytes)
         except RuntimeError as error:
             if file_at(endpoint.address) is not None:
                 ranks = f"trainer rank {self._rank} cannot map the weights of generator rank {endpoint.rank}"
@@ -105,10 +105,10 @@ class MemoryFile:
         self._file = os.memfd_create("megarl-weights")
         os.posix_fallocate(self._file, 0, self._size)  # too little memory is an error now, not a SIGBUS at the first write
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._memory = torch.UntypedStorage.from_file(self._path, shared=True, nbytes=self._size)
+        self._memory = _mapped(self._path, self._size)
         moved = {}
         for name, parameter in parameters.items():
-            offset = offset_of[parameter.untyped_storage().data_ptr()] + parameter.storage_offset() * parameter.itemsize
+            offset = offset_of[parameter.untyped_storage().data_ptr()] + int(parameter.storage_offset()) * parameter.itemsize
             moved[name] = view_at(self._memory, describe(name, parameter, offset))
             moved[name].copy_(parameter.data)
         for name, values in moved.items():
@@ -126,6 +126,13 @@ class MemoryFile:
     def close(self) -> None:
         """Nobody can map it any more; who has, keeps it."""
         os.close(self._file)
+
+
+def _mapped(path: str, size_bytes: int) -> torch.UntypedStorage:
+    """The file at `path`, mapped into this process."""
+    storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
+    assert isinstance(storage, torch.UntypedStorage)
+    return storage
 
 
 def maps_no_memory(trainer: Host, generator: Host, on_gpu: bool) -> str:

@@ -176,7 +176,7 @@ def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout
     deadline = time.monotonic() + timeout_s
     try:
         store = connect_store(address, timeout_s)
-        store.set(me, b"")
+        store.set(me, "")
         while absent := [name for name in names if not store.check([name])]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{', '.join(absent)} did not come within {timeout_s:.0f} s")
