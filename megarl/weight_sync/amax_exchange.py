@@ -1,7 +1,7 @@
-"""Amax of tiles that trainer ranks hold in parts, exchanged before an update is quantised: over gloo, in a group of its own.
+"""Exchanges the amax of tiles that several trainer ranks hold parts of, before an update is quantised: over gloo, in a group of its own.
 
-Messages are point to point, between ranks that share a tile: one a pair and direction, of the amax of all tiles of the parts they share,
-in forward order. Both ends work out from the map what is in it, so it carries no names.
+Messages are point to point, between ranks that share a tile: one per pair and direction. It holds the amax of all tiles of the parts
+they share, in forward order. Both ends derive its content from the map, so it carries no names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.reshard.map import ReshardMap
 
 
 class AmaxExchange:
-    """Construct on every trainer rank: collective over the default process group where the map cuts any tile."""
+    """Construct it on every trainer rank: where the map cuts a tile, that is collective over the default process group."""
 
     def __init__(self, map: ReshardMap, rank: int, timeout_s: float):
         self._rank, self._timeout_s = rank, timeout_s
@@ -35,7 +35,7 @@ class AmaxExchange:
             self._group = group
 
     def table(self, tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
-        """The amax of every cut tile that this rank's copies touch, of `tensors` as they are now.
+        """The amax of every cut tile that this rank's copies touch, computed from the current values of `tensors`.
 
         Raises RuntimeError on NaN or infinity, naming the tensor, and TimeoutError naming the two ranks where one does not answer.
         """
@@ -47,7 +47,7 @@ class AmaxExchange:
             received[peer] = torch.empty(sum(part.tiles.numel for part in awaited))
             outgoing.append((dist.isend(message, peer, group=self._group), f"to trainer rank {peer}", message))
             incoming.append((dist.irecv(received[peer], peer, group=self._group), f"from trainer rank {peer}", received[peer]))
-        for work, whither, _ in incoming + outgoing:  # the tensors stay alive until they are through
+        for work, whither, _ in incoming + outgoing:  # incoming and outgoing keep the tensors alive until then
             self._wait(work, whither)
         for peer, values in received.items():
             table.merge(_entries(self._awaited[peer], values, measured[0][1].device))

@@ -1,4 +1,4 @@
-"""What the trainer ranks say they sent against what lies in the engines' memory, and what lies there against what was left there."""
+"""The audit compares what the trainer ranks say they sent with what lies in the engines' memory, and that with what it was before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.weight_sync.commands import Changes
 
 
 class AuditError(RunError):
-    """What lies in an engine's memory is not what was sent, or not what was left there."""
+    """An engine's memory does not hold what was sent, or has changed since the last audit."""
 
 
 def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
@@ -37,10 +37,10 @@ def compare(
     map: ReshardMap,
     relays: Collection[Relay] = (),
 ) -> None:
-    """`found[generator rank][tensor]` against the sum of the senders' shares modulo 2^64. Raises AuditError.
+    """Compares `found[generator rank][tensor]` with the sum of the senders' shares modulo 2^64. Raises AuditError.
 
-    What a relay brought must be what was sent to its leader. The engines stand still meanwhile, and of a large model there are a million
-    shares: all that is done for each of them is done by dict itself, but where several senders share a tensor.
+    A relayed tensor must equal what was sent to its leader. The engines are paused meanwhile, and a large model has a million shares:
+    so dict operations handle them in bulk, and only tensors with several senders are summed one by one.
     """
     sent: list[dict[str, int]] = [{} for _ in found]
     for of_sender in shares:
@@ -68,7 +68,7 @@ def _differing(one: Mapping[str, int], other: Mapping[str, int]) -> set[str]:
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
-    """Who should have filled a tensor, and how it got there."""
+    """Which trainer ranks should have filled a tensor, and which generator rank passed it on."""
     leader = leaders.get((rank, name), rank)
     ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
     by_relay = "" if leader == rank else f", passed on by generator rank {leader}"

@@ -1,4 +1,4 @@
-"""The versions of the weights that trainer ranks offer."""
+"""Offers of weight versions by the trainer ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megarl.types import Version
 
 
 class Offers:
-    """Of the ranks `trainers`; once the first of them has offered something, the others must follow within `timeout_s`."""
+    """Collects the offers of the ranks `trainers`. Once one rank has offered a version, the others must follow within `timeout_s`."""
 
     def __init__(self, link: Hub, trainers: Sequence[str], timeout_s: float):
         self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
         self._open: dict[Version, set[str]] = {}  # by whom
 
     async def next(self, serving: Version, again: bool = False) -> Version:
-        """The next version that every rank stands still for; `again`: only `serving`, for engines that have come back.
+        """Waits for the next version that every rank has offered. With `again` that can only be `serving`, for engines that have come back.
 
-        The first rank may take its time: who needs the weights has a deadline. Raises TimeoutError that names the ranks that do not follow.
+        The first offer has no deadline here: whoever needs the weights has one. Raises TimeoutError that names the ranks still missing.
         """
         while True:
             for version, ranks in self._open.items():

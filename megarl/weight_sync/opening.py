@@ -1,8 +1,8 @@
-"""Before the first update: which rank writes to which by what, and the engines' memory is opened accordingly.
+"""Chooses which rank writes to which by what transport, and opens the engines' memory accordingly, before the first update.
 
-Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding): trainer ranks write to the leaders alone, whose workers
-pass tensors on once everything is written. Inside a host that is done wherever it holds several engines and the trainer is elsewhere,
-so that every byte crosses the network once per host; between engines of any hosts where it is asked for.
+Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding): trainer ranks write only to the leaders, whose workers
+pass tensors on once everything is written. By default a host relays if it holds several engines and the trainer runs elsewhere, so that
+every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from megarl.weight_sync.transports.choice import (
 from megarl.weight_sync.workers import Workers
 
 Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it
-Ways = dict[str, set[int]]  # kind of transport → generator ranks that others pass on to by it
+Ways = dict[str, set[int]]  # kind of transport → generator ranks that receive relayed tensors by it
 
 
 @dataclass(frozen=True)
 class Opened:
-    map: ReshardMap  # what the trainer ranks write: all, or what is not passed on
-    endpoints: list[Endpoint]  # where they write it, and where engines pass it on to
-    relay: RelayRule | None  # by which engines pass on
-    relays: list[Relay]  # what
+    map: ReshardMap  # what the trainer ranks write: everything that is not passed on
+    endpoints: list[Endpoint]  # where trainer ranks write, and where engines pass tensors on to
+    relay: RelayRule | None  # the rule that engines pass tensors on by
+    relays: list[Relay]  # the tensors they pass on
 
     @property
     def kinds(self) -> set[str]:
-        """Of transports in use."""
+        """The transports in use."""
         return {endpoint.kind for endpoint in self.endpoints}
 
     @property
     def one_sided(self) -> bool:
-        """All of them."""
+        """Whether all transports in use are one-sided."""
         return all(transport_class(kind).one_sided for kind in self.kinds)
 
     @property
     def lands(self) -> bool:
-        """Whether any of them does not write all boxes where they belong."""
+        """Whether any transport in use writes some boxes to landing memory first."""
         return any(transport_class(kind).lands for kind in self.kinds)
 
     def endpoints_of(self, trainer: int) -> list[str]:
-        """Encoded, those that a trainer rank needs: of whom it writes to, and of groups in which it is a member. (All of them are 100 MB
-        at 405B, for each of 512 ranks.)"""
+        """The endpoints that a trainer rank needs, encoded: those it writes to, and those of the groups it belongs to. (At 405B all
+        endpoints together are 100 MB, for each of 512 ranks.)"""
         needed = [self._peers[trainer, endpoint.rank] or _joins(trainer, endpoint) for endpoint in self.endpoints]
         return list(itertools.compress(self._texts, needed))
 
@@ -81,7 +81,7 @@ class Opened:
 async def open_engines(
     workers: Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
 ) -> Opened:
-    """`trainers`, `engines`: where each trainer rank and each generator rank runs. Needs an open update session.
+    """Opens the memory of all engines. `trainers` and `engines` say where each rank runs. Needs an open update session.
 
     Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
     """
@@ -96,7 +96,7 @@ async def open_engines(
 
 
 async def _open_in_all_ways(workers: Workers, pairs: Pairs, map: ReshardMap, hosts: Sequence[Host], relayed: Ways) -> list[Endpoint]:
-    """Opens every generator rank in all ways that `pairs` asks for, and by which others pass on to it."""
+    """Opens every generator rank to each transport that trainer ranks write by, or that other engines pass tensors on by."""
     asked = {kind for kinds in pairs for kind in kinds} | relayed.keys()
     endpoints: list[Endpoint] = []
     for kind in (*TABLE, *sorted(asked - TABLE.keys())):
@@ -110,10 +110,10 @@ async def _open_in_all_ways(workers: Workers, pairs: Pairs, map: ReshardMap, hos
 async def open_memory(
     workers: Workers, kind: str, map: ReshardMap | None, writers: Writers | None = None, hosts: Sequence[Host] = ()
 ) -> list[Endpoint]:
-    """Makes the live parameters writable by one kind of transport, once; the endpoint of every generator rank in `writers`.
+    """Makes the live parameters writable by one kind of transport. Returns the endpoint of every generator rank in `writers`.
 
-    `writers` says which trainer ranks will write to which generator ranks in this way; None: all to all. `hosts`: of all ranks; none:
-    this one. Needs an open update session.
+    `writers` says which trainer ranks will write to which generator ranks by it (None: all to all), `hosts` where all ranks run (empty:
+    on this host). Needs an open update session.
     """
     if writers is None:
         writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
@@ -128,10 +128,10 @@ async def open_memory(
 def passing_on(
     relay: str, pairs: Pairs, engines: Sequence[Host], map: ReshardMap, tp: int
 ) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
-    """Who passes on (None: nobody), what is left of `map` for the trainer to write, and what is passed on.
+    """Returns the relay rule (None: no relays), the part of `map` that trainer ranks write, and the relays.
 
-    `relay` is weights.relay, `pairs` the transports from trainer ranks, `tp` the ranks of an engine. `auto` relays when hosts hold several
-    replicas of a shard, alike on each, and every trainer rank reaches every one of them over the network.
+    `relay` is weights.relay, `pairs` the transports from trainer ranks, `tp` the ranks of an engine. `auto` relays when every host holds
+    several replicas of a shard, equally many on each, and every trainer rank reaches all of them over the network.
     """
     rule = None
     if relay == ENGINES:
@@ -139,7 +139,7 @@ def passing_on(
     elif relay == AUTO and (per_host := _ranks_per_host(pairs, engines)):
         rule = RelayRule(INSIDE_HOSTS, per_host)
     if rule is not None:
-        with contextlib.suppress(ValueError):  # replicas are not spread alike over the hosts
+        with contextlib.suppress(ValueError):  # raised when replicas are spread unevenly over the hosts
             written, forwarding = relayed(map, rule)
             if forwarding.relays:
                 return rule, written, forwarding.relays
@@ -147,7 +147,7 @@ def passing_on(
 
 
 def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
-    """Raises ConfigError where two that should pass on share no host, and cannot write to each other one-sidedly."""
+    """The transports that relays take. Raises ConfigError where two engines on different hosts have no one-sided transport between them."""
     ways: Ways = defaultdict(set)
     for source, destination in sorted({(relay.source_rank, relay.destination_rank) for relay in relays}):
         kind = transport_between(AUTO, engines[source], engines[destination])
@@ -159,7 +159,7 @@ def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
 
 
 def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
-    """Generator ranks that share a host; 0 where hosts do not hold equally many, or some trainer rank shares one."""
+    """How many generator ranks share a host; 0 if hosts hold unequal numbers, or if a trainer rank shares a host with engines."""
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
@@ -172,7 +172,7 @@ def _joins(trainer: int, endpoint: Endpoint) -> bool:
 
 
 async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Sequence[Endpoint]) -> None:
-    """Lets the engines' workers write to those they pass on to: every engine is told of its own part."""
+    """Connects the engines' workers to those they pass tensors on to. Each engine is told only its own part."""
     of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
     for relay in relays:
         of_rank[relay.source_rank].append(relay)

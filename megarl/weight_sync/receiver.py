@@ -33,24 +33,24 @@ from megarl.weight_sync.writes import Writes
 
 @dataclass(frozen=True)
 class Taken:
-    """What an update cost the engines."""
+    """The cost of an update to the engines."""
 
     pause: Pause
     bytes_written: int  # by all trainer ranks together
 
 
 class ServingExecutor(Protocol):
-    """What the receiving end asks of the generator."""
+    """The generator's executor, as the receiving end uses it."""
 
     curr_step: int
     fleet: Fleet
     status: StatusBoard
     trace: TraceWriter
-    pulse: Pulse  # beats when the version has changed, or what `wait_until` waits for
+    pulse: Pulse  # beats when the version changes, or anything else that `wait_until` may wait for
 
     @property
     def version(self) -> Version:
-        """Of the weights in the engines; -1: none of the run's yet."""
+        """The version of the weights in the engines; -1 before the run's first."""
         ...
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None: ...
@@ -67,10 +67,10 @@ class ServingExecutor(Protocol):
 
 
 class WeightsReceiver:
-    """Trainer → generator, at the generator's only process.
+    """Trainer → generator, in the generator's only process.
 
-    Every version is taken as soon as all trainer ranks have offered it, by a background task (`serve`), whatever the executor
-    does meanwhile: what an update means for requests that are running is the executor's to say (`hold`, `release`).
+    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, whatever the executor does meanwhile.
+    The executor decides what an update does to running requests (`hold`, `release`).
 
     The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.asynchrony).
     """
@@ -78,12 +78,12 @@ class WeightsReceiver:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link = plan, link
         self._run_ahead = run_ahead(plan.config.async_)
-        self.settled: Version = -1  # taken, and done with all that follows an update
+        self.settled: Version = -1  # the newest version taken whose probe and evaluation are done too
         self._sessions = EngineSessions(plan, source, link, key_file)
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]
         self._offers = Offers(link, self._trainers, plan.config.timeouts.weights_s)
         self._hosts: list[Host] = []  # of the trainer ranks
-        self._busy = False  # an update is on its way
+        self._busy = False  # an update is under way
         self._updates = 0
 
     def recv(self, executor: ServingExecutor) -> None:
@@ -92,19 +92,19 @@ class WeightsReceiver:
             self.await_version(executor, executor.curr_step - self._run_ahead)
 
     def await_version(self, executor: ServingExecutor, oldest: Version) -> None:
-        """Waits until the engines have `oldest` or a newer version, and what follows its update is done."""
+        """Waits until the engines have `oldest` or a newer version, and its probe and evaluation are done."""
         awaited = f"weights version {oldest} from {', '.join(self._trainers)}"
         with executor.status.waiting("trainer", awaited):
             executor.wait_until(lambda: self.settled >= oldest, awaited)
 
     async def serve(self, executor: ServingExecutor) -> None:
-        """Takes every version up to the run's last, and gives the one that is served to engines that come back."""
+        """Takes every version up to the run's last, and brings the version being served into engines that come back."""
         executor.start(self._invite(executor), "invitation of engines that came back")
         while executor.version < self._plan.config.max_steps:
             await self.take(executor)
             after = asyncio.ensure_future(self._after(executor))
             try:
-                while not after.done():  # it needs engines, and there may be none but those that come back meanwhile
+                while not after.done():  # it needs engines, and all of them may be among those that come back
                     await self._join_beside(after, executor)
                 after.result()
             finally:
@@ -113,7 +113,7 @@ class WeightsReceiver:
             executor.pulse.beat()
 
     async def _join_beside(self, after: asyncio.Future[None], executor: ServingExecutor) -> None:
-        """Until `after` is done, or an engine was taken back."""
+        """Waits until `after` is done or an engine has been taken back."""
         offer = asyncio.ensure_future(self._offers.next(executor.version, again=True))
         try:
             await asyncio.wait({after, offer}, return_when=asyncio.FIRST_COMPLETED)
@@ -123,13 +123,13 @@ class WeightsReceiver:
             offer.cancel()
 
     async def _after(self, executor: ServingExecutor) -> None:
-        """What follows an update."""
+        """The probe and the evaluation that follow an update."""
         if is_probe_version(executor.version, self._plan.config.observe.probe_every):
             self._tell(await executor.probe())
         await executor.evaluate()
 
     async def take(self, executor: ServingExecutor) -> None:
-        """Waits for the next version on offer, and brings it into the engines; into those that have come back, what the others serve."""
+        """Waits for the next new version and brings it into the engines; until it comes, serves offers made for engines that came back."""
         while (version := await self._offers.next(executor.version)) == executor.version:
             await self._join(executor, version)
         self._busy = True
@@ -141,7 +141,7 @@ class WeightsReceiver:
         self._applied(executor, version, taken)
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
-        """Brings `version`, which the others serve meanwhile, into engines that have come back."""
+        """Brings `version`, which the other engines go on serving, into engines that have come back."""
         fleet, self._busy = executor.fleet, True
         with executor.trace.span(f"weights {version} for engines {sorted(fleet.returned)}", track="weights"):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
@@ -161,8 +161,8 @@ class WeightsReceiver:
         fleet.pulse.beat()
 
     async def _invite(self, executor: ServingExecutor) -> None:
-        """Asks for the weights that are served now when an engine has come back. Whoever is not waiting for a batch then, soon
-        sends newer ones; engines that have come back by then take part in that."""
+        """When an engine has come back, asks for the weights being served. Trainer ranks that are not waiting for a batch will soon send
+        newer ones, and the engine takes part in that update instead."""
         fleet = executor.fleet
         while True:
             await fleet.pulse.until(lambda: bool(fleet.returned) and not self._busy and executor.version >= 0)
@@ -175,16 +175,16 @@ class WeightsReceiver:
             self._link.send(name, message)
 
     async def _update(self, executor: ServingExecutor, version: Version) -> Taken:
-        """Brings `version` into all engines that there are."""
+        """Brings `version` into all engines that are alive."""
         fleet = executor.fleet
         if not self._hosts:
             self._hosts = await self._meet_trainers()
         while (session := await self._sessions.open(fleet, self._hosts, executor.version, version)) is None:
-            await fleet.pulse.until(lambda: bool(fleet.members))  # whoever watches the lost ones has a deadline
+            await fleet.pulse.until(lambda: bool(fleet.members))  # the watch over lost engines has a deadline
         return await self._write(fleet, session)
 
     async def _write(self, fleet: Fleet, session: Session) -> Taken:
-        """From the grant to the engines' going on; those that took part serve then, but for those that were lost on the way."""
+        """From the grant until the engines go on. Afterwards all that took part serve, except those that were lost meanwhile."""
         try:
             bytes_written = await self._take_writes(session)
             pause = await session.update.close()
@@ -197,7 +197,7 @@ class WeightsReceiver:
         return Taken(pause, bytes_written)
 
     async def _take_writes(self, session: Session) -> int:
-        """Lets all trainer ranks write, and proves what they wrote: the bytes."""
+        """Lets all trainer ranks write, and audits the result. Returns the bytes written."""
         opened, update, grant = session.opened, session.update, session.grant
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
@@ -208,7 +208,7 @@ class WeightsReceiver:
         writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
         if opened.lands:
             await writes.landed()
-            await asyncio.gather(update.spread(), writes.done())  # what landed is spread while all else is written
+            await asyncio.gather(update.spread(), writes.done())  # landed boxes are spread while the rest is written
         else:
             await writes.done()
         await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
@@ -219,7 +219,7 @@ class WeightsReceiver:
         return sum(message.bytes_written for _, message in writes.parts)
 
     async def _meet_trainers(self) -> list[Host]:
-        """Both ends must have computed the same map, before the first byte is written. Where each trainer rank runs."""
+        """Checks, before the first byte is written, that both ends have computed the same map. Returns where each trainer rank runs."""
         hosts: dict[str, Host] = {}
         differing = []
         while missing := [name for name in self._trainers if name not in hosts]:
@@ -235,7 +235,7 @@ class WeightsReceiver:
 
 
 class InitialWeights:
-    """The same end without any lag: the weights the run starts from, and those it ends with."""
+    """The same receiving end without lag, for the weights that the run starts from and those it ends with."""
 
     def __init__(self, channel: WeightsReceiver):
         self._channel = channel

@@ -8,11 +8,11 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
-What lands before it gets to its place (Mooncake) is written first, and WeightsWritten says that there is more to come: it is spread while
-the rest is written.
+Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces the rest, and the workers spread
+what has landed while the rest is written.
 
-Nobody gathers a tensor, and nobody sends for another: the reshard map says who writes what where. Where it quantises and a tile is cut
-across trainer ranks, these exchange the tile's amax before they offer.
+No rank gathers a tensor, and no rank sends for another: the reshard map says who writes what where. Trainer ranks that hold parts of the
+same quantisation tile exchange its amax before they offer.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ M = TypeVar("M", WeightsGrant, ProbeReady)
 
 @dataclass
 class SyncReport:
-    """What one weight update cost, as a trainer rank saw it; with it, whatever sending the same weights again did."""
+    """The cost of one weight update to a trainer rank, including any repeats of it for engines that came back."""
 
-    wait_s: float = 0.0  # held back by the generator
-    sync_s: float = 0.0  # from the grant until everything is written
+    wait_s: float = 0.0  # until the generator granted it
+    sync_s: float = 0.0  # from the grant until everything was written
 
 
 class WeightsExecutor(Protocol):
-    """What the sending end asks of the trainer."""
+    """The trainer's executor, as the sending end uses it."""
 
     rank: int
     device: torch.device
@@ -91,24 +91,24 @@ class WeightsSender:
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
         self._transport, self._payloads = None, Payloads()
-        self._writes: tuple[list[Copy], list[Copy]] = [], []  # in the order they are sent: what lands, then all else
-        self._engines = plan.generator_topology.engines  # that the map is for
+        self._writes: tuple[list[Copy], list[Copy]] = [], []  # in sending order: those that land, then all others
+        self._engines = plan.generator_topology.engines  # how many the map is for
         self._report = SyncReport()  # of the newest version
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
 
     def send(self, executor: WeightsExecutor, again: bool = False) -> None:
-        """Offers the executor's weights, waits for the grant, writes. Leaves a SyncReport with the executor; nothing where the run stops.
+        """Offers the executor's weights, waits for the grant, and writes. Gives the executor a SyncReport, unless the run stops.
 
-        `again`: a version that was sent before, for an engine that has come back; what that cost is added to its report.
+        `again` sends a version once more, for an engine that has come back; its cost is added to that version's report.
 
-        With `async.partial_rollout=block` the grant waits for rollouts to finish: hence the long deadline of a batch, not of a write.
-        The first waits for the engines to start, too.
+        The deadline for the grant is that of a batch: with `async.partial_rollout=block` the grant waits for rollouts to finish. The
+        first grant also waits for the engines to start.
         """
         version, grant_s = executor.version, self._plan.config.timeouts.rollouts_s
         if self._transport is None:
             grant_s += self._plan.config.generator.startup_timeout_s
             self._prepare(executor)
-        self._cut_amax = self._amax.table(executor.get_model())  # before the offer: no engine stands still for it
+        self._cut_amax = self._amax.table(executor.get_model())  # before the offer, so that no engine is paused for it
         self._link.send(WeightsOffer(version))
         self._report = report = self._report if again else SyncReport()
         if not self._send_granted(executor, report, grant_s):
@@ -123,7 +123,7 @@ class WeightsSender:
                 executor.compare_probe(probe)
 
     def _send_granted(self, executor: WeightsExecutor, report: SyncReport, timeout_s: float) -> bool:
-        """Waits for the grant, and writes. False where that did not come, or there is nothing to be written to."""
+        """Waits for the grant and writes. Returns False if the run stops first, or if no engine is left to write to."""
         version, began = executor.version, time.monotonic()
         with executor.trace.span(f"wait for engines to take weights {version}"):
             grant = self._unless_stopped(executor, WeightsGrant, timeout_s, f"generator.0 to take weights version {version}")
@@ -138,14 +138,14 @@ class WeightsSender:
         with executor.trace.span(f"write weights {version}"):
             try:
                 self._write(executor, grant)
-            except Exception as error:  # so that the generator need not wait for its deadline
+            except Exception as error:  # tells the generator at once, instead of letting it run into its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
                 raise
         report.sync_s += time.monotonic() - granted
         return True
 
     def _unless_stopped(self, executor: WeightsExecutor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
-        """What the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
+        """Receives a message that the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
         with executor.status.waiting("generator.0", awaited):
             found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
         if self._stop.agree(found is None, executor.device):
@@ -171,7 +171,7 @@ class WeightsSender:
                 return applied
 
     def _prepare(self, executor: WeightsExecutor) -> None:
-        """Computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs: before any write."""
+        """Before any write: computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs."""
         self._use(weights_map(self._plan, executor.layout), executor.rank)
         check_held(executor.get_model(), self._map.source, executor.rank)
         host = this_host()
@@ -198,7 +198,7 @@ class WeightsSender:
             self._link.send(written)
 
     def _connect(self, executor: WeightsExecutor, grant: WeightsGrant) -> bool:
-        """To the engines that take part from now on. Whether the map is another than before."""
+        """Connects to the engines that take part from now on. Returns whether the map has changed."""
         assert self._transport is not None
         map = self._map
         if grant.engines != self._engines:
@@ -217,15 +217,15 @@ class WeightsSender:
         return changed
 
     def close(self) -> None:
-        """Stays until the last weights are in use: the generator could not tell a rank that left early from one that was lost."""
-        if self._unconfirmed is not None:  # (a run that stops waits for nothing)
+        """Waits until the last weights are in use: the generator could not tell a rank that left early from a lost one."""
+        if self._unconfirmed is not None:  # (a run that stops does not wait)
             self._await_applied(self._unconfirmed)
         if self._transport is not None:
             self._transport.close()
 
 
 def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> ReshardMap:
-    """The reshard map of a run from the trainer's layout `source` to its engines, or to so many of them as there are."""
+    """The reshard map from the trainer's layout `source` to all engines of the run, or to `engines` of them."""
     topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quantization = plan.config.generator.quantization

@@ -1,4 +1,4 @@
-"""Update sessions with the engines that there are: the way to their memory stays open, until others take part than before."""
+"""Update sessions with the engines that are alive. The way to their memory stays open until a different set of engines takes part."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from megarl.weight_sync.workers import Workers, check_parallelism, connect, sett
 
 @dataclass(frozen=True)
 class Session:
-    """Engines that stand still, open to be written to."""
+    """Paused engines whose memory is open to be written."""
 
-    members: list[int]  # which engines of the fleet
+    members: list[int]  # indices of the engines in the fleet
     update: WeightUpdate
     opened: Opened
-    grant: WeightsGrant  # what to tell every trainer rank
-    endpoints: list[list[str]]  # by trainer rank, what to tell it beside that; empty while they stay what they are
+    grant: WeightsGrant  # the same for every trainer rank
+    endpoints: list[list[str]]  # by trainer rank, to go with the grant; empty as long as they do not change
 
 
 class EngineSessions:
-    """`source` is the trainer's layout, `link` where the engines' workers answer, with the key in `key_file`."""
+    """`source` is the trainer's layout. The engines' workers answer over `link`, with the key in `key_file`."""
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
         self._workers: Workers | None = None
         self._opened: Opened | None = None
-        self._members: list[int] = []  # to whom the way is open
+        self._members: list[int] = []  # the engines whose memory is open
 
     async def open(
         self, fleet: Fleet, trainers: Sequence[Host], serving: Version, version: Version, joining: bool = False
     ) -> Session | None:
-        """For a write of `version`, with all engines that take part, or only those that are `joining`. None when there are none.
+        """Opens a session to write `version` into all members of the fleet, or only into those that have come back (`joining`). Returns
+        None when there are none.
 
-        `serving` is the version that the others hold by now (-1: none of ours yet), `trainers` where each trainer rank runs. An engine
-        that is found to be lost is left out. Raises what else goes wrong, and the engines are used no more then.
+        `serving` is the version that the engines hold by now (-1: none of the run's yet), `trainers` says where each trainer rank runs.
+        An engine that turns out to be lost is left out. Any other error is raised, and the engines are not used any more.
         """
         while True:
             await self._notice_restarts(fleet, serving)
             members = sorted(fleet.returned) if joining else fleet.members
             if not members:
                 return None
-            known = members == self._members and not fleet.returned  # one that has come back is another process
+            known = members == self._members and not fleet.returned  # an engine that has come back is a new process
             if not known:
                 self._workers = self._workers_of(members, fleet)
             workers = self._workers
@@ -83,7 +84,7 @@ class EngineSessions:
                 return Session(members, session, opened, grant, endpoints)
 
     async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
-        """An engine that was started again since it last had a request to answer no longer has the weights."""
+        """Counts an engine as lost if it was restarted while it had no requests: it no longer has the weights."""
         for index in sorted(fleet.serving) if fleet.elastic and serving >= 0 else ():
             try:
                 if await fleet.engines[index].version(self._plan.config.timeouts.weights_s) == -1:
@@ -92,7 +93,7 @@ class EngineSessions:
                 fleet.lose(error)
 
     def _workers_of(self, members: list[int], fleet: Fleet) -> Workers:
-        """Raises RuntimeError where the way that weights go by cannot be opened anew for other engines than before."""
+        """The workers of `members`. Raises RuntimeError if the transports in use cannot be opened again for a different set of engines."""
         if self._opened is not None and not self._opened.one_sided:
             ways, lost = ", ".join(sorted(self._opened.kinds)), "; ".join(fleet.lost.values()) or "an engine has come back"
             raise RuntimeError(f"weights go by {ways}, which cannot go on with engines {members} alone: {lost}")
@@ -100,7 +101,7 @@ class EngineSessions:
         return Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
 
     async def _connect(self, workers: Workers, trainers: Sequence[Host], engines: int) -> Opened:
-        """Compares the live engines with the map's destination layout, then makes their parameters writable."""
+        """Compares the live engines with the map's destination layout, then opens their parameters to be written."""
         every = self._plan.generator_topology.engines
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
         await check_parallelism(workers, self._plan.generator_topology)

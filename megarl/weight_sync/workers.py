@@ -1,6 +1,6 @@
-"""All workers of the engines as one: a command goes to each of them, their answers come back by the run's hub.
+"""Sends commands to all workers of the engines; their answers come back over the run's hub.
 
-Needs an open update session, as SGLang takes commands for its workers in no other. Before the first write of a run: `connect`, then
+Commands need an open update session: SGLang passes none to its workers outside one. Before the first write of a run call `connect`, then
 `settle_layout`, which compares the live parameters with the layout that the reshard map was built on.
 """
 
@@ -34,10 +34,10 @@ class Workers:
     tp: int
     hub: Hub  # answers come here
     timeout_s: float  # of one command
-    stores: list[dist.Store] = field(default_factory=list)  # where the groups of transports meet
-    may_lose: bool = False  # what is done goes on without an engine that becomes unreachable
-    lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by place in `engines`
-    connection: str = field(default_factory=lambda: secrets.token_hex(4))  # what the workers' own names end with
+    stores: list[dist.Store] = field(default_factory=list)  # where the process groups of transports meet
+    may_lose: bool = False  # whether commands go on without an engine that becomes unreachable
+    lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by index in `engines`
+    connection: str = field(default_factory=lambda: secrets.token_hex(4))  # suffix of the workers' names
 
     @property
     def count(self) -> int:
@@ -45,18 +45,18 @@ class Workers:
 
     @property
     def address(self) -> str:
-        """Of this host, where the engines reach it."""
+        """The address of this host at which the engines reach it."""
         return self.hub.address.rpartition("/")[2].rpartition(":")[0]
 
     @property
     def ranks(self) -> list[range]:
-        """Generator ranks of each engine."""
+        """The generator ranks of each engine."""
         return [range(first, first + self.tp) for first in range(0, self.count, self.tp)]
 
     async def run(self, per_engine: Sequence[Command]) -> list[bytes]:
-        """One command per engine, inside an open update session; the answer's payload by generator rank, empty from a lost one.
+        """Sends one command to each engine. Returns the answers' payloads by generator rank; that of a lost one is empty.
 
-        Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer, EngineUnreachable.
+        Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer, and EngineUnreachable.
         """
         name = type(per_engine[0]).__name__
         commanded = dict(zip(self.engines, per_engine))
@@ -67,7 +67,7 @@ class Workers:
             ranks = ", ".join(map(str, sorted(missing)))
             sender, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {ranks} to {name}")
             if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in awaited:
-                continue  # an engine's that was lost after it had answered
+                continue  # from an engine that was lost after it had answered
             if reply.error:
                 raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
             payloads[reply.generator_rank] = reply.payload
@@ -75,7 +75,7 @@ class Workers:
         return [payloads.get(rank, b"") for rank in range(self.count)]
 
     async def each(self, call: Callable[[EngineClient], Awaitable[None]]) -> dict[int, EngineUnreachable]:
-        """Calls all engines but the lost ones, and waits for all. Returns those that could not be reached; raises what else went wrong."""
+        """Calls all engines except lost ones, and waits for all. Returns those that could not be reached; raises any other error."""
         places = [place for place in range(len(self.engines)) if place not in self.lost]
         outcomes = await asyncio.gather(*(call(self.engines[place]) for place in places), return_exceptions=True)
         unreachable: dict[int, EngineUnreachable] = {}
@@ -87,7 +87,7 @@ class Workers:
         return unreachable
 
     def go_on_without(self, unreachable: Mapping[int, EngineUnreachable]) -> None:
-        """Raises one of them where nothing may be lost."""
+        """Notes them as lost. Raises one of them where no engine may be lost."""
         if unreachable and not self.may_lose:
             raise next(iter(unreachable.values()))
         self.lost |= unreachable
@@ -97,7 +97,7 @@ class Workers:
 
 
 async def check_parallelism(workers: Workers, planned: GeneratorTopology) -> None:
-    """Raises LayoutError that names every engine with other parallel sizes than planned. Before `connect`: commands go to so many ranks."""
+    """Raises LayoutError that names every engine with other parallel sizes than planned. Call it before `connect`, which relies on them."""
     found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
     wrong = [
         f"engine {engine.url} runs with {_sizes(sizes.tp_size, sizes.ep_size, sizes.dp_size)}"
@@ -113,19 +113,19 @@ def _sizes(tp: int, ep: int, dp_attention: int) -> str:
 
 
 async def connect(workers: Workers, key_file: str) -> list[Host]:
-    """Once, before anything else. Needs an open update session. Where each generator rank runs."""
+    """Connects the workers to the hub, once, before anything else. Returns where each generator rank runs."""
     first_ranks = range(0, workers.count, workers.tp)
     payloads = await workers.run([Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks])
     return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
 
 
 async def describe(workers: Workers) -> list[list[RemoteTensor]]:
-    """Every live parameter, by generator rank."""
+    """All live parameters, by generator rank."""
     return [msgspec.msgpack.decode(payload, type=commands.Description) for payload in await workers.run_all(Describe())]
 
 
 async def settle_layout(workers: Workers, layout: Layout) -> None:
-    """Checks the live engines against the layout, and makes their workers speak of parameters in its shapes. Raises LayoutError."""
+    """Checks the live engines against the layout, and has their workers use its shapes. Raises LayoutError."""
     check_layout(await describe(workers), layout)
     shapes = {rank: {t.name: t.shape for t in layout.tensors(rank) if t.engine_shape is not None} for rank in range(workers.count)}
     if any(shapes.values()):
@@ -133,7 +133,7 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
 
 
 async def watch(workers: Workers) -> None:
-    """Makes their workers note what they compute with though no update writes it, and says how much that is."""
+    """Has the workers hash the tensors that they compute with but no update writes; prints how much memory that is."""
     watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
     most = max(watched, key=lambda each: each.bytes)
     print(

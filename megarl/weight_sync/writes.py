@@ -1,4 +1,4 @@
-"""What the trainer ranks say of a version that they write, at the generator."""
+"""The trainer ranks' reports of what they have written, collected at the generator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megarl.types import Version
 
 
 class Writes:
-    """A rank says so of each part that it has written, of the last one without `more`. `parts` are (rank's name, what it said)."""
+    """Collects the WeightsWritten messages of one version. A rank sends one for each part; the last has no `more`.
+
+    `parts` lists (rank's name, message)."""
 
     def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
         self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
@@ -18,11 +20,11 @@ class Writes:
         self.parts: list[tuple[str, WeightsWritten]] = []
 
     async def landed(self) -> None:
-        """Returns when each rank has written its first part: whatever lands is there. Raises as `done` does."""
+        """Returns when each rank has written its first part, so that all landing boxes are there. Raises as `done` does."""
         await self._until(lambda: {name for name, _ in self.parts})
 
     async def done(self) -> None:
-        """Returns when all is written. Raises RuntimeError where a rank could not, or has written something else, TimeoutError."""
+        """Returns when all is written. Raises RuntimeError where a rank failed or wrote another version, TimeoutError where it is late."""
         await self._until(self._finished)
 
     def _finished(self) -> set[str]:

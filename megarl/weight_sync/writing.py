@@ -1,4 +1,4 @@
-"""One update as a trainer rank writes it: its copies of the reshard map, one after the other, through a transport."""
+"""Writes one update from a trainer rank: its copies of the reshard map, one after the other, through a transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.weight_sync.transports.base import Endpoint
 
 
 class Writer(Protocol):
-    """A Transport that is connected, or several behind one (PairwiseTransport)."""
+    """A connected Transport, or several behind one interface (PairwiseTransport)."""
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None: ...
 
@@ -42,9 +42,9 @@ def send(
 ) -> Sent:
     """Carries out `copies`, all of one source rank, and fences.
 
-    `sources` are its parameters by the names of the trainer layout, `shapes` the destination tensors' by rank and name, `amax`
-    that of tiles which the copies cut; `payloads` to be kept from one update to the next. The shares are hashes of the values as they
-    should arrive, taken from the source, so they witness the whole way.
+    `sources` are the rank's parameters by their names in the trainer layout, `shapes` the shapes of destination tensors by rank and name,
+    `amax` the maxima of the tiles that the copies cut; `payloads` is kept from one update to the next. The shares are hashes of the values
+    as they should arrive, computed at the source, so that the audit covers the whole way.
     """
     shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     payloads = payloads or Payloads()
@@ -62,7 +62,7 @@ def send(
 
 
 def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tuple[list[Copy], list[Copy]]:
-    """(those of `copies` whose boxes land, all others)"""
+    """Splits `copies` into (those whose boxes land, all others)."""
     landings = {(endpoint.rank, landing.tensor, landing.start) for endpoint in endpoints for landing in endpoint.landings}
     parts: tuple[list[Copy], list[Copy]] = [], []
     for copy in copies:

@@ -1,4 +1,4 @@
-"""Our hooks into an engine's workers: to see a model before its first request, and to process what was written, and that alone."""
+"""Hooks into an engine's workers: they see a model before its first request, and control the post-load work after direct writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _loaded(*arguments: Any) -> None:
 
 
 def _settle(*_: Any) -> None:
-    """Before a weight update: SGLang overlaps steps with its scheduling, and one may still run on the GPU when the scheduler has paused."""
+    """Runs before a weight update: SGLang overlaps steps with scheduling, so one may still run on the GPU when the scheduler has paused."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Our end inside every TP worker of an engine: the custom weight loader that SGLang calls with the live model.
+"""MegaRL's end inside every TP worker of an engine: the custom weight loader that SGLang calls with the live model.
 
-What SGLang hands over as a named tensor is a typed command (see `commands`). An exception that left `run_command` would end
-the engine, so each is caught here, once, and travels back as the answer.
+The named tensor that SGLang hands over holds a typed command (see `commands`). An exception that left `run_command` would end the engine,
+so it is caught and sent back as the answer.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Worker:
         self.host = Host()
         self.peer: Peer | None = None
         self.reply_address = ""
-        self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where not the engine's own
+        self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where they differ from the engine's
         self.unwritten: Watch | None = None
-        self.audited: dict[str, int] = {}  # what was found at the last audit; nothing of what is being written
-        self.since = -1  # the version that was audited last
+        self.audited: dict[str, int] = {}  # hashes of the parameters at the last audit; `recall` empties it
+        self.since = -1  # the version audited last
         self.memories: dict[str, Memory] = {}  # by import path
-        self.opened: dict[str, Memory] = {}  # of them, by kind of transport, to the generator that is connected
+        self.opened: dict[str, Memory] = {}  # by kind of transport: those opened for the connected generator
         self.neighbours: PairwiseTransport | None = None  # towards other generator ranks
         self.relays: list[Relay] = []
 
@@ -87,7 +87,7 @@ class Worker:
             self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
 
     def loaded(self, model: torch.nn.Module) -> None:
-        """As soon as the model is; called again, nothing."""
+        """Called as soon as the model is loaded; further calls do nothing."""
         if self.unwritten is None:
             self.unwritten = Watch(model)
 
@@ -153,7 +153,7 @@ class Worker:
 
     def end(self, parameters: Parameters, command: End) -> None:
         print("told to end: the weights are half-written", file=sys.stderr, flush=True)
-        os._exit(1)  # SGLang ends an engine of which a scheduler has
+        os._exit(1)  # SGLang ends an engine when one of its schedulers ends
 
     def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
         assert self.unwritten is not None  # since the model was loaded
@@ -172,11 +172,11 @@ class Worker:
         return Found(hashes, changes)
 
     def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
-        """SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors that are made of
-        kv_b_proj, which SGLang makes anew only where no loader has run, and a custom one counts as one.
+        """Runs SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors derived from
+        kv_b_proj, which SGLang derives again only if no loader has run, and a custom loader counts as one.
 
-        Torch has not seen that parameters were written. It is told, since SGLang keeps copies of some (a router's bias in another dtype)
-        and renews them when torch says that the parameter has changed.
+        Direct writes do not change torch's version counters. They are incremented here, because SGLang keeps copies of some parameters (a
+        router's bias in another dtype) and renews a copy when the counter of its parameter has changed.
         """
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
@@ -202,7 +202,7 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
 
 
 def as_arranged(values: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """The same memory in another shape. Raises RuntimeError where it cannot be: the values must lie without gaps."""
+    """The same memory in another shape. Raises RuntimeError where the values do not lie without gaps."""
     if shape is None:
         return values
     in_memory_order = values.t() if values.dim() == 2 and not values.is_contiguous() else values
@@ -215,22 +215,22 @@ def _tp_rank() -> int:
     return get_parallel().tp_rank
 
 
-_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader by its import path alone: its state has nowhere else to live
+_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its import path, so its state has to be global
 
 
 def loaded(result: Any, runner: Any) -> None:
-    """After SGLang has loaded the model of a worker; a draft model for speculative decoding is not ours."""
+    """Runs after SGLang has loaded a worker's model; draft models for speculative decoding are ignored."""
     if not runner.is_draft_worker:
         _worker.loaded(runner.model)
 
 
 def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:
-    """Around SGLang's post-load work."""
+    """Runs around SGLang's post-load work."""
     with beating():
         _worker.finish(original, model, device)
 
 
 def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """The loader itself, by SGLang's contract."""
+    """The custom weight loader, with the signature that SGLang asks for."""
     with beating():
         _worker.run(model, commands.decode(content_of(named_tensors)))

@@ -1,13 +1,13 @@
-"""What an engine's worker computes with though no update writes it: rotary caches, what post-load work makes of parameters, scales of a
-quantisation method. Hashed before the first update, and again with each audit.
+"""Watches the tensors that an engine's worker computes with but no update writes: rotary caches, tensors that post-load work derives from
+parameters, scales of a quantisation method. They are hashed before the first update, and again with each audit.
 
-These are the buffers of all modules, and the tensors that hang on modules otherwise: as attributes, in containers, and in those objects of
-SGLang's layers that are no modules (quantisation methods, settings of a router). Parameters are not among them, nor what lies in the memory
-of one: those are written, and audited against the trainer.
+They are the buffers of all modules, and all other tensors reachable from a module: through attributes, containers, and objects of SGLang's
+layers that are not modules (quantisation methods, router settings). Parameters, and tensors that share a parameter's memory, are left out:
+updates write those, and the audit compares them with the trainer's.
 
-What forward passes make is their working memory, and changes with each. So only those tensors count that are there as soon as the model is
-loaded, those that post-load work makes, and `MADE_LATER`. Caches of keys and values, graph pools and the memory of collectives lie
-outside of the model and of its layers.
+Forward passes create working memory that changes every time. So a tensor counts only if it exists as soon as the model is loaded, if
+post-load work creates it, or if it is listed in `MADE_LATER`. KV caches, graph pools and the memory of collectives lie outside the model
+and its layers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 
 from megarl.kernels.audit import hash_tensor
 
-LAYERS = "sglang.srt.layers."  # classes of what belongs to a module, though it is none itself
-MADE_LATER = {("StandardDispatcher", "local_expert_mapping")}  # by the first forward pass, and the same ever after
+LAYERS = "sglang.srt.layers."  # objects of these classes belong to a module without being one
+MADE_LATER = {("StandardDispatcher", "local_expert_mapping")}  # created by the first forward pass, then constant
 CAST_TO = (torch.bfloat16, torch.float16)  # the first forward pass may cast a rotary cache to the dtype of queries
 
-PLAIN = {type(None), bool, int, float, str}  # most attributes: engines stand still while all are looked at
+PLAIN = {type(None), bool, int, float, str}  # most attributes; skipped early, because engines are paused during the walk
 OF_TORCH = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks
 
 Region = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # address, shape, strides
@@ -34,7 +34,7 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # address, s
 
 @dataclasses.dataclass(frozen=True)
 class Print:
-    """A tensor as it was found. `hash` is None where it lies in the memory of a parameter."""
+    """The state of a tensor. `hash` is None if it shares a parameter's memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -42,17 +42,17 @@ class Print:
 
 
 class Watch:
-    """Over one live model. Make it as soon as the model is loaded."""
+    """Watches one live model. Construct it as soon as the model is loaded."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
         self._names = {name for name, _, _ in _tensors(model)}
-        self._left: dict[str, Print] = {}  # as they were at the last audit, or were left by post-load work since
-        self._casts: dict[str, list[Print]] = {}  # what they may be cast to
-        self.count, self.nbytes = 0, 0  # of what is watched; memory that has two names counts once
+        self._left: dict[str, Print] = {}  # their state at the last audit, or after post-load work since
+        self._casts: dict[str, list[Print]] = {}  # the states they may be cast to
+        self.count, self.nbytes = 0, 0  # of the watched tensors; memory with two names counts once
 
     def start(self) -> None:
-        """Notes what is there; called again, nothing."""
+        """Records the current state; further calls do nothing."""
         if self._left:
             return
         tensors = self._tensors()
@@ -63,7 +63,7 @@ class Watch:
         self._casts = {name: [_cast(values, dtype) for dtype in CAST_TO] for name, values in single.items()}
 
     def changed(self) -> list[str]:
-        """Names of those that are no longer what they were: other values, another shape or dtype, in a parameter's memory or out of it."""
+        """Names of the tensors that have changed: values, shape, dtype, or whether they share a parameter's memory."""
         found = self._prints(self._tensors())
         for name, casts in self._casts.items():
             if found.get(name) in casts and self._left[name] not in casts:
@@ -74,7 +74,7 @@ class Watch:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Around post-load work: what it makes anew, or writes to, is what counts from then on. All else must stay as it was."""
+        """Wraps post-load work: the tensors that it creates or writes are recorded anew. All others must stay unchanged."""
         if not self._left:
             yield
             return
@@ -101,7 +101,7 @@ class Watch:
 
 
 class _Memory:
-    """Bytes that tensors take."""
+    """The address ranges that tensors occupy."""
 
     def __init__(self, tensors: Iterator[torch.Tensor]):
         self._spans: list[tuple[int, int]] = []
@@ -117,7 +117,7 @@ class _Memory:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[str, str]]]:
-    """(name, tensor, class and attribute that hold it) of every tensor of a model but its parameters. A name is the way to it."""
+    """Yields (name, tensor, class and attribute that hold it) for every tensor of a model except its parameters. The name is its path."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         for own, values in module._buffers.items():
@@ -156,13 +156,13 @@ def _region(values: torch.Tensor) -> Region:
 
 
 def _span(values: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte, and behind its last one."""
+    """The addresses of its first byte and one past its last."""
     reach = sum((extent - 1) * stride for extent, stride in zip(values.shape, values.stride())) + 1 if values.numel() else 0
     return values.data_ptr(), values.data_ptr() + reach * values.itemsize
 
 
 def _place(values: torch.Tensor) -> tuple[int, int | None]:
-    """Address, and how often this process has written to it; None where torch does not count that."""
+    """Its address and torch's version counter, which is None for inference tensors."""
     return values.data_ptr(), None if values.is_inference() else values._version
 
 

@@ -1,7 +1,7 @@
-"""What a transport is: how boxes of values get from a trainer rank into the live tensors of engine workers.
+"""The interface of transports, which carry boxes of values from a trainer rank into the live tensors of engine workers.
 
-A transport is one file of this folder, with both its ends and what the generator tells the one about the other. `choice.TABLE` names
-those that there are; `weights.transport` takes any other by its import path.
+Each transport is one file of this folder. It holds both ends, and what the generator tells the one about the other. `choice.TABLE` lists
+the built-in ones; `weights.transport` takes any other by its import path.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def describe(name: str, parameter: torch.Tensor, offset_bytes: int = 0, allocati
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
-    """Where the box of `tensor` that begins at `start` is to be put in one piece; the worker then spreads it."""
+    """A place in landing memory, where the box of `tensor` that begins at `start` is written in one piece; the worker then spreads it."""
 
     tensor: str
     start: tuple[int, ...]
@@ -50,12 +50,12 @@ class Allocation(msgspec.Struct, frozen=True):
     """One piece of GPU memory that another process of the host can open (cuda_ipc)."""
 
     handle: bytes
-    size_bytes: int  # from its beginning to the end of the last tensor in it
-    reference: tuple[bytes, int]  # torch's count of who has it open: a file in /dev/shm, and the place in it
+    size_bytes: int  # up to the end of the last tensor in it
+    reference: tuple[bytes, int]  # torch's reference count of it: a file in /dev/shm, and the offset there
 
 
 class Members(msgspec.Struct, frozen=True):
-    """Who belongs to the process group of a two-sided transport: trainer ranks first, then generator ranks."""
+    """The members of the process group of a two-sided transport: trainer ranks first, then generator ranks."""
 
     trainers: tuple[int, ...]
     generators: tuple[int, ...]
@@ -63,7 +63,7 @@ class Members(msgspec.Struct, frozen=True):
 
 
 class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker is to receive from one trainer rank, as one message."""
+    """One message that a worker is to receive from a trainer rank."""
 
     source_rank: int
     tensor: str
@@ -72,22 +72,22 @@ class Incoming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What an engine worker must know to open its memory to one transport. Each transport fills in what it needs."""
+    """Tells an engine worker what it needs to open its memory to one transport. Each transport fills in its own fields."""
 
     protocol: str = ""  # of the network
-    landing: list[tuple[str, Box]] = []  # boxes that are to be written in one piece, and then spread
-    address: str = ""  # where the members of a group meet
+    landing: list[tuple[str, Box]] = []  # boxes that are written in one piece to landing memory, then spread
+    address: str = ""  # of the store where the members of the group meet
     members: Members | None = None  # of that group
     incoming: list[Incoming] = []  # messages, in the order of the reshard map
     timeout_s: float = 0.0
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where the weights of one generator rank can be written, by one kind of transport. Travels as JSON text."""
+    """Says where one generator rank's weights can be written by one kind of transport. Sent as JSON text."""
 
     rank: int  # generator rank
     kind: str  # of transport: a name in choice.TABLE, or an import path
-    address: str  # a file to map, or there while the process is (cuda_ipc); of a group's store; mooncake.address_of
+    address: str  # a file: to map, or to tell whether the process lives (cuda_ipc); a group's store; or mooncake.address_of
     size_bytes: int
     tensors: list[RemoteTensor]
     landings: list[Landing] = []
@@ -105,14 +105,14 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Opening:
-    """What the generator knows when it has the engines opened to one transport."""
+    """The generator's knowledge when it opens the engines to one transport."""
 
-    map: ReshardMap | None  # None: of memory that is only mapped
-    writers: Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it by this transport; none: engines alone do
+    map: ReshardMap | None  # None where memory is only to be mapped
+    writers: Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it by this transport; empty if only engines do
     hosts: Sequence[Host]  # of all trainer ranks and generator ranks
-    address: str  # of this process, where all of them reach it
+    address: str  # of this process, as all ranks reach it
     timeout_s: float
-    stores: list[dist.Store]  # that were opened for groups; they are there as long as somebody holds them
+    stores: list[dist.Store]  # opened for groups; kept here because a store closes when nobody holds it
 
 
 @dataclass(frozen=True)
@@ -120,83 +120,83 @@ class Live:
     """The live parameters of an engine worker, and where it runs."""
 
     rank: int  # generator rank
-    kind: str  # of the transport that they are opened to
+    kind: str  # of the transport that the parameters are opened to
     host: Host
-    address: str  # of this host, where the generator reaches it
+    address: str  # of this host, as the generator reaches it
     parameters: Mapping[str, torch.nn.Parameter]
-    tensors: Callable[[], Mapping[str, torch.Tensor]]  # the parameters' memory, as it lies now, in the shapes of the reshard map
+    tensors: Callable[[], Mapping[str, torch.Tensor]]  # the parameters' current memory, in the shapes of the reshard map
 
 
 class Memory(abc.ABC):
-    """The engine worker's end of a transport, one for each worker."""
+    """The engine worker's end of a transport. Each worker has one."""
 
     @abc.abstractmethod
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        """Lets others write to the live parameters, which stay where they are from now on. May be called again, for others."""
+        """Lets others write to the live parameters, which must not move from now on. May be called again, for other writers."""
 
-    def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most have nothing to do
-        """Takes in what one update sends, if this end has to: into `tensors`, which are all the parameters."""
+    def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most transports have nothing to do
+        """Receives one update into `tensors`, which are all the parameters, if the transport is two-sided."""
 
     def spread(self) -> None:  # noqa: B027
-        """Puts what has landed where it belongs."""
+        """Copies the boxes that have landed to where they belong."""
 
 
 class Transport(abc.ABC):
-    """The trainer rank's end: its way to some generator ranks. Connected once, then used for every update.
+    """The trainer rank's end: writes to some generator ranks. It is connected once, then used for every update.
 
-    The methods of its instances raise TimeoutError or RuntimeError that name both ranks.
+    Its methods raise TimeoutError or RuntimeError that name both ranks.
     """
 
     memory: ClassVar[type[Memory]]  # the other end
-    one_sided: ClassVar[bool] = True  # workers do nothing while it writes; it can be opened anew at any time, and no lost engine blocks it
-    same_host: ClassVar[bool] = False  # it serves ranks of one host alone
-    lands: ClassVar[bool] = False  # some boxes land first, and are to be spread
+    one_sided: ClassVar[bool] = True  # workers are passive; it can be opened again at any time, and a lost engine does not block it
+    same_host: ClassVar[bool] = False  # it serves only ranks of one host
+    lands: ClassVar[bool] = False  # some boxes land first, and have to be spread
 
     @staticmethod
     def found_here() -> tuple[str, ...]:
-        """What this host has that decides whether the transport works: becomes a part of its Host."""
+        """Lists what this host has that decides whether the transport works. It becomes a part of the Host."""
         return ()
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
-        """Why it cannot serve these two, to complete "trainer rank 0 and generator rank 0 …"; empty if nothing stands in the way."""
+        """Says why it cannot serve these two, completing "trainer rank 0 and generator rank 0 …"; empty if it can."""
         return ""
 
     @classmethod
     def offers(cls, opening: Opening) -> dict[int, Offer]:
-        """At the generator: what to tell the worker of each generator rank in `opening.writers`."""
+        """Called at the generator: the offer for the worker of each generator rank in `opening.writers`."""
         return {rank: Offer() for rank in opening.writers}
 
     def __init__(self, rank: int, timeout_s: float):
-        """`rank`: the trainer rank, or the generator rank that passes tensors on."""
+        """`rank` is the trainer rank, or the generator rank that passes tensors on."""
         self._rank, self._timeout_s = rank, timeout_s
 
     @abc.abstractmethod
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """Opens the way to the generator rank of each endpoint; all are of this transport."""
+        """Connects to the generator rank of each endpoint; all endpoints are of this transport."""
 
     @abc.abstractmethod
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        """Before the first write of an update: values that are views of `sources` stay in place and unchanged until the fence."""
+        """Called before the first write of an update. Values that are views of `sources` stay in place and unchanged until the fence."""
 
     @abc.abstractmethod
     def write(self, copy: Copy, values: torch.Tensor) -> None:
-        """Puts `values`, of the box's shape and the destination's dtype, into the destination box. May return before it is there."""
+        """Writes `values`, of the box's shape and the destination's dtype, into the destination box. May return before they are there."""
 
     @abc.abstractmethod
     def fence(self) -> None:
-        """Returns when everything written so far is in the destination's memory."""
+        """Returns once everything written so far is in the destination's memory."""
 
     @abc.abstractmethod
     def close(self) -> None: ...
 
 
 class OwnerGone(RuntimeError):
-    """The engine process whose memory is mapped here has ended: what is written into it is lost."""
+    """The engine process that owned memory mapped here has ended: writes to it are lost."""
 
 
 class PeerUnreachable(RuntimeError):
-    """Generator ranks could not be written to; all others were. Their engines have ended, or the network to them is broken."""
+    """Some generator ranks could not be written to, while all others were: their engines have ended, or the network is broken."""
 
     def __init__(self, message: str, ranks: Collection[int]):
         super().__init__(message)

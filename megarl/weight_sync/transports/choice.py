@@ -1,7 +1,7 @@
-"""Which transport serves a pair of ranks: `weights.transport`, and what both know of each other's host.
+"""Chooses the transport for a pair of ranks, from `weights.transport` and the hosts of both.
 
-Trainer and generator come to the same answer, each from the same data: the trainer rank's Host (in its Hello) and the generator
-rank's (in its Endpoint).
+Trainer and generator come to the same choice, because both derive it from the same data: the trainer rank's Host (in its Hello) and the
+generator rank's (in its Endpoint).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.messaging.host import Host
 from megarl.weight_sync.transports.base import CUDA_IPC, GLOO, MOONCAKE, NCCL, SHARED_MEMORY, Transport
 
 AUTO = "auto"
-# In the order in which `auto` prefers them, and in which memory is opened: sharing moves parameters, so it comes before what pins them.
+# In the order in which `auto` prefers them and memory is opened: shared memory moves parameters, so it precedes transports that pin them.
 TABLE = {
     CUDA_IPC: "megarl.weight_sync.transports.cuda_ipc:CudaIpcTransport",
     SHARED_MEMORY: "megarl.weight_sync.transports.shared_memory:SharedMemoryTransport",
@@ -40,7 +40,7 @@ class Unserved(ValueError):
 
 @functools.cache
 def transport_class(name: str) -> type[Transport]:
-    """The class of a name in TABLE, or package.module:Class. Raises ConfigError for what does not import or is none."""
+    """The class for a name in TABLE or an import path package.module:Class. Raises ConfigError if there is no such transport."""
     found = find_callable(TABLE.get(name, name), f"weights.transport={name}", built_in=(AUTO, *TABLE))
     if not (isinstance(found, type) and issubclass(found, Transport)) or inspect.isabstract(found):
         raise ConfigError(f"weights.transport={name}: must be a complete subclass of megarl.weight_sync.transports.base:Transport")
@@ -48,7 +48,7 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def check_transport(setting: str) -> None:
-    """Before anything starts: raises ConfigError for a transport that could not even serve two ranks of this host."""
+    """Called before anything starts: raises ConfigError for a transport that could not serve even two ranks of this host."""
     here = this_host()
     try:
         transport_between(setting, here, here)
@@ -57,7 +57,7 @@ def check_transport(setting: str) -> None:
 
 
 def this_host() -> Host:
-    """Of this process. CUDA counts when torch has it: parameters are then on a GPU."""
+    """The Host of this process. It has CUDA if torch does: parameters are then on a GPU."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Host(
         memory=f"{boot} {os.readlink('/proc/self/ns/pid')} shm:[{os.stat('/dev/shm').st_dev}]",
@@ -69,9 +69,9 @@ def this_host() -> Host:
 
 
 def transport_between(setting: str, trainer: Host, generator: Host) -> str:
-    """The kind of transport from a trainer rank to a generator rank: `setting`, or for AUTO the best that works.
+    """The kind of transport from a trainer rank to a generator rank: `setting`, or with AUTO the best that works.
 
-    Raises Unserved for one that does not work between these two, ConfigError as `transport_class`.
+    Raises Unserved if `setting` does not work between these two, and ConfigError as `transport_class` does.
     """
     works = [kind for kind in TABLE if not transport_class(kind).hindrance(trainer, generator)]
     if setting == AUTO:
@@ -83,7 +83,7 @@ def transport_between(setting: str, trainer: Host, generator: Host) -> str:
 
 
 def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence[Host]) -> Pairs:
-    """Of every pair of ranks, each side in rank order. Raises ConfigError for the first pair that `setting` cannot serve."""
+    """The transport of every pair of ranks, each side in rank order. Raises ConfigError for the first pair that `setting` cannot serve."""
     pairs = []
     for generator_rank, generator in enumerate(generators):
         found: dict[Host, str] = {}  # there are few hosts
@@ -102,6 +102,6 @@ def on_one_host(one: Host, other: Host) -> bool:
 
 
 def describe_pairs(pairs: Pairs) -> str:
-    """How many pairs of ranks use what, for logs."""
+    """How many pairs of ranks use each transport, for logs."""
     counts = Counter(kind for of_generator in pairs for kind in of_generator)
     return ", ".join(f"{kind} for {count} of {counts.total()} pairs of ranks" for kind, count in counts.most_common())

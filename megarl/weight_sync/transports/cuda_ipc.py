@@ -1,11 +1,11 @@
-"""One-sided writes inside a node: the trainer rank opens the GPU memory in which an engine worker's parameters lie, and copies into it.
+"""One-sided writes inside a node: the trainer rank opens the GPU memory that holds an engine worker's parameters, and copies into it.
 
-torch's allocator cuts large allocations into many tensors, and CUDA shares whole allocations only. So an endpoint names each
-allocation once, with one handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it. The
-endpoint's address is an empty file that the engine's process holds open: whether it is there tells whether the process is.
+torch's allocator cuts large allocations into many tensors, and CUDA shares only whole allocations. So an endpoint lists each allocation
+once, with its handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it. The endpoint's
+address is an empty file that the engine's process holds open: it exists as long as the process does.
 
-The engine's GPU need not be visible to the trainer process: a handle is opened on the trainer's own current device, which from then
-on reaches the memory over NVLink or PCIe (CUDA enables peer access), or directly where both share a GPU.
+The engine's GPU need not be visible to the trainer process: a handle is opened on the trainer's own current device, which then
+reaches the memory over NVLink or PCIe (CUDA enables peer access), or directly where both share a GPU.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _POLL_S = 0.0001
 
 
 class DeviceMemory(Protocol):
-    """What only CUDA can do."""
+    """The operations that need CUDA."""
 
     def export(self, storage: torch.UntypedStorage) -> tuple[Allocation, int]:
-        """The allocation that `storage` is a part of, up to the end of `storage`, and where in it `storage` begins, in bytes."""
+        """The allocation that holds `storage`, up to the end of `storage`, and the offset of `storage` in it, in bytes."""
         ...
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
-        """Another process's allocation, as memory of this process."""
+        """Maps another process's allocation into this process."""
         ...
 
     def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Starts target ← values, after all that was asked of the device before."""
+        """Starts the copy target ← values, ordered after all earlier work on the device."""
         ...
 
     def finish(self, timeout_s: float) -> bool:
-        """Waits for all copies; False: they did not end in time."""
+        """Waits for all copies. Returns False if they did not end in time."""
         ...
 
 
 class CudaMemory:
-    """On the current device, by torch's own sharing of storages (torch/csrc/StorageSharing.cpp)."""
+    """Uses the current device and torch's own sharing of storages (torch/csrc/StorageSharing.cpp)."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def export(self, storage: torch.UntypedStorage) -> tuple[Allocation, int]:
         _, handle, size, offset, count, index, _, _ = storage._share_cuda_()
-        torch.cuda.synchronize()  # instead of the event that came with it
+        torch.cuda.synchronize()  # replaces the event that came with it
         return Allocation(handle, offset + size, (count, index)), offset
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
@@ -66,7 +66,7 @@ class CudaMemory:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(values, non_blocking=True)
-        values.record_stream(self._stream)  # else its memory could be given away before the copy has read it
+        values.record_stream(self._stream)  # otherwise its memory could be reused before the copy has read it
 
     def finish(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -120,7 +120,7 @@ class CudaIpcTransport(Transport):
         self._tensors = {}
 
     def _open(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
-        """Where its process has ended by now, in memory that is none, as shared memory does: the checks tell."""
+        """Maps the endpoint's tensors. If its process has ended, they are on the meta device, and `Owners.check` raises."""
         try:
             storages = [self._memory.open(allocation) for allocation in endpoint.allocations]
         except RuntimeError as error:
@@ -139,14 +139,14 @@ def _tensors(storages: Sequence[torch.UntypedStorage], endpoint: Endpoint) -> di
 
 @functools.cache
 def _sign_of_life() -> str:
-    """A file that is there for as long as this process."""
+    """The path of a file that exists as long as this process does."""
     return f"/proc/{os.getpid()}/fd/{os.memfd_create('megarl-alive')}"
 
 
 def export(live: Live, memory: DeviceMemory) -> Endpoint:
     parameters = live.tensors()
-    allocations: dict[bytes, Allocation] = {}  # by handle: it is the same for all parts of an allocation
-    places: dict[int, tuple[bytes, int]] = {}  # address of a storage → handle of its allocation, and where it begins in it
+    allocations: dict[bytes, Allocation] = {}  # by handle, which all parts of an allocation share
+    places: dict[int, tuple[bytes, int]] = {}  # address of a storage → handle of its allocation, offset in it
     for parameter in parameters.values():
         storage = parameter.untyped_storage()
         if storage.data_ptr() not in places:

@@ -1,4 +1,4 @@
-"""Two-sided writes over gloo: between hosts without CUDA, and what always works."""
+"""Two-sided writes over gloo: the transport that always works, also between hosts without CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Started = list[tuple[dist.Work, str]]
 
 
 class GlooGroup:
-    """Messages lie in CPU memory. `address`, that of the store, tells by which network the members reach each other."""
+    """Messages lie in CPU memory. `address` is that of the store; it determines the network by which members reach each other."""
 
     device = torch.device("cpu")
 
@@ -59,7 +59,7 @@ class GlooTransport(TwoSidedTransport):
 
 
 def open_backend(store: dist.Store, rank: int, size: int, address: str, timeout_s: float) -> dist.ProcessGroupGloo:
-    """`address` is that of the group's store (messaging.stores). By itself gloo would take what the host's own name resolves to."""
+    """`address` is that of the group's store (messaging.stores); without it gloo would use the address that the host's name resolves to."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  torch's stubs leave it out
     with new_listeners() as listeners:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address))]

@@ -1,12 +1,12 @@
-"""One-sided writes by Mooncake's transfer engine: over RDMA where there is CUDA, else over TCP, with the same calls.
+"""One-sided writes by Mooncake's transfer engine: over RDMA where there is CUDA, otherwise over TCP, with the same calls.
 
-The engine worker registers its parameters, once; the trainer rank its own, once. What is contiguous on both sides leaves from where
-it lies. What has to be cast, quantised or packed goes through a staging buffer: a thread of its own writes one half of it out while
-the other half is being filled.
+The engine worker and the trainer rank each register their parameters once. Values that are contiguous on both sides are sent from where
+they lie. Values that have to be cast, quantised or packed go through a staging buffer: a separate thread sends one half of it while the
+other half is being filled.
 
-A box whose rows are short in the destination (a column slice) would be thousands of small writes. It is written in one piece into
-the worker's *landing* memory instead, and the worker spreads it when all is written (`commands.Spread`). Which boxes those are,
-`schedule.landings` says, to both sides alike.
+A box whose rows are short in the destination (a column slice) would take thousands of small writes. It is written in one piece into the
+worker's *landing* memory instead, and the worker spreads it once all of these are written (`commands.Spread`). Both sides learn from
+`schedule.landings` which boxes they are.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megarl.weight_sync.transports.base import Endpoint, Landing, Live, Memory, 
 from megarl.weight_sync.transports.runs import destination_runs, pieces
 from megarl.weight_sync.transports.shared_memory import aligned_offsets
 
-LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several at a time, and RDMA cuts them up anyway
+LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
-MOST_NOTED_BYTES = 64 << 20  # before what is noted is handed over: the wire is busy while we go on
-MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and then works no more
+MOST_NOTED_BYTES = 64 << 20  # noted before they are handed to the thread, so that the wire is busy meanwhile
+MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and does not recover
 POLL_S = 0.0002
 _DEVICES = Path("/sys/class/infiniband")
-IMPORTS, INFINIBAND = "mooncake", "infiniband"  # what a Host may have
-_REFUSED = (0, -1, (1 << 64) - 1)  # instead of a write: versions differ
+IMPORTS, INFINIBAND = "mooncake", "infiniband"  # facts in Host.has
+_REFUSED = (0, -1, (1 << 64) - 1)  # returned instead of a write, depending on the version
 
 Run = tuple[int, int, int]  # source address, destination address, bytes
 
@@ -54,7 +54,7 @@ class MooncakeMemory(Memory):
         storages = [tensor.untyped_storage() for tensor in self._tensors.values()] + [self._memory.untyped_storage()]
         blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
         register(engine, list(blocks.items()))
-        self._engine = engine  # takes the place of one that was opened before, for others
+        self._engine = engine  # replaces one that was opened earlier for other writers
         base = min(blocks)
         tensors = [describe(name, values, values.data_ptr() - base) for name, values in self._tensors.items()]
         begins = [self._memory.data_ptr() + offset - base for offset in self._offsets]
@@ -63,7 +63,7 @@ class MooncakeMemory(Memory):
         return Endpoint(live.rank, live.kind, address, sum(blocks.values()), tensors, landings, host=live.host)
 
     def spread(self) -> None:
-        """Puts what lies in landing memory into the tensors."""
+        """Copies the boxes in landing memory into the tensors."""
         for (name, box), offset in zip(self._landing, self._offsets):
             tensor = self._tensors[name]
             landed = self._memory[offset : offset + box.numel * tensor.itemsize]
@@ -90,14 +90,14 @@ class MooncakeTransport(Transport):
 
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
-        self._staging: torch.Tensor | None = None  # [2, HALF_BYTES], on the device of what is written
+        self._staging: torch.Tensor | None = None  # [2, HALF_BYTES], on the device of the values
         self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
-        self._on_gpu = False  # what is written comes from there
-        self._sources: dict[int, torch.UntypedStorage] = {}  # registered, by address; kept, so that no address is used again
-        self._runs: dict[int, list[Run]] = {}  # generator rank → what lies in the current half for it
-        self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None: the end
-        self._free = [threading.Semaphore(1), threading.Semaphore(1)]  # of the halves
-        self._failures: dict[int, str] = {}  # by generator rank: nothing more is sent there
+        self._on_gpu = False  # whether the values come from a GPU
+        self._sources: dict[int, torch.UntypedStorage] = {}  # registered, by address; kept alive so that no address is reused
+        self._runs: dict[int, list[Run]] = {}  # by generator rank: its writes from the current half
+        self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None at the end
+        self._free = [threading.Semaphore(1), threading.Semaphore(1)]  # one for each half
+        self._failures: dict[int, str] = {}  # by generator rank; nothing more is sent there
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._peers = {endpoint.rank: address_parts(endpoint.address) for endpoint in endpoints}
@@ -129,7 +129,7 @@ class MooncakeTransport(Transport):
     def fence(self) -> None:
         self._flush()
         deadline = time.monotonic() + self._timeout_s
-        other = self._free[1 - self._half]  # the thread works in order: when it has given this back, all is through
+        other = self._free[1 - self._half]  # the thread works in order: once it releases this half, everything is sent
         if not other.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._late()
         other.release()
@@ -137,17 +137,17 @@ class MooncakeTransport(Transport):
             raise PeerUnreachable("; ".join(f"weights from {failure}" for failure in self._failures.values()), self._failures)
 
     def close(self) -> None:
-        self._jobs.put(None)  # (after a failure it may still be sending from the staging buffer, which stays as long as the thread)
+        self._jobs.put(None)  # (the thread may still be sending after a failure; it keeps the staging buffer alive)
 
     def _put(self, rank: int, address: int, values: torch.Tensor) -> None:
-        """Values of any strides to contiguous memory at `address`: from where they lie if that is registered, else packed."""
+        """Writes values of any strides to contiguous memory at `address`: from where they lie if that is registered, otherwise packed."""
         in_place = values.is_contiguous() and values.untyped_storage().data_ptr() in self._sources
         for part in pieces(values, LONGEST_RUN_BYTES):
             self._note(rank, part.data_ptr() if in_place else self._staged(part), address, part.nbytes)
             address += part.nbytes
 
     def _staged(self, part: torch.Tensor) -> int:
-        """Copies at most LONGEST_RUN_BYTES into the staging buffer; the address there."""
+        """Copies at most LONGEST_RUN_BYTES into the staging buffer. Returns the address there."""
         if self._staging is None:
             self._staging = torch.empty(2, HALF_BYTES, dtype=torch.uint8, device=part.device)
             register(self._engine, [(self._staging.data_ptr(), 2 * HALF_BYTES)])
@@ -172,8 +172,8 @@ class MooncakeTransport(Transport):
             self._flush()
 
     def _flush(self) -> None:
-        """Hands the current half to the thread and takes over the other."""
-        if self._on_gpu:  # the engine reads memory, whatever kernels have still to write there: ours, and the optimizer's step
+        """Hands the current half to the thread and waits for the other."""
+        if self._on_gpu:  # the engine reads memory without waiting for kernels that still write to it: ours, and the optimizer's step
             torch.cuda.current_stream().synchronize()
         self._jobs.put((self._half, self._runs))
         self._half, self._filled, self._noted, self._runs = 1 - self._half, 0, 0, {}
@@ -189,12 +189,12 @@ class MooncakeTransport(Transport):
             self._free[half].release()
 
     def _send_runs(self, rank: int, runs: list[Run]) -> str:
-        """What went wrong; empty if nothing did."""
+        """Returns what went wrong; empty if nothing did."""
         peer = self._peers[rank][1]
         failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} by Mooncake"
         try:
             written = write_runs(self._engine, peer, runs, self._timeout_s)
-        except Exception as error:  # else the thread would end, and a deadline be the first to tell
+        except Exception as error:  # otherwise the thread would end, and only a deadline would tell
             return f"{failure}: {error!r}"
         return "" if written else f"{failure}: is its engine alive? see the log on stderr"
 
@@ -209,7 +209,7 @@ def _landing(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> li
 
 
 def landing_memory(size: int, device: torch.device) -> torch.Tensor:
-    """[size] bytes, out of what SGLang has left. Raises RuntimeError that says what to lower where that is too little."""
+    """Allocates [size] bytes from what SGLang has left free. Raises RuntimeError that says what to lower if that is too little."""
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # on a GPU torch.OutOfMemoryError, which is one
@@ -218,15 +218,14 @@ def landing_memory(size: int, device: torch.device) -> torch.Tensor:
 
 
 def protocol_of(hosts: Iterable[Host]) -> str:
-    """One for all ranks of a run: rdma where every one of them has a GPU and an InfiniBand (or RoCE) device, else tcp."""
+    """The protocol for all ranks of a run: rdma if every host has a GPU and an InfiniBand (or RoCE) device, otherwise tcp."""
     return "rdma" if all(host.cuda and INFINIBAND in host.has for host in hosts) else "tcp"
 
 
 def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) -> bool:
-    """Writes into the memory of the engine at `peer`, and waits; whether all of it is there.
+    """Writes into the memory of the engine at `peer`. Waits, and returns whether everything has arrived.
 
-    Looks every now and then how far it is. The engine's own waiting calls look without a pause, and on a host with few cores take
-    one of them from those that copy.
+    It polls with pauses. The engine's own waiting calls poll without, and on a host with few cores take one from the threads that copy.
     """
     deadline = time.monotonic() + timeout_s
     under_way: deque[int] = deque()
@@ -234,13 +233,13 @@ def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) ->
         if len(under_way) == MOST_UNDER_WAY and not _finished(engine, under_way.popleft(), deadline):
             return False
         under_way.append(engine.transfer_submit_write(peer, *run))
-        if under_way[-1] in _REFUSED:  # (to ask how far such a write is would end this process)
+        if under_way[-1] in _REFUSED:  # (asking for the status of such a write would end this process)
             return False
     return all(_finished(engine, write, deadline) for write in under_way)
 
 
 def _finished(engine: Any, write: int, deadline: float) -> bool:
-    """Waits; whether a write is through."""
+    """Waits for a write. Returns whether it succeeded in time."""
     while (status := engine.transfer_check_status(write)) == 0:
         if time.monotonic() > deadline:
             return False
@@ -249,12 +248,12 @@ def _finished(engine: Any, write: int, deadline: float) -> bool:
 
 
 def open_engine(host: str, protocol: str) -> Any:
-    """A transfer engine of this process that listens on `host`. protocol: "tcp" | "rdma".
+    """Starts a transfer engine of this process that listens on `host`. `protocol` is "tcp" or "rdma".
 
     Raises ConfigError when Mooncake or its system libraries are missing, RuntimeError when it cannot start.
     """
     if protocol == "tcp" and has_infiniband():
-        os.environ["MC_FORCE_TCP"] = "1"  # it does not look at the protocol, and would take RDMA where there is a device for it
+        os.environ["MC_FORCE_TCP"] = "1"  # Mooncake ignores the protocol, and would use RDMA wherever there is a device for it
     try:
         engine = _engine_class()()
     except ImportError as error:
@@ -273,7 +272,7 @@ def has_infiniband() -> bool:
 
 
 def imports() -> bool:
-    """Whether Mooncake and its system libraries are there; `open_engine` says what is missing."""
+    """Whether Mooncake and its system libraries are installed; `open_engine` says what is missing."""
     try:
         _engine_class()
     except ImportError:
@@ -290,13 +289,13 @@ def _engine_class() -> Any:
 
 
 def register(engine: Any, blocks: Sequence[tuple[int, int]]) -> None:
-    """Makes memory, (address, bytes) each, known to the engine; it must stay where it is."""
+    """Registers blocks of memory, (address, bytes) each, with the engine; they must not move."""
     if engine.batch_register_memory([address for address, _ in blocks], [size for _, size in blocks]):
         raise RuntimeError(f"Mooncake could not register {sum(size for _, size in blocks)} bytes of memory in {len(blocks)} blocks")
 
 
 def address_of(host: str, engine: Any, protocol: str, base: int) -> str:
-    """Address of an Endpoint: protocol, where the engine listens, and the address in its memory from which offsets count."""
+    """The address of an Endpoint: the protocol, where the engine listens, and the memory address that offsets count from."""
     return f"{protocol}://{host}:{engine.get_rpc_port()}/{base}"
 
 

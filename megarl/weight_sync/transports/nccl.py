@@ -1,7 +1,7 @@
-"""Two-sided writes over NCCL: between hosts with GPUs where Mooncake is not at hand.
+"""Two-sided writes over NCCL: between hosts with GPUs where Mooncake is not installed.
 
-All messages of a wave are one NCCL group: one launch, and all peers at once. Send and receive of a pair stand in the same wave on
-both sides, and waves in the same order everywhere, so no rank can wait in a circle.
+All messages of a wave are one NCCL group: one launch for all peers. A message is in the same wave on both sides, and waves have the same
+order everywhere, so ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.messaging.host import Host
 from megarl.weight_sync.transports.base import NCCL
 from megarl.weight_sync.transports.two_sided import POLL_S, Message, TwoSidedMemory, TwoSidedTransport
 
-Started = tuple[dist.Work, Sequence[Message], float] | None  # until when to wait
+Started = tuple[dist.Work, Sequence[Message], float] | None  # the last is the deadline
 
 
 class NcclGroup:
@@ -28,10 +28,10 @@ class NcclGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._timeout_s = timeout_s
         options = dist.ProcessGroupNCCL.Options()
-        # torch's watchdog ends the process when this expires. Ours comes first, and says what did not get through.
+        # torch's watchdog ends the process when this expires. The deadline in `wait` comes first, and names the messages that are stuck.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)
         self._backend: Any = dist.ProcessGroupNCCL(dist.PrefixStore(NCCL, store), rank, size, options)
-        self._backend.eager_connect_single_device(self.device)  # one communicator for all, not one per pair at its first message
+        self._backend.eager_connect_single_device(self.device)  # one communicator for all, instead of one per pair at its first message
 
     def send(self, messages: Sequence[Message]) -> Started:
         return self._start(self._backend.send, messages)
@@ -40,7 +40,7 @@ class NcclGroup:
         return self._start(self._backend.recv, messages)
 
     def wait(self, started: Started) -> None:
-        """Polls: Work.wait alone would only make the current stream wait for the kernel."""
+        """Polls, because Work.wait only makes the current stream wait for the kernel."""
         if started is None:
             return
         work, messages, deadline = started

@@ -1,4 +1,4 @@
-"""Several transports of one trainer rank behind one: to each generator rank the one that suits the pair."""
+"""Combines several transports of one trainer rank: each generator rank is served by the one that suits the pair."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from megarl.weight_sync.transports.choice import transport_between, transport_cl
 
 
 class PairwiseTransport:
-    """`setting` is weights.transport, `host` that of this trainer rank, as the generator knows it.
+    """`setting` is weights.transport, `host` the Host of this trainer rank, as the generator knows it.
 
-    With `may_lose`, writing goes on where an engine has ended that memory was mapped of: the generator goes on without it too. Of
-    those that could not be reached over the network it must be told (`unwritten`): it is not sure that they have ended.
+    With `may_lose`, writing goes on without engines that have ended. An engine whose memory was mapped has surely ended, and the
+    generator goes on without it too. Ranks that could not be reached over the network may still run, so the generator must be told of
+    them (`unwritten`).
     """
 
     def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):
@@ -29,7 +30,7 @@ class PairwiseTransport:
         self._towards: dict[int, Transport] = {}  # by generator rank
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """`endpoints`: of every generator rank, one for each kind by which some trainer rank writes to it."""
+        """`endpoints` has, for every generator rank, one endpoint for each kind of transport that some trainer rank writes to it by."""
         chosen: dict[str, list[Endpoint]] = defaultdict(list)
         for endpoint in endpoints:
             if endpoint.kind == transport_between(self._setting, self._host, endpoint.host):

@@ -1,4 +1,4 @@
-"""Boxes of tensors as runs of contiguous memory: what one-sided writes by address are made of."""
+"""Splits boxes of tensors into runs of contiguous memory, for one-sided writes by address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.weight_sync.transports.base import RemoteTensor
 
 
 def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(offset in the endpoint's memory, its values) of each contiguous run of a box of `tensor` that begins at `start`."""
+    """Yields (offset in the endpoint's memory, values) for each contiguous run of the box of `tensor` that begins at `start`."""
     dim = len(tensor.shape)  # from here on the box is contiguous in the destination
     extent = 1
     while dim and tensor.strides[dim - 1] == extent:
@@ -25,7 +25,7 @@ def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: Remot
 
 
 def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """Views of at most `most_bytes` that together are `values`, in the order of its elements."""
+    """Splits `values` into views of at most `most_bytes`, in the order of its elements."""
     if values.nbytes <= most_bytes:
         yield values
         return

@@ -1,4 +1,4 @@
-"""One-sided writes on one host: the engine worker's parameters lie in a memory file, and the trainer rank maps it."""
+"""One-sided writes on one host: the engine worker's parameters lie in a memory file, which the trainer rank maps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.weight_sync.transports.base import Endpoint, Live, Memory, Offer, Re
 from megarl.weight_sync.transports.owners import Owners, file_at
 
 _ALIGNMENT = 64  # bytes
-_MOST_NOTED_BYTES = 16 << 20  # what is copied by one call, so that quantised values do not pile up
+_MOST_NOTED_BYTES = 16 << 20  # copied by one call; bounded so that quantised values do not pile up
 
 
 class SharedMemory(Memory):
@@ -21,7 +21,7 @@ class SharedMemory(Memory):
         self._file: MemoryFile | None = None
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        """Called again, parameters stay where they are, and mapped."""
+        """When it is called again, the parameters stay in the file and mapped."""
         if self._file is None or not self._file.holds(live.parameters.values()):
             before, self._file = self._file, MemoryFile(live.parameters)
             if before is not None:
@@ -40,9 +40,9 @@ class SharedMemoryTransport(Transport):
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
-        self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # a box where it lies: cut once, used every update
+        self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # views of destination boxes, kept for all updates
         self._owners = Owners(rank)
-        self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # to be copied: places, and their values
+        self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # still to be copied: places and their values
         self._noted_bytes = 0
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
@@ -63,12 +63,12 @@ class SharedMemoryTransport(Transport):
             self._copy()
 
     def fence(self) -> None:
-        """Copies what is still noted. A store to shared memory is in place then, and the message that follows orders it."""
+        """Copies what is still noted. The stores are then in shared memory; the message that follows orders them for the reader."""
         self._copy()
         self._owners.check()
 
     def _copy(self) -> None:
-        """All in one call: between long copies, Python's own work would find none of its memory in the cache."""
+        """Copies everything in one call: a long copy evicts Python's own memory from the cache, which slows the work between copies."""
         places, values = self._noted
         self._noted, self._noted_bytes = ([], []), 0
         if places:
@@ -78,8 +78,8 @@ class SharedMemoryTransport(Transport):
         self._tensors, self._places = {}, {}
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
-        """Where its process has ended by now, in memory that is none: as of one that ends a moment later, the checks tell, and whoever
-        may go on without it writes nowhere."""
+        """Maps the endpoint's tensors. If its process has ended, they are on the meta device: writes then do nothing, and `Owners.check`
+        raises, just as it does for a process that ends a moment later."""
         try:
             storage = _mapped(endpoint.address, endpoint.size_bytes)
         except RuntimeError as error:
@@ -103,7 +103,7 @@ class MemoryFile:
         # An anonymous file: no name in /dev/shm that a killed engine would leave behind, and no limit on /dev/shm's size.
         # Others reach it through /proc, which admits only this user. It lives as long as its descriptor is open.
         self._file = os.memfd_create("megarl-weights")
-        os.posix_fallocate(self._file, 0, self._size)  # too little memory is an error now, not a SIGBUS at the first write
+        os.posix_fallocate(self._file, 0, self._size)  # fails now if memory is short, instead of by SIGBUS at the first write
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = _mapped(self._path, self._size)
         moved = {}
@@ -115,7 +115,7 @@ class MemoryFile:
             parameters[name].data = values
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether all of them lie in the file by now."""
+        """Whether all of them lie in this file."""
         return all(parameter.untyped_storage().data_ptr() == self._memory.data_ptr() for parameter in parameters)
 
     def endpoint(self, live: Live) -> Endpoint:
@@ -124,7 +124,7 @@ class MemoryFile:
         return Endpoint(live.rank, live.kind, self._path, self._size, places, host=live.host)
 
     def close(self) -> None:
-        """Nobody can map it any more; who has, keeps it."""
+        """Prevents new mappings; existing ones stay valid."""
         os.close(self._file)
 
 
@@ -136,7 +136,7 @@ def _mapped(path: str, size_bytes: int) -> torch.UntypedStorage:
 
 
 def maps_no_memory(trainer: Host, generator: Host, on_gpu: bool) -> str:
-    """A hindrance: of what maps the CPU's memory, or the GPU's."""
+    """The hindrance to mapping the generator's memory, CPU or GPU; empty if there is none."""
     if trainer.memory != generator.memory:
         return "share no memory: other machine, or container"
     if on_gpu and not trainer.cuda:
@@ -147,13 +147,13 @@ def maps_no_memory(trainer: Host, generator: Host, on_gpu: bool) -> str:
 
 
 def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor:
-    """The tensor that lies in `storage` where `tensor` says."""
+    """A view of `storage` at the place that `tensor` describes."""
     values = torch.empty(0, dtype=getattr(torch, tensor.dtype), device=storage.device)
     return values.set_(storage, tensor.offset_bytes // values.itemsize, tensor.shape, tensor.strides)
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """(offset of each block, total) for blocks of `sizes` bytes laid out one after the other."""
+    """(offset of each block, total) for aligned blocks of `sizes` bytes, one after the other."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -1,8 +1,8 @@
-"""Two-sided writes: each box is a message, which the engine worker receives in place where the box is contiguous.
+"""Two-sided writes: each box is a message, which the engine worker receives in place if the box is contiguous.
 
-Trainer and generator ranks meet in a process group of their own, independent of either side's default group (see Members). Both
-walk the same reshard map in the same order, so messages need no names. They travel wave by wave through the layers: at most two
-waves are under way, so what is staged on either side stays small.
+Trainer and generator ranks share a process group of their own, independent of either side's default group (see Members). Both walk the
+same reshard map in the same order, so messages need no names. They travel in waves, layer by layer. At most two waves are under way, so
+staging buffers on either side stay small.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ POLL_S = 0.0005
 @dataclass(frozen=True)
 class Message:
     peer: int  # rank in the group
-    buffer: torch.Tensor  # bytes, in one piece, on the group's device; stays alive until it is through
+    buffer: torch.Tensor  # contiguous bytes on the group's device; stays alive until the message is through
     label: str  # "trainer rank 0 to generator rank 1, lm_head.weight"
-    target: torch.Tensor | None = None  # receiving: where the buffer's content belongs, unless it is there already
+    target: torch.Tensor | None = None  # when receiving: where to copy the buffer, unless it was received in place
 
 
 class Group(Protocol):
@@ -38,7 +38,7 @@ class Group(Protocol):
     device: torch.device  # where messages lie
 
     def send(self, messages: Sequence[Message]) -> Any:
-        """Starts to send; what it returns is to be given to `wait`."""
+        """Starts to send. Pass the result to `wait`."""
         ...
 
     def receive(self, messages: Sequence[Message]) -> Any: ...
@@ -52,11 +52,11 @@ OpenGroup = Callable[[dist.Store, int, int, str, float], Group]  # store, rank, 
 
 
 class TwoSidedTransport(Transport):
-    """The sending end. Subclasses say by which backend."""
+    """The sending end. Subclasses choose the backend."""
 
     one_sided = False
     open_group: OpenGroup
-    coalesces: bool  # whether a wave's messages are started together, not one by one
+    coalesces: bool  # whether a wave's messages are started together instead of one by one
 
     @classmethod
     def offers(cls, opening: Opening) -> dict[int, Offer]:
@@ -121,7 +121,7 @@ class TwoSidedTransport(Transport):
 
 
 class TwoSidedMemory(Memory):
-    """The receiving end. Joins the group at the first `receive`. Subclasses say by which backend."""
+    """The receiving end. It joins the group at the first `receive`. Subclasses choose the backend."""
 
     open_group: OpenGroup
 
@@ -132,7 +132,7 @@ class TwoSidedMemory(Memory):
         return Endpoint(live.rank, live.kind, offer.address, 0, tensors, members=offer.members, host=live.host)
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes in what one update writes into `tensors`: all of it, and nothing else."""
+        """Receives all messages of one update into `tensors`."""
         if self._group is None:
             opens, offer = type(self).open_group, self._offer
             self._group = join(opens, offer.address, self._members, f"generator rank {self._rank}", offer.timeout_s)
@@ -171,7 +171,7 @@ def _incoming(map: ReshardMap, rank: int, trainers: Collection[int], members: Me
 
 
 def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout_s: float) -> Group:
-    """Meets the other members at the store. `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError naming who is missing."""
+    """Meets the other members at the store. `me` is "trainer rank 3" or "generator rank 0". Raises RuntimeError naming who is missing."""
     names = [f"trainer rank {rank}" for rank in members.trainers] + [f"generator rank {rank}" for rank in members.generators]
     deadline = time.monotonic() + timeout_s
     try:
@@ -187,7 +187,7 @@ def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one row of bytes: no backend then need know its dtype."""
+    """A contiguous tensor as one row of bytes, so that backends need not know its dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
