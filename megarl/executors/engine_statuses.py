@@ -1,4 +1,4 @@
-"""The engines' lines in the live display. They know nothing of the run; the generator speaks for them."""
+"""Writes the engines' lines of the live display, which the generator does for them: they know nothing of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY_S = 0.5
 
 
 async def show_engines(fleet: Fleet, run_dir: Path) -> None:
-    """Without end."""
+    """Updates the lines until its task is cancelled."""
     boards = [StatusBoard(run_dir, f"engine.{index}") for index in range(len(fleet.engines))]
     while True:
         for index, board in enumerate(boards):

@@ -22,16 +22,16 @@ from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rol
 from megarl.trainer.hf_files import check_finite
 from megarl.types import Group, Prompt, Sample
 
-CORRECT = 1.0  # a reward from which on an answer counts as right
+CORRECT = 1.0  # the lowest reward that counts as right
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """Unbiased estimate, from `samples` of one prompt, that one of `k` is right (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
+    """Unbiased estimate, from `samples` of one prompt, of the chance that one of `k` is right (Chen et al. 2021, arXiv:2107.03374, (1))."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def scores(groups: Sequence[Group]) -> dict[str, float]:
-    """Of one set: pass@k for k = 1, 2, 4, … and the number of samples a prompt, which also gives avg@k, the share of right samples."""
+    """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), and more."""
     n = len(groups[0].samples)
     correct = [sum(sample.reward >= CORRECT for sample in group.samples) for group in groups]
     samples: list[Sample] = [sample for group in groups for sample in group.samples]
@@ -49,10 +49,10 @@ def scores(groups: Sequence[Group]) -> dict[str, float]:
 
 
 async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, reward: RewardConfig) -> dict[str, float]:
-    """The set's scores.
+    """Evaluates one set and returns its scores.
 
-    No more than `at_once` samples are under way: the deadline of a rollout counts from its beginning, and what waits for a place in an
-    engine would wait at its expense.
+    At most `at_once` samples run at a time: the deadline of a rollout counts from its beginning, so it must not spend it waiting for a
+    place in an engine.
     """
     started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
     sampling = eval_sampling(held_out, tokenizer)
@@ -69,7 +69,7 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
 
 
 async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The scores of data.eval and, under "suites", those of each set of eval.suites by name. One set after the other."""
+    """Evaluates one set after the other: returns the scores of data.eval and, under "suites", those of each set of eval.suites."""
     at_once = plan.config.generator.engines * plan.config.generator.max_concurrency
     found = {held_out.name: await answer_all(rollout, held_out, tokenizer, at_once, plan.config.reward) for held_out in sets}
     suites = {name: result for name, result in found.items() if name}
@@ -77,9 +77,9 @@ async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutS
 
 
 async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, Any]:
-    """Every held-out set under the weights that the engines were started with."""
+    """Evaluates every held-out set under the weights that the engines were started with."""
     if Path(plan.weights_path).is_dir():
-        check_finite(plan.spec, Path(plan.weights_path))  # while the engines start; there are no trainer ranks that would see it
+        check_finite(plan.spec, Path(plan.weights_path))  # while the engines start; no trainer rank will check them
     tokenizer = load_tokenizer(plan.config.model)
     async with AsyncExitStack() as resources:
         fleet = await open_fleet(plan, rendezvous, resources)

@@ -1,4 +1,4 @@
-"""A run's checkpoint as an HF checkpoint."""
+"""Exports a run's checkpoint as an HF checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.trainer.step import MegatronTrainer
 
 
 def export_rank(plan: RunPlan, path: str, output: str) -> None:
-    """One trainer rank of the export: loads its shard of the checkpoint at `path`, writes its pieces of the HF files at `output`."""
+    """One trainer rank of the export: loads its shard of the checkpoint at `path` and writes its part of the HF files at `output`."""
     config = plan.config
     init_distributed(config.timeouts.collective_s)
     trainer = MegatronTrainer(
@@ -28,7 +28,7 @@ def export_rank(plan: RunPlan, path: str, output: str) -> None:
 
 
 def load_checkpoint(trainer: MegatronTrainer, path: str) -> None:
-    """Raises RunError where it is damaged."""
+    """Loads the checkpoint at `path`. Raises RunError if it is damaged."""
     try:
         checkpoint.load(trainer, path)
     except RuntimeError as error:

@@ -39,19 +39,19 @@ PROBE_TOKENS = 32
 
 @dataclass
 class GeneratorExecutor:
-    """One process that drives all engines over HTTP. Of what they compute, only tokens and log-probs pass through here.
+    """One process that drives all engines over HTTP. Only tokens and log-probs pass through it.
 
-    Its work is done by background tasks, whatever the controller's loop waits for: the rollout stream (`stream`), and the
-    weights channel's receiver. A step is one batch's worth of groups sent.
+    Background tasks do its work, whatever the controller's loop waits for: the rollout stream (`stream`) and the weights channel's
+    receiver. A step means that one batch's worth of groups has been sent.
     """
 
     plan: RunPlan
     rendezvous: Rendezvous
     rollouts: RolloutsSender
     curr_step: int = 0
-    stopped: bool = False  # it needs no end of its own: all it knows is in the trainer's checkpoint
+    stopped: bool = False  # never set: the trainer's checkpoint holds everything, so the launcher may just end this process
     background: Background = field(default_factory=Background)
-    pulse: Pulse = field(default_factory=Pulse)  # beats when the version or what was sent has changed
+    pulse: Pulse = field(default_factory=Pulse)  # beats when the version or the number of groups sent has changed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _resources: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -82,15 +82,15 @@ class GeneratorExecutor:
         return await self.rollout(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs one coroutine to its end, with the background tasks beside it; raises at once what one of them dies of."""
+        """Runs one coroutine to its end beside the background tasks. If one of those fails, its error is raised at once."""
         return self.loop.run_until_complete(self.background.beside(coroutine))
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
-        """Starts a background task, which goes on whenever the executor waits."""
+        """Starts a background task, which runs whenever the executor waits."""
         self.loop.call_soon(self.background.start, coroutine, name)
 
     def wait_until(self, holds: Callable[[], bool], awaited: str) -> None:
-        """Goes on with the background tasks until `holds`. Raises TimeoutError when nothing has happened for `timeouts.rollouts_s`."""
+        """Runs the background tasks until `holds`. Raises TimeoutError when nothing has happened for `timeouts.rollouts_s`."""
         self.run(self._until(holds, awaited))
 
     async def _until(self, holds: Callable[[], bool], awaited: str) -> None:
@@ -107,7 +107,7 @@ class GeneratorExecutor:
         self.status.set(f"batch {step}")
 
     def step(self) -> None:
-        """One batch's worth of groups more has gone to the trainer, which makes them up into batches by a rule of its own."""
+        """Waits until one more batch's worth of groups has gone to the trainer, which composes its batches by its own rule."""
         with self.trace.span(f"generate batch {self.curr_step}"):
             enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
@@ -115,20 +115,20 @@ class GeneratorExecutor:
 
     @property
     def version(self) -> Version:
-        """Of the weights in the engines; -1 until the trainer has sent its first."""
+        """The version of the weights in the engines; -1 until the trainer has sent its first."""
         return self.stream.version
 
     async def hold(self) -> None:
-        """Brings what is running into the state that `async.partial_rollout` asks for at a weight update."""
+        """Brings running requests into the state that `async.partial_rollout` asks for at a weight update."""
         config = self.plan.config
         if config.async_.partial_rollout == "block":
-            # Without engines nothing would ever finish: what is left goes on after the update, at those that have come back.
+            # If all engines are lost nothing would ever finish: the requests go on after the update, at engines that have come back.
             await self._while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
         self.stream.stand_still()
 
     async def _while_serving(self, work: asyncio.Future) -> bool:
-        """Whether `work` was done before the last engine was lost; it is given up then."""
+        """Waits for `work`, but cancels it when the last engine is lost. Returns whether it was done."""
         lost = asyncio.ensure_future(self.fleet.pulse.until(lambda: not self.fleet.serving))
         try:
             await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -140,14 +140,14 @@ class GeneratorExecutor:
             lost.cancel()
 
     def release(self, version: Version) -> None:
-        """The engines serve `version`: goes on."""
+        """Goes on after an update: the engines serve `version`."""
         self.fleet.release(version)
         self.stream.put_version(version)
 
     async def probe(self) -> ProbeReady:
-        """A few fresh samples with their log-probs, for the trainer to score under the same weights; none where no engine is left.
+        """Samples a few responses with their log-probs, for the trainer to score under the same weights; none if no engine is left.
 
-        They are drawn from the whole distribution: of a truncated one, log-probs are larger by what was cut off.
+        They are drawn from the whole distribution: truncation would raise the log-probs by the mass that it cuts off.
         """
         tokens = min(PROBE_TOKENS, self.sampling.max_tokens)
         sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens, top_p=1.0, top_k=-1)
@@ -165,7 +165,7 @@ class GeneratorExecutor:
         )
 
     async def evaluate(self) -> None:
-        """Held-out scores of the version the engines have just taken, where they are due: the first, the last, every `eval.every`-th."""
+        """Evaluates the version that the engines have just taken, if it is due: the first, the last, and every `eval.every`-th."""
         config, version = self.plan.config, self.version
         due = version in (0, config.max_steps) or (config.eval.every > 0 and version % config.eval.every == 0)
         if not (due and self.held_out):
@@ -175,7 +175,7 @@ class GeneratorExecutor:
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:
-        """The trainer's checkpoint holds all: what is not finished by then is made anew from its prompt's ordinal."""
+        """Saves nothing: the trainer's checkpoint holds everything, and unfinished prompts are generated again by their ordinals."""
 
     def shutdown(self) -> None:
         self.status.set("done")
@@ -183,6 +183,6 @@ class GeneratorExecutor:
         self.trace.close()
 
     def close(self) -> None:
-        """Ends all that it has started, also when the run has failed: what the event loop leaves behind complains at exit."""
+        """Ends everything that it has started, also when the run has failed: tasks left in the event loop would print warnings at exit."""
         self.loop.run_until_complete(self.background.close())
         self.loop.run_until_complete(self._resources.aclose())

@@ -1,4 +1,4 @@
-"""Where the time of a step went, on both sides."""
+"""Breaks down the time of a step, on both sides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.weight_sync.sender import SyncReport
 def step_times(batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport, pause_s: float) -> dict[str, float]:
     """The metrics of one step in seconds; docs/asynchrony.md says what each one is.
 
-    The bubble is what perfect overlap would have saved: the idle time of the side that was idle for less of it.
+    The bubble is the time that perfect overlap would have saved: the idle time of the side that idled less.
     """
     trainer_wait_s = batch_wait_s + sync.wait_s
     return {

@@ -37,12 +37,12 @@ from megarl.weight_sync.sender import SyncReport
 
 @dataclass
 class TrainerExecutor:
-    """One rank of the trainer. All ranks are given the same batch, and hold the same state afterwards."""
+    """One rank of the trainer. All ranks get the same batch, and are in the same state afterwards."""
 
     plan: RunPlan
     rank: int
     rendezvous: Rendezvous
-    ledger: Callable[[], bytes] = Ledger().encode  # on rank 0: what has become of every prompt, for the checkpoint
+    ledger: Callable[[], bytes] = Ledger().encode  # on rank 0: returns the ledger of prompts, for the checkpoint
     curr_step: int = 0
     stopped: bool = False
 
@@ -66,7 +66,7 @@ class TrainerExecutor:
         if self.algorithm.needs_reference or not self.rendezvous.checkpoint:
             self.trainer.load_hf(self.plan.weights_path)
         if self.algorithm.needs_reference:
-            self.trainer.hold_reference()  # always the weights the run began with, also on resume
+            self.trainer.hold_reference()  # always the weights that the run began with, also after a resume
         if self.rendezvous.checkpoint:
             load_checkpoint(self.trainer, self.rendezvous.checkpoint)
         self.curr_step = self.rendezvous.start_step
@@ -81,7 +81,7 @@ class TrainerExecutor:
 
     @property
     def version(self) -> Version:
-        """The version of the weights held now: as many optimizer steps as were done."""
+        """The version of the weights held now: the number of optimizer steps done."""
         return self.curr_step
 
     def set_step(self, step: int) -> None:
@@ -91,16 +91,16 @@ class TrainerExecutor:
         self.batch, self._batch_wait_s = batch, waited_s
 
     def stop(self) -> None:
-        """There is no batch: the run is to stop after the steps that are done."""
+        """Called instead of `put_batch` when the run is to stop here."""
         self.stopped = True
 
     def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None:
-        """What sending the weights cost; `applied` waits for the generator's word that they are in use, asked for only when reported,
-        and gives None where the run stops before it comes."""
+        """Takes the cost of sending the weights. `applied` waits for the generator to confirm that they are in use, and returns None if the
+        run stops first; it is called only when the step is reported."""
         self._sync, self._applied = report, applied
 
     def step(self) -> None:
-        """Consumes the batch put before; makes weight version `curr_step + 1`."""
+        """Consumes the batch from `put_batch`; makes weight version `curr_step + 1`."""
         config, batch = self.plan.config, self.batch
         self._check_scores(batch)
         started = time.monotonic()
@@ -117,7 +117,7 @@ class TrainerExecutor:
             self._write_metrics(batch, result, train_s=time.monotonic() - started, trained=len(sequences))
 
     def _check_scores(self, batch: Batch) -> None:
-        """Raises: RunError, on all ranks alike, where too many scores of the batch failed; its rollouts are written before."""
+        """Raises RunError, on all ranks alike, if scoring failed for too many samples of the batch. Writes its rollouts first."""
         samples = [sample for group in batch.groups for sample in group.samples]
         if problem := too_many_failures(self.plan.config.reward, samples):
             written = self._write_rollouts(batch) if self.rank == 0 else None
@@ -168,12 +168,12 @@ class TrainerExecutor:
         return self.trainer.layout
 
     def get_model(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters under Megatron's names with global layer numbers: what the weights channel reads."""
+        """This rank's live parameters under Megatron's names with global layer numbers, for the weights channel to read."""
         return self.trainer.local_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
-        """Scores the probe's tokens under the same weights; the mean absolute log-prob difference goes into the metrics. It may be empty.
-        With routing replay it is also measured without. Raises RunError where trainer and generator lie far apart."""
+        """Scores the probe's tokens, if it has any, under the same weights; the mean absolute log-prob difference goes into the metrics.
+        With routing replay the difference without replay is measured too. Raises RunError if trainer and generator differ too much."""
         if not probe.token_ids:
             return
         differences, limit = self._probe_differences(probe, probe.routing), probe_limit(self.plan)
@@ -188,7 +188,7 @@ class TrainerExecutor:
             self._probe_metrics["logprob/abs_diff_mean_own_routing"] = fmean(self._probe_differences(probe, own))
 
     def _probe_differences(self, probe: ProbeReady, routing: list[bytes]) -> list[float]:
-        """Of all tokens that the generator sampled."""
+        """The absolute log-prob difference of every token that the generator sampled."""
         sequences = [
             TrainSequence(
                 token_ids=ids,
@@ -207,7 +207,7 @@ class TrainerExecutor:
         ]
 
     def save_checkpoint(self) -> None:
-        """Every `checkpoint.every` steps, after the last, and where the run is stopped: weights, optimizer, RNG, ledger of prompts."""
+        """Saves weights, optimizer, RNG and the ledger: every `checkpoint.every` steps, after the last, and when the run is stopped."""
         config, step = self.plan.config, self.curr_step
         due = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
         if step == self._saved or not (due or step == config.max_steps or self.stopped):

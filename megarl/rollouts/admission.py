@@ -1,4 +1,4 @@
-"""The sending end of the rollouts channel: which prompt begins next, and when it may."""
+"""Decides which prompt begins next, and when: the sending end of the rollouts channel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megarl.types import Ordinal, Version
 
 
 class Admission:
-    """Pure logic, no waiting. Prompts begin in the order of their ordinals, rejected ones first.
+    """Pure logic: nothing waits here. Prompts begin in the order of their ordinals, rejected ones first.
 
-    Depth bound: with c = `run_ahead`, the j-th prompt (j = 0, 1, …; a rejected one no longer counts) may begin under weights of
-    version v when j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under version s - c or newer: 0 is the
-    synchronous loop, 1 LlamaRL's one step behind, K a bounded queue.
+    Depth bound: with c = `run_ahead`, the j-th prompt (j = 0, 1, …; rejected ones do not count) may begin under weights of version v if
+    j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under version s - c or newer: c = 0 is the synchronous loop, 1 is
+    LlamaRL's one step behind, K a bounded queue.
     """
 
     def __init__(self, prompts_per_step: int, run_ahead: int | None, max_in_flight: int, end: Ordinal):
@@ -21,31 +21,31 @@ class Admission:
         self._again: list[Ordinal] = []  # heap
         self._next: Ordinal = end
         self._skip: frozenset[Ordinal] = frozenset()
-        self.begun = 0  # prompts, less those that were rejected
+        self.begun = 0  # prompts, not counting rejected ones
         self.in_flight = 0
 
     def generate_from(self, first: Ordinal, skip: Iterable[Ordinal]) -> None:
-        """Every ordinal from `first` up to the end of the run is to be generated, but those of `skip`."""
+        """Generates every ordinal from `first` to the end of the run, except those in `skip`."""
         self._skip = frozenset(skip)
         self.begun = first + len(self._skip)
         self._next = self._after(first)
 
     @property
     def exhausted(self) -> bool:
-        """Every prompt of the run has begun."""
+        """Whether every prompt of the run has begun."""
         return not self._again and self._next >= self._end
 
     @property
     def empty_share(self) -> float:
-        """Of the places in flight."""
+        """The share of places in flight that are empty."""
         return 1 - self.in_flight / self._max_in_flight
 
     def held_back(self, version: Version) -> bool:
-        """There is a prompt to begin, but only newer weights would allow it."""
+        """Whether a prompt is left to begin, but needs newer weights."""
         return not self.exhausted and not self._deep_enough(version)
 
     def begin(self, version: Version) -> list[Ordinal]:
-        """The prompts that may begin now, under weights `version`. They count as begun from here on."""
+        """Returns the prompts that may begin now, under weights `version`, and counts them as begun."""
         begun = []
         while self.in_flight < self._max_in_flight and not self.exhausted and self._deep_enough(version):
             begun.append(self._pop())
@@ -57,7 +57,7 @@ class Admission:
         self.in_flight -= 1
 
     def again(self, ordinals: Iterable[Ordinal]) -> None:
-        """They finished too late and are to be generated again."""
+        """Queues prompts to be generated again, because they finished too late."""
         for ordinal in ordinals:
             heapq.heappush(self._again, ordinal)
             self.begun -= 1

@@ -1,4 +1,4 @@
-"""The receiving end of the rollouts channel: which finished groups make up the batch of a step."""
+"""Decides which finished groups make up the batch of a step: the receiving end of the rollouts channel."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megarl.types import Ordinal, Version
 
 
 class RolloutBuffer:
-    """Pure logic, no waiting: told what has begun and what has finished, it gives batches and says what to generate again.
+    """Pure logic: nothing waits here. It is told which groups have begun and finished; it makes batches and rejects groups.
 
-    The batch of step s is made of `prompts_per_step` finished groups, those of the lowest ordinals, at the moment it is used.
-    The age of a group in it is s minus the oldest weight version among its tokens.
+    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it: those of the lowest ordinals.
+    The age of a group is then s minus the oldest weight version among its tokens.
 
-    With `max_staleness` m, a finished group of age above m is rejected (`reject`): it is dropped, and generated again.
-    A group that has reached age m, finished or not, is due: unused now, it would be too old at the next step. Due groups go first,
-    and a batch waits for a due group that is still being generated (`take` gives None), so that long rollouts are neither
-    starved by short ones nor thrown away for their length. Only when more are due than fit, the rest is rejected at the next step.
+    With `max_staleness` m, a finished group older than m is rejected (`reject`): it is dropped and generated again. A group of age m or
+    more, finished or not, is due: if it is not used now, it will be too old at the next step. Due groups go first, and a batch waits for a
+    due group that is still being generated (`take` returns None). So long rollouts are neither starved by short ones nor thrown away for
+    their length. If more groups are due than fit into a batch, the rest is rejected at the next step.
 
-    Progress: while the trainer waits for a batch its version stands still, so what is begun from then on has age 0, is neither
-    rejected nor due, and all that is waited for is already being generated. A batch is full after finitely many rollouts,
+    Progress: while the trainer waits for a batch its version does not change. Groups that begin from then on have age 0, are neither
+    rejected nor due, and every group that is waited for is already being generated. So a batch is full after finitely many rollouts,
     whatever was rejected before.
 
-    Time: each group is looked at once per thing that happens to it, and put in order by a heap; nothing is scanned.
+    Time: each event costs one look at its group, and a heap keeps the order; nothing is scanned.
     """
 
     def __init__(self, prompts_per_step: int, max_staleness: int | None, ledger: Ledger = Ledger()):
@@ -39,13 +39,13 @@ class RolloutBuffer:
         self._running_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
         self._finished: dict[Ordinal, GroupReady] = {}
         self._finished_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
-        self._order: list[Ordinal] = []  # heap of finished ordinals; also holds some that are gone again
-        self._rejected: set[Ordinal] = set()  # until begun again
+        self._order: list[Ordinal] = []  # heap of finished ordinals; may hold some that were removed since
+        self._rejected: set[Ordinal] = set()  # until they begin again
         for group in ledger.groups:
             self._add(group)
 
     def begin(self, ordinals: Iterable[Ordinal], version: Version) -> None:
-        """Their rollouts have begun under `version`."""
+        """Notes that the rollouts of `ordinals` have begun under `version`."""
         for ordinal in ordinals:
             if ordinal in self._consumed or ordinal in self._finished or ordinal in self._running:
                 raise RuntimeError(f"prompt {ordinal} was begun a second time; it is {self._state(ordinal)}")
@@ -61,7 +61,7 @@ class RolloutBuffer:
         self._add(group)
 
     def reject(self, step: int) -> list[Ordinal]:
-        """Drops the finished groups that are too old for the batch of `step`; their ordinals, to be generated again."""
+        """Drops the finished groups that are too old for the batch of `step`. Returns their ordinals, to be generated again."""
         if self._max_staleness is None:
             return []
         stale = [version for version in self._finished_by_version if version < step - self._max_staleness]
@@ -72,11 +72,11 @@ class RolloutBuffer:
         return rejected
 
     def full(self) -> bool:
-        """There are enough finished groups for a batch."""
+        """Whether enough groups have finished for a batch."""
         return len(self._finished) >= self._prompts_per_step
 
     def take(self, step: int) -> list[GroupReady] | None:
-        """The batch of `step`, by ordinal; None while it must wait. Call `reject` first."""
+        """The batch of `step`, sorted by ordinal; None while it must wait. Call `reject` first."""
         due = self._due(self._finished_by_version, step)
         if not self.full() or (sum(map(len, due)) < self._prompts_per_step and self._due(self._running_by_version, step)):
             return None
@@ -88,7 +88,7 @@ class RolloutBuffer:
         return [self._consume(ordinal) for ordinal in sorted(chosen)]
 
     def ledger(self) -> Ledger:
-        """What a checkpoint taken now must hold."""
+        """The ledger for a checkpoint taken now."""
         groups = [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0) for group in self._finished.values()]
         return Ledger(self._consumed.below, sorted(self._consumed.beyond), groups)
 
@@ -106,7 +106,7 @@ class RolloutBuffer:
         return "; ".join(parts)
 
     def _due(self, by_version: dict[Version, set[Ordinal]], step: int) -> list[set[Ordinal]]:
-        """Those that would be too old for the step after `step`."""
+        """The ordinals that would be too old for the step after `step`."""
         if self._max_staleness is None:
             return []
         return [ordinals for version, ordinals in by_version.items() if version <= step - self._max_staleness]
@@ -128,7 +128,7 @@ class RolloutBuffer:
 
 
 def _discard(by_version: dict[Version, set[Ordinal]], version: Version, ordinal: Ordinal) -> None:
-    """Versions without ordinals are forgotten: a run has many."""
+    """Removes an ordinal, and its version when that has none left: a run has many versions."""
     by_version[version].discard(ordinal)
     if not by_version[version]:
         del by_version[version]

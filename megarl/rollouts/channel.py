@@ -3,11 +3,11 @@
     generator                                   trainer rank 0
     begins where the ledger ends       ←        GenerateFrom(first, skip), once
     GroupsStarted(ordinals, version)   →
-    GroupReady(group)                  →        buffers it; a batch is made when one is asked for
+    GroupReady(group)                  →        buffers it; makes a batch when asked for one
     generates them again               ←        Regenerate(ordinals) of groups found too old
 
-How far the generator may run ahead is decided where it begins prompts (`admission`), which of what it sent is used, and
-when, where it is received (`buffer`).
+The sending end decides how far the generator may run ahead, when it begins prompts (`admission`). The receiving end decides which groups
+are used, and when (`buffer`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from megarl.observe.trace import TraceWriter
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.types import Batch, Ordinal, Version
 
-LATER_S = 600.0  # rank 0 may come to a batch so much later than the others: it also reports the step before
-BROADCAST_BYTES = 1 << 28  # of GPU memory, at most, in the way of a batch to all ranks
+LATER_S = 600.0  # how much later rank 0 may come to a batch than the others, since it also reports the step before
+BROADCAST_BYTES = 1 << 28  # the most GPU memory that the broadcast of a batch takes
 
 
 class BatchExecutor(Protocol):
-    """What the receiving end asks of the trainer."""
+    """The trainer's executor, as the receiving end uses it."""
 
     rank: int
     curr_step: int
@@ -49,7 +49,7 @@ class BatchExecutor(Protocol):
 
 
 class RolloutsSender:
-    """At the generator, whose rollout stream sends each group as it finishes, whatever the loop does."""
+    """The end at the generator. The rollout stream sends each group as soon as it finishes, whatever the controller's loop does."""
 
     def __init__(self, link: Hub):
         self.link = link
@@ -58,7 +58,7 @@ class RolloutsSender:
         return (await self.link.arrival(GenerateFrom, timeout_s, "trainer.0 to say which prompts are to be generated"))[1]
 
     async def rejected(self) -> list[Ordinal]:
-        """Waits for the next rejection, for ever if there is none."""
+        """Waits for the next rejection, without a deadline."""
         return (await self.link.arrival(Regenerate, None, "rejected groups"))[1].ordinals
 
     def begun(self, ordinals: list[Ordinal], version: Version) -> None:
@@ -69,11 +69,11 @@ class RolloutsSender:
 
 
 class _Resend(msgspec.Struct, frozen=True, tag=True):
-    """In the place of a batch: first, all ranks offer their weights once more."""
+    """Sent in place of a batch: all ranks have to offer their weights once more first."""
 
 
 class _EncodedBatch(msgspec.Struct, frozen=True, tag="Batch"):
-    """A Batch whose groups are still encoded: on the wire, the same."""
+    """A Batch whose groups are still encoded; it looks the same on the wire."""
 
     step: int
     groups: list[msgspec.Raw]
@@ -88,15 +88,15 @@ _decode_agreed = msgspec.msgpack.Decoder(Batch | _Resend | None).decode
 
 
 class RolloutsReceiver:
-    """At every trainer rank; `buffer` is that of rank 0, and None elsewhere.
+    """The end at every trainer rank. `buffer` is None except on rank 0.
 
-    Rank 0 broadcasts a batch's bytes: every rank sees the whole batch (token ids and log-probs only: 64 MiB at 2048 samples of 8k
-    tokens; routing replay adds a byte for each expert of a token) and picks its data-parallel share itself, so that all ranks agree on
-    denominators and microbatch counts without talking. Groups are decoded once, on each rank. The others wait for its size while
-    rank 0 waits for rollouts, longer than any other collective may take: so that is sent in a process group of its own, over gloo,
-    where no GPU spins meanwhile.
+    Rank 0 broadcasts a batch's bytes. Every rank sees the whole batch (only token ids and log-probs: 64 MiB at 2048 samples of 8k tokens;
+    routing replay adds a byte for each expert of a token) and picks its data-parallel share itself, so that all ranks agree on
+    denominators and microbatch counts without communicating. Each rank decodes the groups once. The other ranks wait for the batch's size
+    while rank 0 waits for rollouts, longer than any other collective may take. So the size is sent in a process group of its own, over
+    gloo, where no GPU spins meanwhile.
 
-    Where the run is to stop, it broadcasts that there is no batch, so that all ranks stop after the same step.
+    When the run is to stop, rank 0 broadcasts that there is no batch, so that all ranks stop after the same step.
     """
 
     def __init__(
@@ -109,17 +109,17 @@ class RolloutsReceiver:
     ):
         self.link = link
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
-        self._resend = resend  # of the weights, for an engine that has come back
-        self._idle_s = 0.0  # of the generator, up to the batch before
-        self._patient: dist.ProcessGroup | None = None  # once the first batch is asked for
+        self._resend = resend  # sends the weights again, for an engine that has come back
+        self._idle_s = 0.0  # of the generator, up to the previous batch
+        self._patient: dist.ProcessGroup | None = None  # None until the first batch is asked for
         if buffer is not None:
             ledger = buffer.ledger()
             held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
             link.send(GenerateFrom(ledger.consumed_below, held))
 
     def recv(self, executor: BatchExecutor) -> None:
-        """Hands the batch of `executor.curr_step` to the executor, with the seconds it waited for it: those in which weights were sent once
-        more are told with these (`WeightsSender.send`)."""
+        """Hands the executor the batch of `executor.curr_step` and the seconds it waited for it. Time spent sending weights again is not
+        among them: `WeightsSender.send` reports it."""
         waited_s, began = 0.0, time.monotonic()
         while isinstance(batch := self._agreed(executor), _Resend):
             waited_s += time.monotonic() - began
@@ -131,8 +131,8 @@ class RolloutsReceiver:
             executor.put_batch(batch, waited_s=waited_s + time.monotonic() - began)
 
     def _agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
-        """What rank 0 says, on every rank. Collective."""
-        if self._patient is None:  # rank 0's own deadline comes first, and says what is missing
+        """Returns rank 0's answer on every rank. Collective."""
+        if self._patient is None:  # rank 0's own deadline comes first, and says what it waits for
             with members_only():
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches")
             assert isinstance(group, dist.ProcessGroup)  # all ranks are members
@@ -141,7 +141,7 @@ class RolloutsReceiver:
         return _decode_agreed(broadcast_bytes(body, executor.device, self._patient))
 
     def ledger(self) -> bytes:
-        """What has become of every prompt, for a checkpoint: all that has arrived by now is in it."""
+        """The ledger for a checkpoint, encoded, with everything that has arrived by now."""
         self._take_in()
         return self._rank_0_buffer.ledger().encode()
 
@@ -151,7 +151,7 @@ class RolloutsReceiver:
         return self._buffer
 
     def _next_batch(self, executor: BatchExecutor) -> _EncodedBatch | _Resend | None:
-        """Waits until the buffer gives the batch of this step, and has what it finds too old generated again. None: the run is to stop."""
+        """Waits for the batch of this step, and has groups that are too old generated again. Returns None when the run is to stop."""
         step, buffer = executor.curr_step, self._rank_0_buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
         awaited = f"batch {step} from generator.0"
@@ -160,7 +160,7 @@ class RolloutsReceiver:
                 if self._stop.asked:
                     return None
                 wanted = self.link.poll(WeightsWanted)
-                if wanted is not None and wanted[1].version == step:  # else a newer version has been sent meanwhile
+                if wanted is not None and wanted[1].version == step:  # otherwise a newer version has been sent meanwhile
                     return _Resend()
                 self._take_in()
                 if stale := buffer.reject(step):
@@ -179,8 +179,8 @@ class RolloutsReceiver:
         return self._encoded(step, groups, due_wait_s, rejected)
 
     def _take_in(self) -> None:
-        """Everything that has arrived. A group is announced before it finishes, and each look takes in more: so finished groups are
-        looked for first, and what has begun by then includes them."""
+        """Puts everything that has arrived into the buffer. A group is announced before it finishes, and messages go on arriving: so
+        finished groups are collected first, and the announcements collected after them include theirs."""
         ready = self.link.drain(GroupReady)
         for started in self.link.drain(GroupsStarted):
             self._rank_0_buffer.begin(started.ordinals, started.version)
@@ -197,8 +197,8 @@ class RolloutsReceiver:
 
 
 def broadcast_bytes(body: bytes, device: torch.device, patient: dist.ProcessGroup) -> bytes:
-    """The bytes of global rank 0, on every rank of the default process group. Collective; `patient`, over gloo, has the same ranks, which
-    may wait in it for rank 0."""
+    """Returns rank 0's bytes on every rank of the default process group. Collective. `patient` is a gloo group of the same ranks, with a
+    timeout long enough to wait for rank 0."""
     size = torch.tensor([len(body)])
     dist.broadcast(size, src=0, group=patient)
     whole = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(int(size), dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""What has become of every prompt of a run: trained on, finished and held for training, or neither.
+"""Records the state of every prompt of a run: trained on, finished and held for training, or neither.
 
-The ledger lies in each checkpoint, beside the weights that it belongs to. Prompts it does not know are generated (again)
-after a resume, so nothing else needs to be remembered for each prompt to be trained on exactly once.
+Each checkpoint holds the ledger beside the weights that it belongs to. After a resume, prompts that are not in it are generated (again),
+so nothing else has to be saved for each prompt to be trained on exactly once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ LEDGER_FILE = "ledger.msgpack"
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    consumed_below: Ordinal = 0  # all prompts below it are trained on
-    consumed_beyond: list[Ordinal] = []  # and these
-    groups: list[GroupReady] = []  # finished, not yet trained on
+    consumed_below: Ordinal = 0  # all prompts below it have been trained on
+    consumed_beyond: list[Ordinal] = []  # and so have these
+    groups: list[GroupReady] = []  # finished, but not yet trained on
 
     def consumed(self) -> Iterator[Ordinal]:
-        """All prompts that were trained on."""
+        """All prompts that have been trained on."""
         yield from range(self.consumed_below)
         yield from self.consumed_beyond
 
@@ -32,7 +32,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, checkpoint: Path | str) -> Ledger:
-        """Of a checkpoint folder. Raises RuntimeError where there is none, or where it is not one."""
+        """Loads the ledger of a checkpoint folder. Raises RuntimeError if it is missing or cannot be read."""
         path = Path(checkpoint) / LEDGER_FILE
         try:
             return msgspec.msgpack.decode(path.read_bytes(), type=cls)
@@ -41,7 +41,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class Consumed:
-    """The set of ordinals that were trained on, kept small: they come nearly in order."""
+    """The set of ordinals that have been trained on. It stays small, since they come nearly in order."""
 
     def __init__(self, below: Ordinal = 0, beyond: Sequence[Ordinal] = ()):
         self.below = below

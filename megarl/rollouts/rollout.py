@@ -1,4 +1,4 @@
-"""The rollouts of a run: what rollout.name names, called for one prompt after another, with its engines, verifier and tools."""
+"""Sets up the rollout that rollout.name names, with the run's engines, verifier and tools, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True)
 class CheckedRollout:
-    """Calls a rollout under a deadline, and looks at what it returns before anything is trained on it."""
+    """Calls a rollout under a deadline, and checks its samples before any of them is trained on."""
 
     name: str
     rollout: base.Rollout
@@ -44,7 +44,7 @@ class CheckedRollout:
     timeout_s: float
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        """Raises: TimeoutError past the deadline, RuntimeError for samples that are none, and whatever the rollout raises."""
+        """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
         where = f"rollout {self.name}, prompt {prompt.ordinal}"
         deadline = asyncio.timeout(self.timeout_s)
         try:
@@ -63,7 +63,7 @@ class CheckedRollout:
 
 
 async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> Fleet:
-    """Clients of all engines, once each takes requests; closed with `resources`. `elastic`: it can go on without some of them."""
+    """Opens clients of all engines, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose engines."""
     config = plan.config
     urls = rendezvous.engine_urls
     keys = rendezvous.engine_key, rendezvous.engine_admin_key
@@ -79,7 +79,7 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
 
 
 async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resources: AsyncExitStack) -> Rollout:
-    """The rollout of a run, with its reward workers and tool processes, which end with `resources`."""
+    """The rollout of a run, with its reward workers and tool processes, which `resources` ends."""
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
     logs = Path(config.run_dir) / "logs"
@@ -91,7 +91,7 @@ async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resour
 
 
 async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path) -> Callable[[ScoreRequest], Awaitable[Score]]:
-    """The run's verifier."""
+    """The run's verifier or reward function."""
     own = loading.load_reward(config)
     if own is not None and is_async(own.function):
         return RewardInLoop(config.reward, *own).score

@@ -1,4 +1,4 @@
-"""The rollout stream: keeps rollouts in flight, and sends each finished group on its way at once."""
+"""The rollout stream keeps rollouts in flight, and sends each group as soon as it has finished."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.types import Group, Ordinal, Version
 
 
 class RolloutStream:
-    """Begins a prompt whenever `admission` lets it, under the weights that the engines serve then.
+    """Begins a prompt whenever `admission` allows it, under the weights that the engines serve then.
 
-    It waits for: room in flight, and weights new enough (`put_version`). It makes: groups, in the order in which they finish.
-    `sent` counts them. Idleness is counted in places: a place in flight is idle while only newer weights would let a prompt begin
-    in it, or while an update lets nothing begin or nothing run; its idle time counts for its share of all places.
+    It waits for a free place in flight, and for weights that are new enough (`put_version`). It sends groups in the order in which they
+    finish; `sent` counts them. Idle time is measured by place: a place in flight is idle while a prompt could begin there only under newer
+    weights, or while an update keeps prompts from beginning or engines from running. It counts by its share of all places.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RolloutStream:
         self._held = self._still = False
 
     async def run(self, timeout_s: float) -> None:
-        """For as long as its task lives. `timeout_s` bounds the wait for the ledger."""
+        """Runs until its task is cancelled. `timeout_s` bounds the wait for the ledger."""
         start = await self._channel.first(timeout_s)
         self.admission.generate_from(start.first, start.skip)
         self._background.start(self._take_back(), "rejected groups")
@@ -51,29 +51,29 @@ class RolloutStream:
             await self._pulse.until(lambda: self._state() != seen)
 
     def put_version(self, version: Version) -> None:
-        """The engines serve `version` from now on."""
+        """Called when the engines serve `version` from now on."""
         self.version, self._held, self._still = version, False, False
         self._pulse.beat()
 
     async def drain(self) -> None:
-        """Begins nothing more, until `put_version`; returns when nothing is in flight."""
+        """Begins no prompts until `put_version`. Returns when nothing is in flight."""
         self._held = True
         self._pulse.beat()
         await self._pulse.until(lambda: self.admission.in_flight == 0)
 
     def stand_still(self) -> None:
-        """The engines do from now on; `put_version` says that they no longer do."""
+        """Called when the engines are paused, until the next `put_version`."""
         self._still = True
         self._pulse.beat()
 
     @property
     def finished(self) -> int:
-        """Prompts of the run that are done with, also before a resume; rejected ones are not."""
+        """How many prompts of the run have finished, including those before a resume, but not rejected ones."""
         return self.admission.begun - self.admission.in_flight
 
     @property
     def held_back(self) -> bool:
-        """Nothing is in flight, and only newer weights would let a prompt begin."""
+        """Whether nothing is in flight, and prompts can begin only under newer weights."""
         return self.admission.in_flight == 0 and self.admission.held_back(self.version)
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class RolloutStream:
             self._pulse.beat()
 
     def _state(self) -> tuple[int, ...]:
-        """What decides whether a prompt may begin, and how many places are idle."""
+        """The state that decides whether a prompt may begin, and how many places are idle."""
         return self.admission.in_flight, self.admission.begun, self.version, self._held, self._still
 
     def _note_idleness(self) -> None:
@@ -113,7 +113,7 @@ class RolloutStream:
         self._idle_share, self._idle_since = self._share_idle(), now
 
     def _share_idle(self) -> float:
-        """Of the places in flight, those that wait for weights."""
+        """The share of places in flight that wait for weights."""
         if self._still:
             return 1.0
         waits = (self._held and not self.admission.exhausted) or self.admission.held_back(self.version)

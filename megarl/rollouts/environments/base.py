@@ -1,4 +1,4 @@
-"""What a rollout is given, and what it must give back: everything that one's own rollout needs to know is in this file."""
+"""The interface of rollouts: what one is given, and what it must return. To write one, this file is all you need to know."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from megarl.types import Prompt, Sample
 
 class Generate(Protocol):
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        """n independent continuations of the token ids, each token with its log-prob and the weight version that produced it.
+        """Returns n independent continuations of the token ids, each token with its log-prob and the weight version that produced it.
 
-        The engine is chosen by load, and a weight update in the middle is no concern of the caller's.
+        The engine is chosen by load. Weight updates may happen in between; the caller need not care.
         """
         ...
 
 
 class RunInWorker(Protocol):
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A module's function, run in a worker process within rollout.tool_timeout_s; arguments and result are JSON.
+        """Runs a module's function in a worker process within rollout.tool_timeout_s. Arguments and result must be JSON.
 
-        Raises: ToolError, with the message of the function's ValueError, or with how else it failed.
+        Raises: ToolError, with the message of the function's ValueError, or saying how else it failed.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What a rollout may call. All of it may be awaited by hundreds of samples at once."""
+    """The functions a rollout may call. Hundreds of samples may await them at once."""
 
     tokenizer: Tokenizer
     generate: Generate
-    score: Callable[[ScoreRequest], Awaitable[Score]]  # by the run's verifier; of a transcript: context.score(transcript.to_score)
+    score: Callable[[ScoreRequest], Awaitable[Score]]  # by the run's verifier; to score a transcript: context.score(transcript.to_score)
     run_in_worker: RunInWorker
-    tool_timeout_s: float  # what any tool may take
+    tool_timeout_s: float  # the limit for any tool
 
 
 class Rollout(Protocol):
-    """A rollout: a prompt in, n samples out. An async function, or an object whose class is built with the tokenizer.
+    """A rollout takes a prompt and returns n samples. It is an async function, or an object of a class constructed with the tokenizer.
 
-    `rollout.args` are its keyword-only arguments (of the class: of its constructor), checked by their annotations. It runs
-    in the generator's event loop, many times at once: it must await whatever takes time.
+    `rollout.args` are its keyword-only arguments (of a class: those of its constructor), checked against their annotations. It runs
+    in the generator's event loop, many times at once, so it must await whatever takes time.
     """
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]: ...
 
 
 class ToolError(Exception):
-    """A tool call without a result. The message is for the model."""
+    """A tool call failed. The model is shown the message."""
 
 
 def sample_problems(samples: Any, n: int, max_tokens: int) -> list[str]:
-    """What is wrong with what a rollout returned; empty if nothing is."""
+    """Lists what is wrong with the samples that a rollout returned; empty if nothing is."""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
     if len(samples) != n:
@@ -82,5 +82,5 @@ def _problems(sample: Sample, max_tokens: int) -> list[str]:
 
 
 def _finite(number: Any) -> bool:
-    """A truth value is no number: it would not be one to the trainer, which is told of rewards in MessagePack."""
+    """A bool does not count as a number: MessagePack would not send it to the trainer as one."""
     return (type(number) is float and math.isfinite(number)) or (type(number) is int and abs(number) <= MAX_REWARD)

@@ -1,7 +1,7 @@
-"""A calculator for model output: integers and decimals, + - * / and parentheses, exact, by a parser of its own.
+"""A calculator for model output: exact arithmetic on integers and decimals with + - * / and parentheses.
 
-Nothing is ever handed to Python's own evaluation. The limits bound the work: the text's length bounds the number of
-operations and their nesting, and the size of every intermediate value is checked as it arises.
+It has its own parser, and never calls Python's eval. The limits bound the work: the text's length bounds the number of operations and
+their nesting, and the size of every intermediate value is checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fractions import Fraction
 MAX_CHARS = 200
 MAX_NESTING = 20
 MAX_VALUE_BITS = 256  # of numerator and denominator
-DECIMALS = 6  # of a result that is no integer
+DECIMALS = 6  # of a result that is not an integer
 
 _TOKEN = re.compile(r" *(?:(\d+(?:\.\d+)?)|([-+*/()]))", re.ASCII)
 
@@ -92,7 +92,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _written(value: Fraction) -> str:
-    """In decimals, exact to DECIMALS places, ties to even; never in scientific notation."""
+    """Formats the value with up to DECIMALS places, rounding ties to even; never in scientific notation."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = abs(round(value * 10**DECIMALS))

@@ -1,4 +1,4 @@
-"""Arguments of the functions and classes that a configuration names, checked before anything starts."""
+"""Checks the arguments of functions and classes that a configuration names, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megarl.config.errors import ConfigError
 
 
 def check_arguments(function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str) -> dict[str, Any]:
-    """`arguments` converted to what the keyword-only parameters of `function` are annotated with, strictly.
+    """Converts `arguments` strictly to the annotated types of the keyword-only parameters of `function`.
 
-    Args: positional, how many arguments come before them; setting, "key=value" of the function; key, that of the arguments.
+    Args: positional, how many positional arguments it must take; setting, "key=value" of the function; key, that of its arguments.
     Raises: ConfigError with all problems: unknown and missing arguments, wrong types, a signature that does not fit.
     """
     parameters = list(inspect.signature(function).parameters.values())

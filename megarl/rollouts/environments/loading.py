@@ -1,4 +1,4 @@
-"""From `rollout.name` and `rollout.args` to the rollout, and from `reward.name` to a reward function of the user's own."""
+"""Loads the rollout that `rollout.name` and `rollout.args` name, and the user's own reward function that `reward.name` names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.rollouts.environments.functions import check_arguments
 
 class OwnReward(NamedTuple):
     function: Callable[..., Any]
-    parameters: list[str]  # what it asks for (rewards.score.ScoreRequest)
+    parameters: list[str]  # the fields of rewards.score.ScoreRequest that it takes
 
 
 BUILT_IN = {
@@ -29,12 +29,12 @@ BUILT_IN = {
 
 
 def load_rollout(config: RunConfig, tokenizer: Tokenizer) -> Rollout:
-    """The rollout of a run, its arguments bound. Raises: ConfigError with all that is wrong with it."""
+    """The rollout of a run, with its arguments bound. Raises: ConfigError with all problems."""
     return find_rollout(config)(tokenizer)
 
 
 def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
-    """What makes it; nothing of the user's but the import of the module has run yet. Raises: ConfigError as `load_rollout`."""
+    """A function that makes the rollout. So far only the user's module was imported. Raises: ConfigError as `load_rollout` does."""
     name, arguments = config.rollout.name, config.rollout.args
     setting = f"rollout.name={name}"
     found = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
@@ -50,7 +50,7 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
 
 
 def load_reward(config: RunConfig) -> OwnReward | None:
-    """The reward function of the user's own; None where `reward.name` is a built-in verifier. Raises: ConfigError."""
+    """The user's own reward function; None if `reward.name` is a built-in verifier. Raises: ConfigError."""
     if ":" not in config.reward.name:
         return None
     setting = f"reward.name={config.reward.name}"
@@ -61,9 +61,9 @@ def load_reward(config: RunConfig) -> OwnReward | None:
 
 
 def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
-    """Also the reward function, if it is the user's own. Raises: ConfigError with all problems of both. Nothing is started.
+    """Checks the rollout, and the user's own reward function if there is one. Raises: ConfigError with all problems of both.
 
-    `at_hand`: the tokenizer may be missing on this machine; a rollout that is a class is then found, but not made.
+    With `at_hand` the tokenizer may be missing on this machine; a rollout that is a class is then found, but not constructed.
     """
     without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
     rollout = functools.partial(find_rollout, config) if without else lambda: load_rollout(config, load_tokenizer(config.model))

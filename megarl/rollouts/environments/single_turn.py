@@ -11,7 +11,7 @@ from megarl.types import Prompt, Sample
 
 
 async def single_turn(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
-    """All n from one request, so that they share the prompt's KV cache."""
+    """Asks for all n completions in one request, so that they share the prompt's KV cache."""
 
     async def scored(index: int, completion: Completion) -> Sample:
         transcript = Transcript(prompt, context.tokenizer, sampling.max_tokens, index)

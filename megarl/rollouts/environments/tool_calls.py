@@ -1,4 +1,4 @@
-"""Turns with a tool: the policy writes a call, the environment its result, until the policy ends without a call."""
+"""A dialogue with a tool: the policy writes a call and the environment its result, until a turn of the policy ends without a call."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TOOLS = {"calculator": "megarl.rollouts.environments.calculator:calculate"}
 
 
 class ToolCalls:
-    """Calls are marked by two tokens, `call_open` … `call_close`, of which the second ends the turn.
+    """Two tokens mark a call, `call_open` … `call_close`; the second ends the turn.
 
-    The tool maps the text between them to the result's text, or raises ValueError. An async tool runs in the event loop,
-    any other in a worker process; neither for longer than rollout.tool_timeout_s. What goes wrong is answered with "error: "
-    and the reason; only another exception of an async tool, a mistake of its own, ends the run. The result, cut to
-    `max_result_tokens`, stands for {result} in `result`.
+    The tool maps the text between them to the result's text, or raises ValueError. An async tool runs in the event loop, any other in a
+    worker process; rollout.tool_timeout_s bounds both. A failed call is answered with "error: " and the reason; only an async tool that
+    raises anything but ValueError, which is a bug in it, ends the run. The result, cut to `max_result_tokens`, replaces {result} in
+    `result`.
 
-    A sample has at most `max_calls` calls answered. One that ends in a call without an answer, or without room for it,
-    scores 0; all others are scored by their last turn. Metrics: tool_calls (answered), tool_errors.
+    At most `max_calls` calls of a sample are answered. A sample that ends in an unanswered call, or has no room for the answer, scores 0;
+    all others are scored by their last turn. Metrics: tool_calls (answered), tool_errors.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ToolCalls:
         max_calls: Annotated[int, Meta(ge=1)] = 4,
         max_result_tokens: Annotated[int, Meta(ge=1)] = 64,
     ):
-        """Raises: ConfigError with all that is wrong with the arguments."""
+        """Raises: ConfigError with all problems of the arguments."""
         self._tool = find_callable(TOOLS.get(tool, tool), f"rollout.args.tool={tool}", built_in=TOOLS)
         self._tokenizer = tokenizer
         marks = {"call_open": call_open, "call_close": call_close}

@@ -13,15 +13,15 @@ from megarl.sandbox.pool import CallFailed, WorkerPool
 
 
 class ToolProcesses:
-    """rollout.tool_workers processes for each function, started at its first call. In one event loop; `close` at the end."""
+    """Runs each function in rollout.tool_workers processes of its own, started at its first call. Use it in one event loop; close it."""
 
     def __init__(self, config: RolloutConfig, log_folder: Path | None = None):
-        """What the functions print goes to `log_folder`/<module>.<function>.<number>.log."""
+        """The functions' output goes to `log_folder`/<module>.<function>.<number>.log."""
         self._config, self._log_folder = config, log_folder
         self._pools: dict[str, WorkerPool] = {}
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As RunInWorker. Raises: ValueError for what is not a module's function, RuntimeError if its module cannot be imported there."""
+        """See RunInWorker. Raises: ValueError if it is not a module's function, RuntimeError if a worker cannot import the module."""
         path = f"{function.__module__}:{function.__qualname__}"
         if "." in function.__qualname__ or function.__module__ == "__main__":
             raise ValueError(f"{path}: only a function of a module can be called in another process")

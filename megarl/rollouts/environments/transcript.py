@@ -1,4 +1,4 @@
-"""One sample in the making: what the policy and the environment wrote, in turn."""
+"""Builds one sample from what the policy and the environment write in turn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megarl.types import Prompt, Sample
 
 @dataclass
 class Transcript:
-    """Token ids are only ever appended. Nothing that was sampled is tokenised again, which could give other ids."""
+    """Token ids are only ever appended. Sampled text is never tokenised again, since that could give other ids."""
 
     prompt: Prompt
     tokenizer: Tokenizer
-    max_tokens: int  # of the response, the environment's tokens included
+    max_tokens: int  # of the response, including the environment's tokens
     sample_index: int = 0  # which of the prompt's samples
-    last_text: str = ""  # the policy's, of its last turn
+    last_text: str = ""  # the text of the policy's last turn
     finish_reason: str = "stop"
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Transcript:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and response so far: what the next turn continues."""
+        """The prompt and the response so far, which the next turn continues."""
         return self.prompt.token_ids + self._ids
 
     @property
@@ -40,19 +40,19 @@ class Transcript:
         return self.max_tokens - len(self._ids)
 
     def turn(self, sampling: Sampling) -> Sampling:
-        """`sampling` for the next turn: of as many tokens as are left."""
+        """`sampling` for the next turn, with as many tokens as are left."""
         return replace(sampling, max_tokens=self.tokens_left)
 
     def add_policy(self, completion: Completion) -> None:
         self._append(completion.token_ids, completion.logprobs, completion.versions, mine=True)
-        # That of the environment's tokens before this turn came with it; that of earlier turns is as they were sampled.
+        # Each answer covers all positions so far. Earlier turns keep the experts that they were sampled with.
         self._routing += completion.routing[len(self._routing) :]
         self.last_text = self.tokenizer.decode(completion.token_ids)
         self._text += self.last_text
         self.finish_reason = completion.finish_reason
 
     def add_environment(self, token_ids: list[int]) -> bool:
-        """Appends what the environment answers. False, and nothing appended, if the policy would have no token left to go on."""
+        """Appends the environment's answer. Returns False, and appends nothing, if that would leave the policy no tokens."""
         if len(token_ids) >= self.tokens_left:
             self.finish_reason = "length"
             return False
@@ -64,7 +64,7 @@ class Transcript:
 
     @property
     def to_score(self) -> ScoreRequest:
-        """The response so far, for the run's verifier: the text is that of the last turn."""
+        """The request to score the response so far; its text is that of the last turn."""
         return ScoreRequest(
             response=self.last_text,
             answer=self.prompt.answer,
@@ -78,7 +78,7 @@ class Transcript:
         )
 
     def sample(self, reward: Score | float, **metrics: float) -> Sample:
-        """The finished sample, with what the verifier made of it, or a reward of the rollout's own."""
+        """The finished sample, with the verifier's score or a reward of the rollout's own."""
         score = reward if isinstance(reward, Score) else Score(reward)
         return Sample(
             token_ids=self._ids,
