@@ -1,6 +1,6 @@
-"""An engine's processes watch those that they have started, and end when one of these has died.
+"""Each process of an engine watches its children, and ends when one of them has died.
 
-SGLang notices a scheduler that dies before it is ready, but not with data-parallel attention; and the error that it raises does not end the
+Without data-parallel attention SGLang notices a scheduler that dies before it is ready; but the error it raises then does not end the
 process, since Python waits for the remaining children.
 """
 
@@ -15,23 +15,23 @@ from multiprocessing.process import BaseProcess
 
 from megarl.deaths import cause, ended_for_memory, how
 
-LOOK_S = 0.05  # a child that dies sooner after its start than this may be reaped by others before it is known, and its status with it
-GRACE_S = 0.5  # for SGLang, which ends all of an engine's processes itself when one has failed in a way that it knows
+LOOK_S = 0.05  # a child that dies sooner after its start may be reaped before it is known here, and its exit status is lost
+GRACE_S = 0.5  # for SGLang to end all processes of the engine itself, as it does for failures that it recognises
 
 
 class Children:
-    """Of this process."""
+    """The children of this process."""
 
     def __init__(self) -> None:
         self._ended_before = ended_for_memory()
         self._known: dict[int, BaseProcess] = {}
 
     def watch(self) -> None:
-        """From now on, by a thread."""
+        """Starts to watch them, in a thread."""
         threading.Thread(target=self._watch, name="children", daemon=True).start()
 
     def end_with_the_dead(self, wait_s: float) -> None:
-        """Says why, and ends this process too, where a child has died or does within `wait_s`; returns otherwise."""
+        """Ends this process too, saying why, if a child has died or dies within `wait_s`; otherwise returns."""
         deadline = time.monotonic() + wait_s
         while (dead := self._dead()) is None:
             if time.monotonic() > deadline:
@@ -49,6 +49,6 @@ class Children:
         self.end_with_the_dead(0.0)
 
     def _dead(self) -> tuple[int, int] | None:
-        """The first child that has failed, and its exit code."""
+        """The pid and exit code of the first child that has failed; None if none has."""
         self._known |= {child.pid: child for child in multiprocessing.active_children() if child.pid is not None}
         return next(((pid, code) for pid, child in list(self._known.items()) if (code := child.exitcode)), None)

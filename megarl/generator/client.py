@@ -1,4 +1,4 @@
-"""Asyncio client of one engine: SGLang's HTTP interface with types, deadlines and errors that name the engine."""
+"""An asyncio client for one engine: SGLang's HTTP interface with types, deadlines, and errors that name the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.types import Version
 
 
 class EngineUnreachable(EngineError):
-    """The connection to the engine at `url` broke, or there was none to be had: its process is gone, or about to be."""
+    """The connection to the engine at `url` broke or could not be made: its process has ended, or is about to."""
 
     def __init__(self, url: str, message: str):
         super().__init__(message)
@@ -47,8 +47,8 @@ _decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 
 class EngineClient:
-    """Construct inside a running event loop; `close` at the end. `request_s` bounds one generation request. With `routing`, completions
-    come with the experts that were chosen."""
+    """Construct it inside a running event loop, and `close` it at the end. `request_s` bounds one generation request. With `routing`,
+    completions include the experts that were chosen."""
 
     def __init__(self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0, routing: RoutingFormat | None = None):
         self.url = url
@@ -57,15 +57,15 @@ class EngineClient:
         self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
-        # No limit on connections: continuous batching wants every request at the engine at once, and the caller bounds them.
+        # No limit on connections: continuous batching needs all requests at the engine at once, and the caller bounds their number.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600))
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1, version: Version | None = None) -> list[Completion]:
-        """n independent completions of one prompt, in one request; `complete` says what `version` is.
+        """Returns n independent completions of one prompt, in one request; for `version` see `complete`.
 
         Raises EngineError when the engine refuses or aborts the request, TimeoutError past `request_s`.
         """
-        # The prompt n times, rather than SGLang's own n: that one first prefills each prompt alone and waits for it.
+        # The prompt is sent n times, because with its own n SGLang first prefills each prompt alone and waits for that.
         completions = await self.complete([prompt_ids] * n, [sampling] * n, version)
         if any(completion.finish_reason == ABORT for completion in completions):
             raise EngineError(f"engine {self.url} aborted a request")
@@ -74,23 +74,23 @@ class EngineClient:
     async def complete(
         self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
     ) -> list[Completion]:
-        """One completion of each input, in one request. An aborted one is what was sampled by then, but for the last token.
+        """Returns one completion of each input, in one request. An aborted completion has the tokens sampled so far, except the last.
 
-        `version` is that of the weights at submission. SGLang's prefix cache keeps keys and values apart by it: what older
-        weights left there is never used. All of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
+        `version` is that of the weights at submission. It is a part of the key of SGLang's prefix cache, so keys and values of older
+        weights are never used. Either all of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
         """
         body = generation(inputs, samplings, version, self._routing)
         answer = await self._post("/generate", body, self._user, self._request_s)
         return completions_of(self.url, answer, samplings, self._routing)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """For each sequence of L tokens the log-probs of tokens 1 to L-1, each given those before it: [L - 1] values."""
+        """Returns [L - 1] values for each sequence of L tokens: the log-probs of tokens 1 to L-1, each given those before it."""
         return scores_of(await self._post("/generate", scoring(sequences), self._user, self._request_s))
 
     async def wait_ready(self, timeout_s: float, log: Path | None = None, failed: Callable[[], str | None] = lambda: None) -> None:
         """Returns once the engine takes requests.
 
-        Raises TimeoutError past the deadline, RuntimeError as soon as `failed` gives a reason; both quote the end of `log`.
+        Raises TimeoutError past the deadline, RuntimeError as soon as `failed` returns a reason; both quote the end of `log`.
         """
         deadline = time.monotonic() + timeout_s
         while not await self._ready():
@@ -108,26 +108,26 @@ class EngineClient:
             return False
 
     async def pause(self, timeout_s: float, mode: str = "retract") -> None:
-        """Stops sampling at a token boundary. `retract` frees the KV of running requests; they go on, recomputed, later.
-        `in_place` keeps it; they go on with the KV they have."""
+        """Stops sampling at a token boundary. With `retract` the KV of running requests is freed, and recomputed when they go on; with
+        `in_place` it is kept."""
         await self._admin_call("/pause_generation", {"mode": mode}, timeout_s)
 
     async def abort_all(self, timeout_s: float) -> None:
-        """Ends every request that the engine has by now; each answers with finish reason "abort"."""
+        """Ends every request that the engine has now; each answers with finish reason "abort"."""
         await self._admin_call("/abort_request", {"rid": "", "abort_all": True}, timeout_s)
 
     async def resume(self, timeout_s: float) -> None:
         await self._admin_call("/continue_generation", {"torch_empty_cache": False}, timeout_s)
 
     async def begin_update(self, timeout_s: float) -> None:
-        """Opens SGLang's weight-update session, which restores weights that post-load work had repacked."""
+        """Opens SGLang's weight-update session, which undoes any repacking of weights by post-load work."""
         await self._admin_call("/begin_weight_update", {}, timeout_s)
 
     async def end_update(self, timeout_s: float) -> None:
         await self._admin_call("/end_weight_update", {}, timeout_s)
 
     async def flush(self, timeout_s: float) -> None:
-        """Empties the prefix cache; raises EngineError when requests still hold on to it."""
+        """Empties the prefix cache. Raises EngineError while requests still use it."""
         await self._admin_call("/flush_cache", {}, timeout_s)
 
     async def set_version(self, version: Version, timeout_s: float) -> None:
@@ -135,25 +135,25 @@ class EngineClient:
         await self._admin_call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, timeout_s)
 
     async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
-        """Runs one loader command (see `worker_loader`) in each of the `tp` workers; needs an open update session."""
+        """Runs one loader command (megarl.weight_sync.engine.loader) in each of the `tp` workers. Needs an open update session."""
         payload = tensor_payload(encoded)
         body = {"serialized_named_tensors": [payload] * tp, "load_format": LOADER, "flush_cache": False}
         await self._admin_call("/update_weights_from_tensor", body, timeout_s)
 
     async def version(self, timeout_s: float) -> Version:
-        """Of the weights that the engine says it holds; -1: those it started with."""
+        """The version of the weights that the engine reports; -1 if it has those it started with."""
         text = await self._call("GET", "/model_info", b"", self._user, timeout_s)
         return int(msgspec.json.decode(text, type=_Info).weight_version)
 
     async def fresh(self) -> bool:
-        """It takes requests, and has no weights of ours yet."""
+        """Whether the engine takes requests, and has none of the run's weights yet."""
         try:
             return await self._ready() and await self.version(timeout_s=5) == -1
         except (EngineError, TimeoutError):
             return False
 
     async def answers(self) -> bool:
-        """It takes requests, and its schedulers answer."""
+        """Whether the engine takes requests, and its schedulers answer."""
         try:
             return await self._ready() and await self.parallelism(timeout_s=5) is not None
         except (EngineError, TimeoutError):
@@ -165,12 +165,12 @@ class EngineClient:
         return msgspec.json.decode(text, type=Parallelism)
 
     async def condemn(self, reason: str) -> None:
-        """From now on every call fails and says why; those that wait for an answer fail at once."""
+        """Makes every later call fail with `reason`; calls that wait for an answer fail at once."""
         self._condemned = reason
         await self._session.close()
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Any other of SGLang's administrative endpoints. For comparisons."""
+        """Calls any other administrative endpoint of SGLang; used for comparisons."""
         await self._admin_call(path, body, timeout_s)
 
     async def close(self) -> None:
@@ -203,7 +203,7 @@ class EngineClient:
             raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             self._check_condemned()
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # nothing is wrong with the engine
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # the engine is not to blame
                 raise EngineError(f"no connection to engine {self.url}: {error.strerror}; raise ulimit -n") from error
             raise EngineUnreachable(self.url, f"engine {self.url}{path} is not reachable: {error}") from error
 

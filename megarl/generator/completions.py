@@ -1,4 +1,4 @@
-"""What an engine is asked to sample, and what it answered: SGLang's `/generate`, with types."""
+"""Typed requests to SGLang's `/generate`, and its answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.models.routing import RoutingFormat
 from megarl.types import Version
 
 ABORT = "abort"  # finish reason of a request that was told to end
-_MOST_CANDIDATES = 4095  # SGLang reports the kept tokens of a truncated distribution up to 4096 of them, ties included
+_MOST_CANDIDATES = 4095  # SGLang reports at most 4096 kept tokens of a truncated distribution, including ties
 
 
 class EngineError(RuntimeError):
-    """The engine answered, but not with what was asked for."""
+    """The engine answered, but not with the expected result."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -24,17 +24,17 @@ class Sampling(msgspec.Struct, frozen=True):
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1  # -1: off. With top_p < 1 alone, SGLang also needs a bound here: the 4095 likeliest tokens
+    top_k: int = -1  # -1: off. If only top_p < 1 is set, SGLang also needs a bound here: the 4095 likeliest tokens
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # the engine needs its tokenizer for them
+    stop: tuple[str, ...] = ()  # needs the engine to have a tokenizer
 
     @property
     def truncated(self) -> bool:
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
     def parameters(self) -> dict[str, Any]:
-        """As SGLang names them."""
+        """The parameters under SGLang's names."""
         top_k = self.top_k
         if self.truncated:
             top_k = min(top_k if top_k > 0 else _MOST_CANDIDATES, _MOST_CANDIDATES)
@@ -56,8 +56,8 @@ class Completion(msgspec.Struct, frozen=True):
     token_ids: list[int]  # [T]
     logprobs: list[float]  # [T] under the distribution sampled from: after temperature, top-k and top-p
     versions: list[Version]  # [T] weight version that produced each token
-    finish_reason: str  # "stop" | "length"; of one answer of an engine, also "abort"
-    routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens but the last; empty: not asked for
+    finish_reason: str  # "stop" | "length"; in a single answer of an engine also "abort"
+    routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens except the last; empty if not asked for
 
 
 class _Span(msgspec.Struct):
@@ -92,7 +92,7 @@ _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 def generation(
     inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None, routing: RoutingFormat | None = None
 ) -> dict[str, Any]:
-    """The request for one completion of each input; `EngineClient.complete` says what `version` is. `routing`: with the experts chosen."""
+    """The request for one completion of each input, with chosen experts if `routing` is given. `version`: see `EngineClient.complete`."""
     body: dict[str, Any] = {
         "input_ids": inputs,
         "sampling_params": [sampling.parameters() for sampling in samplings],
@@ -108,7 +108,7 @@ def generation(
 
 
 def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling], routing: RoutingFormat | None = None) -> list[Completion]:
-    """The answer to `generation`. Raises EngineError, which calls the engine by that name."""
+    """Decodes the answer to `generation`. Raises EngineError that names `engine`."""
     try:
         answers = [each.meta_info for each in _decode_answers(answer)]
     except msgspec.DecodeError as error:  # JSON has no NaN: SGLang writes null
@@ -117,7 +117,7 @@ def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling], ro
 
 
 def scoring(sequences: list[list[int]]) -> dict[str, Any]:
-    """The request for the log-probs of tokens that are given."""
+    """The request for the log-probs of given tokens."""
     return {
         "input_ids": sequences,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -127,7 +127,7 @@ def scoring(sequences: list[list[int]]) -> dict[str, Any]:
 
 
 def scores_of(answer: bytes) -> list[list[float]]:
-    """The answer to `scoring`: of each sequence the log-probs of all tokens but the first."""
+    """Decodes the answer to `scoring`: the log-probs of all tokens of each sequence except its first. Raises EngineError."""
     return [[_finite(value) for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
 
 
@@ -148,8 +148,8 @@ def _completion(engine: str, meta: _Meta, sampling: Sampling, routing: RoutingFo
     versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
     experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
-        # The engine did not look whether the last token ends the response: whatever it is, it is to be sampled again. And so is
-        # what it has forgotten the experts of, for it was aborted while it waited for memory.
+        # The engine did not check whether the last token ends the response, so that token is sampled again. The same goes for tokens
+        # whose experts it has forgotten, because the request was aborted while it waited for memory.
         kept = max(0, min(len(tokens), len(logprobs), len(versions)) - 1)
         if routing is not None:
             kept = min(kept, max(0, routing.positions(experts) + 1 - meta.prompt_tokens))

@@ -1,4 +1,4 @@
-"""The engines of a run as one: every request goes to the engine with the fewest in flight, and survives weight updates."""
+"""Presents the engines of a run as one: a request goes to the engine with the fewest samples in flight, and survives weight updates."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ ABORT_AGAIN_S = 0.05
 
 @dataclass
 class Draft:
-    """A response in the making, of one request after another."""
+    """An unfinished response, assembled from one request after another."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
     routing: bytes = b""
-    finish_reason: str = ""  # while it goes on
-    aborted: bool = False  # it was begun anew from the prompt; it will not be again
+    finish_reason: str = ""  # empty until it is finished
+    aborted: bool = False  # it was restarted from the prompt once, and will not be again
 
     def add(self, completion: Completion, max_tokens: int) -> None:
-        """What one more request has sampled; it goes on where that was cut."""
+        """Appends the tokens of one more request. If it was cut, the response goes on from there."""
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions
-        self.routing += completion.routing[len(self.routing) :]  # what is known already is how the earlier tokens were sampled
+        self.routing += completion.routing[len(self.routing) :]  # keep the experts with which earlier tokens were sampled
         cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < max_tokens)
         self.finish_reason = "" if cut else completion.finish_reason
 
     def stop_at(self, stops: StopStrings, prompt_tokens: int) -> None:
-        """Ends it where it has said a stop string."""
+        """Ends the response at its first stop string, if it has one."""
         end = stops.end(self.token_ids)
         if end is None:
             return
@@ -57,11 +57,11 @@ class Draft:
 class Fleet:
     """`engines` are clients of servers that all hold the same weights, `version`.
 
-    `partial_rollout` says what a weight update means for requests (see `hold`). `chunk_tokens` cuts each response into several
-    requests of at most so many tokens. `stops` end a response besides what the engines look for.
+    `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens` splits each response into several requests of
+    at most so many tokens. `stops` end a response in addition to the engines' own checks.
 
-    An `elastic` fleet goes on without an engine whose connection breaks (`lost`): what it had not finished goes on at others, from the
-    tokens that earlier requests gave. Such an engine may come back, with other weights; it serves again after `take_back`.
+    An `elastic` fleet goes on without an engine whose connection breaks (`lost`): its unfinished responses continue at other engines, from
+    the tokens that earlier requests returned. Such an engine may come back, with other weights; it serves again after `take_back`.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class Fleet:
     ):
         self.engines = list(engines)
         self.serving = set(range(len(self.engines)))
-        self.returned: set[int] = set()  # they run, without the weights
-        self.lost: dict[int, str] = {}  # and why
-        self.intact: set[int] = set()  # of the lost: nobody was writing to them
+        self.returned: set[int] = set()  # they run, but lack the weights
+        self.lost: dict[int, str] = {}  # the values say why
+        self.intact: set[int] = set()  # lost engines to which nobody was writing at the time
         self.elastic = elastic
         self.version: Version | None = None
         self._partial_rollout, self._chunk_tokens, self._stops = partial_rollout, chunk_tokens, stops
         self._load: Counter[int] = Counter()  # samples by engine
-        self._finished: Counter[int] = Counter()  # samples, likewise
-        self._requests: Counter[bool] = Counter()  # at the engines now, by whether they must not be aborted
+        self._finished: Counter[int] = Counter()  # samples by engine
+        self._requests: Counter[bool] = Counter()  # requests at the engines now, by whether they are exempt from aborts
         self._aborts = 0
         self._held = False
-        self.pulse = Pulse()  # beats when any of that has changed
+        self.pulse = Pulse()  # beats when any of the above changes
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        """n completions of one prompt, from one engine while it lasts, so that they share the prompt's KV cache.
+        """Returns n completions of one prompt, from one engine unless it is lost, so that they share the prompt's KV cache.
 
-        Log-probs are those under the weights that sampled each token. Raises EngineError, TimeoutError.
+        Log-probs are those of the weights that sampled each token. Raises EngineError, TimeoutError.
         """
         drafts = [Draft() for _ in range(n)]
         while any(not draft.finish_reason for draft in drafts):
@@ -107,7 +107,7 @@ class Fleet:
         return [draft.completion() for draft in drafts]
 
     def describe(self, index: int) -> str:
-        """What an engine does now, in a line for people."""
+        """A line for the display that says what an engine is doing."""
         if index in self.lost:
             return f"lost: {self.lost[index]}"
         if index in self.returned:
@@ -117,11 +117,11 @@ class Fleet:
 
     @property
     def members(self) -> list[int]:
-        """Engines that take part in an update."""
+        """The engines that take part in an update."""
         return sorted(self.serving | self.returned)
 
     def lose(self, error: EngineUnreachable) -> None:
-        """Goes on without that engine. Raises `error` where the fleet is not elastic."""
+        """Goes on without the engine that `error` names. Raises `error` if the fleet is not elastic."""
         if not self.elastic:
             raise error
         index = next(i for i, engine in enumerate(self.engines) if engine.url == error.url)
@@ -135,14 +135,14 @@ class Fleet:
         self.pulse.beat()
 
     def come_back(self, index: int) -> None:
-        """A lost engine runs again, or still, without the weights of the moment."""
+        """Called when a lost engine runs again, or still runs, without the current weights."""
         del self.lost[index]
         self.intact.discard(index)
         self.returned.add(index)
         self.pulse.beat()
 
     def take_back(self, indices: Iterable[int], version: Version) -> None:
-        """They hold `version` by now, as the others do."""
+        """Called when these engines hold `version`, like the others."""
         back = set(indices) - self.lost.keys()
         if back - self.serving:
             print(f"engines {sorted(back - self.serving)} serve version {version} from now on", flush=True)
@@ -151,8 +151,8 @@ class Fleet:
         self.pulse.beat()
 
     async def _continue(self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
-        """One request: each draft goes on from the prompt and what it has, to its end or the next cut. None where the engine was lost
-        while requests were held: it may run again by now, without the weights."""
+        """Sends one request, which continues each draft from its tokens so far to its end or the next cut. Sends none if the engine was
+        lost while requests were held: it may run again by now, but without the weights."""
         await self.pulse.until(lambda: not self._held)
         if index not in self.serving:
             return
@@ -178,13 +178,13 @@ class Fleet:
         self._finished[index] += sum(bool(draft.finish_reason) for draft in drafts)
 
     async def hold(self, timeout_s: float) -> None:
-        """Submits nothing more, and returns when the requests at the engines are as `partial_rollout` wants them for an update:
+        """Submits no more requests, and returns when those at the engines are as `partial_rollout` wants them for an update:
 
-        in_flight, retract: as they are; the engines keep them through the pause
+        in_flight, retract: still running; the engines keep them through the pause
         block:              answered
-        resume:             cut at the token they are at; after `release` they go on from what they have
-        abort:              aborted, and submitted anew after `release`; those that were aborted at an earlier update are left to
-                            finish first, so that each response gets done
+        resume:             cut at their current token; after `release` they go on from there
+        abort:              aborted, and submitted again from the prompt after `release`; responses that were aborted at an earlier
+                            update finish first, so that each gets done
         """
         self._held = True
         if self._partial_rollout in ("in_flight", "retract"):
@@ -195,7 +195,7 @@ class Fleet:
         await self.pulse.until(lambda: not self._requests.total())
 
     async def _end_requests(self, timeout_s: float) -> None:
-        """Has the engines end all requests that may be aborted; again and again, for one may still have been on its way."""
+        """Has the engines abort all requests that may be aborted. It repeats the call, since a request may still have been on its way."""
         while self._requests[False]:
             self._aborts += 1
             await self._abort_all(timeout_s)
@@ -212,7 +212,7 @@ class Fleet:
                 raise outcome
 
     def release(self, version: Version) -> None:
-        """The serving engines serve `version`: requests are submitted again."""
+        """Submits requests again, after the serving engines have taken `version`."""
         self.version, self._held = version, False
         self.pulse.beat()
 

@@ -1,4 +1,4 @@
-"""Our hooks into SGLang that make it an engine of ours: what it logs, who may speak to it, quantised weights, machines without CUDA."""
+"""Hooks into SGLang, for all processes of an engine: logging, keys of sockets, quantised weights, machines without CUDA."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def register() -> None:
 
 
 def _hide_keys(settings: dict[str, Any], *_: object) -> dict[str, Any]:
-    """SGLang logs its settings, and shows them at /server_info to holders of the user key: the admin key among them."""
+    """Hides the keys: SGLang logs its settings, and shows them at /server_info to holders of the user key."""
     return {name: "hidden" if name.endswith("api_key") and value else value for name, value in settings.items()}

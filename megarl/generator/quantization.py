@@ -1,14 +1,14 @@
-"""How SGLang is told to hold its weights in one of our fp8 formats (`generator.quantization`), and to keep them so.
+"""Makes SGLang hold its weights in one of the fp8 formats of `generator.quantization`, and keep them so.
 
-SGLang reads the format from the checkpoint's config.json. The checkpoint here is the trainer's, in bf16 or float32: its config is
-overridden, nothing is loaded from it, and the first weight update writes every tensor.
+SGLang reads the format from the checkpoint's config.json. The checkpoint here is the trainer's, in bf16 or float32. So its config is
+overridden, no weights are loaded from it, and the first weight update writes every tensor.
 
     fp8_block    quantization "fp8", blocks of 128x128           weight [out, in], weight_scale_inv [out / 128, in / 128]
     fp8_channel  "w8a8_fp8": per channel, activations per token  weight.t(), weight_scale [out, 1]; of experts not transposed, [E, out, 1]
     fp8_tensor   "compressed-tensors", strategy "tensor"         weight.t(), weight_scale []; of experts not transposed, [E]
 
-Its "fp8" without blocks is not used for the latter two: on Hopper it spreads a scale per tensor over the channels, and it has no scales
-per channel for experts.
+SGLang's "fp8" without blocks is not used for the last two: on Hopper it expands a scale per tensor to the channels, and it has no
+per-channel scales for experts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantiz
 
 
 def server_arguments(quantization: str | None) -> dict[str, Any]:
-    """What SGLang's server takes for `generator.quantization`; nothing for null."""
+    """The arguments of SGLang's server for `generator.quantization`; none for null."""
     if quantization is None:
         return {}
     how = CONFIGS[quantization]
@@ -58,16 +58,16 @@ def register_hooks() -> None:
 
 
 def no_kv_scales(original: Callable[..., Any], config: Any, layer: torch.nn.Module, prefix: str) -> Any:
-    """Around the choice of a layer's method. An fp8 model would get scales of its keys and values as parameters, whatever the cache's type;
-    no trainer has them, and the cache is kept in the model's dtype."""
+    """Runs around the choice of a layer's method. SGLang would give an fp8 model scales of its keys and values as parameters, whatever the
+    cache's dtype; no trainer has them, and here the cache has the model's dtype."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return None if isinstance(layer, RadixAttention) else original(config, layer, prefix)
 
 
 def once(original: Callable[..., None], method: Any, layer: Any) -> None:
-    """Around post-load work that transposes weights or merges scales. SGLang repeats it at the end of each update, as after a load of its
-    own; direct writes write its result, so a second time would spoil it."""
+    """Runs around post-load work that transposes weights or merges scales, and lets it happen only once. SGLang repeats it at the end of
+    each update; but direct writes write the processed form, which processing again would spoil."""
     if not getattr(layer, "megarl_processed", False):
         original(method, layer)
         layer.megarl_processed = True

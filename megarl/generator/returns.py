@@ -1,6 +1,6 @@
-"""Engines that were lost, awaited: when one runs again the fleet is told, and it serves after the next update, or one made for it.
+"""Waits for lost engines to return. When one runs again, the fleet is told, and it serves after the next update or one of its own.
 
-So is one that has never ended: a connection may break without that.
+An engine that never ended returns in the same way: a connection may break without that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOOK_UP_S = 0.5
 
 
 async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float) -> None:
-    """For as long as its task lives. Engine i writes to `logs`/engine.i.log; `restarted`: somebody starts those that die again.
+    """Runs until its task is cancelled. Engine i logs to `logs`/engine.i.log; `restarted` says whether engines that die are restarted.
 
     Raises EngineError, with the ends of their logs, when no engine is left and none comes back in time.
     """

@@ -1,8 +1,8 @@
-"""One SGLang engine as its own process: `python -m megarl.generator.server '<JSON of SGLang server arguments>'`.
+"""Runs one SGLang engine as its own process: `python -m megarl.generator.server '<JSON of SGLang server arguments>'`.
 
-The keys come through the environment, never through the command line, where every user of the machine could read them.
-SGLang starts its workers by spawn; each of them imports this module again, under the name `__mp_main__`, before
-anything of SGLang: the place for what every process of the engine needs first.
+The keys come through the environment, never on the command line, where every user of the machine could read them. SGLang spawns its
+workers, and each of them imports this module again, as `__mp_main__`, before it imports SGLang. So set-up that every process of the
+engine needs first is done here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megarl.generator.children import GRACE_S, Children
 from megarl.parent import end_with_parent
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
-_MOE_RUNNER = "triton"  # SGLang's choice on Hopper; on Blackwell it would take one that holds up before gate
+_MOE_RUNNER = "triton"  # SGLang's choice on Hopper; its choice on Blackwell stores up before gate
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 
 
 @dataclass(frozen=True)
 class EngineKeys:
-    """`api` admits to generation, `admin` to everything that can change weights or settings."""
+    """`api` allows generation, `admin` everything that can change weights or settings."""
 
     api: str
     admin: str
@@ -43,7 +43,7 @@ class EngineKeys:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine is: SGLang's own words for most of it."""
+    """The settings of one engine, mostly under SGLang's own names."""
 
     model_path: str
     dtype: str  # float32 | bfloat16
@@ -51,42 +51,42 @@ class EngineSettings:
     context_length: int  # tokens, prompt and response together
     max_running_requests: int
     tp: int = 1
-    ep: int = 1  # of the tp ranks: the experts are dealt out over so many
-    dp_attention: int = 1  # of the tp ranks: so many replicas of attention, each with its own requests and KV cache
+    ep: int = 1  # divides the tp ranks: the number of ranks that the experts are spread over
+    dp_attention: int = 1  # divides the tp ranks: the number of attention replicas, each with its own requests and KV cache
     host: str = "127.0.0.1"
     quantization: str | None = None  # generator.quantization
     kv_cache_tokens: int | None = None  # of the engine
     mem_fraction: float = 0.85  # of GPU memory
-    device: str | None = None  # None: cuda where there is one, else cpu
-    cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores this process may use, but for
-    cores_taken: int = 0  # so many, of other engines on this host
+    device: str | None = None  # None: cuda if there is a GPU, otherwise cpu
+    cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores that this process may use, after skipping
+    cores_taken: int = 0  # this many, which other engines on this host use
     base_gpu: int = 0
     parts: int = 1  # nodes that the engine spans; each starts a part, and part 0 answers requests
     part: int = 0
     group_address: str | None = None  # host:port where the parts meet
-    return_routing: bool = False  # requests may ask which experts were chosen
-    tokenizer: str | None = None  # where requests have stop strings, which it looks for
+    return_routing: bool = False  # whether requests may ask which experts were chosen
+    tokenizer: str | None = None  # needed if requests have stop strings
     seed: int = 0
-    holds_weights: bool = True  # the folder does; else the engine makes up some, and serves when others are written over them
+    holds_weights: bool = True  # whether the folder does; if not, the engine starts with dummy weights, and serves after an update
     log_level: str = "warning"
 
 
 def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}) -> tuple[list[str], dict[str, str]]:
-    """Argument vector of one engine's process, and what to add to its environment.
+    """Returns the argument vector of one engine's process, and the variables to add to its environment.
 
-    `extra` (`generator.server_args`) is given to SGLang as it is, and wins over what we would have chosen. The process that
-    starts the engine must be the one that calls this: the engine dies with it. Raises ConfigError for what no GPU engine can compute in.
+    `extra` (`generator.server_args`) is passed to SGLang as it is, and overrides the arguments chosen here. The engine ends with the
+    process that calls this, so that one must start it. Raises ConfigError for a dtype that SGLang cannot compute in on GPUs.
     """
     device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
-    if not settings.device:  # that this host really has; a dry run may suppose another
+    if not settings.device:  # the device is this host's own, not one that a dry run supposes
         _check_dtype(settings, device, extra)
     of_device = _cpu_arguments(settings) if device == "cpu" else {"moe_runner_backend": _MOE_RUNNER}
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment[sockets.SOCKET_KEY] = sockets.socket_key(keys.admin)
-    environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # nothing of ours uses it, and it publishes on a port without a key
+    environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # it is not used here, and publishes on a port without a key
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
-    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: our client drops idle connections first, never into a request
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: the client drops idle connections first, never the engine
     environment |= _cpu_environment(settings) if device == "cpu" else _gpu_environment()
     return [sys.executable, "-m", __spec__.name, json.dumps(arguments)], environment
 
@@ -112,11 +112,11 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         **_spanning(settings),
         "log_level": settings.log_level,
         "custom_weight_loader": [LOADER],
-        "weight_version": "-1",  # none of ours yet: an engine that was restarted is told by it
-        "disable_shared_experts_fusion": True,  # weights are written to shared experts apart from the routed ones
+        "weight_version": "-1",  # none of the run's versions; a restarted engine is recognised by it
+        "disable_shared_experts_fusion": True,  # shared experts are written apart from routed ones
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
         "tokenizer_path": settings.tokenizer,
-        "sampling_defaults": "openai",  # not generation_config.json: the policy's distribution is what the request says
+        "sampling_defaults": "openai",  # instead of generation_config.json: the request alone defines the policy's distribution
         **quantization.server_arguments(settings.quantization),
     }
     return {name: value for name, value in arguments.items() if value is not None}
@@ -138,8 +138,8 @@ def _check_dtype(settings: EngineSettings, device: str, extra: Mapping[str, Any]
 
 
 def _gpu_environment() -> dict[str, str]:
-    """Parameters must lie in memory of cudaMalloc. That of torch's expandable segments, which many set for the trainer, other processes
-    cannot always open (pytorch/pytorch issue 179220)."""
+    """Switches off torch's expandable segments, which many set for the trainer: other processes cannot always open their memory
+    (pytorch/pytorch issue 179220), so parameters must lie in memory from cudaMalloc."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     given = {name: os.environ[name] for name in names if "expandable_segments" in os.environ.get(name, "")}
     return {name: re.sub(r"(expandable_segments\s*:)\s*\w+", r"\1False", value) for name, value in given.items()}
@@ -152,7 +152,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "max_total_tokens": tokens // settings.dp_attention,
         "sleep_on_idle": True,  # without it every idle worker spins on a core
-        "skip_server_warmup": True,  # there is nothing to compile, and SGLang looks once a second whether it is up
+        "skip_server_warmup": True,  # there is nothing to compile, and SGLang checks for readiness only once a second
     }
 
 
@@ -170,9 +170,9 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
 
 
 def main() -> None:
-    """Of the engine's first process."""
+    """The entry point of the engine's first process."""
     launcher = int(os.environ[_LAUNCHER])
-    os.environ[_LAUNCHER] = str(os.getpid())  # of the workers that this process spawns
+    os.environ[_LAUNCHER] = str(os.getpid())  # the parent of the workers that this process spawns
     end_with_parent(launcher)
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
@@ -184,7 +184,7 @@ def main() -> None:
     load_plugins()
     sockets.check_hooks()
     arguments = json.loads(sys.argv[1])
-    if "nnodes" not in arguments:  # its ranks meet in a file: the port of a store would be open to everybody
+    if "nnodes" not in arguments:  # its ranks meet through a file, because the port of a store would be open to everybody
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(tempfile.mkdtemp(prefix="engine-"), "store")
     keys = {"api_key": os.environ.pop(_API_KEY), "admin_api_key": os.environ.pop(_ADMIN_KEY)}
     with _ending_at_the_end(children):
@@ -193,7 +193,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _ending_at_the_end(children: Children) -> Iterator[None]:
-    """Whatever the body ends by, this process then ends too, and with it those that it has started. Python would wait for them."""
+    """Ends this process, and with it its children, however the body ends. Python would wait for the children."""
     status = 1
     try:
         yield
@@ -216,9 +216,9 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__mp_main__":
     end_with_parent(int(os.environ[_LAUNCHER]))
     Children().watch()
-    os.environ[_LAUNCHER] = str(os.getpid())  # one of them may spawn others: with data-parallel attention, all that have GPUs
+    os.environ[_LAUNCHER] = str(os.getpid())  # a worker may spawn others: with data-parallel attention, all those that use GPUs
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # SGLang does so in its schedulers alone
+    load_plugins()  # SGLang does so only in its schedulers
 if __name__ == "__main__":
     main()

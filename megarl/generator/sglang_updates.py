@@ -1,4 +1,4 @@
-"""SGLang's own ways to take new weights, seen from the sender: what direct writes are compared with."""
+"""The sender's side of SGLang's own ways to update weights, which direct writes are compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLATTENED = "flattened_bucket"  # a load_format of SGLang
 
 
 def join_update_group(port: int, size: int, backend: str) -> dist.ProcessGroup:
-    """Rank 0 of the group over which `/update_weights_from_distributed` receives; its store listens on `port` of this host."""
+    """Joins, as rank 0, the group over which `/update_weights_from_distributed` receives. Its store listens on `port` of this host."""
     cpu_support.install()
     from sglang.srt.utils import init_custom_process_group
 
@@ -26,15 +26,15 @@ def join_update_group(port: int, size: int, backend: str) -> dist.ProcessGroup:
 
 
 def bucket_payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """`tensors` as an entry of `/update_weights_from_tensor` with load_format FLATTENED: a handle to shared memory, as text.
+    """Encodes `tensors` as an entry of `/update_weights_from_tensor` with load_format FLATTENED: a handle to shared memory, as text.
 
-    The memory lives as long as the handle: a bucket is to be taken by exactly one worker.
+    The memory lives as long as the handle, so exactly one worker must take each bucket.
     """
     cpu_support.install()
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    torch.multiprocessing.set_sharing_strategy("file_system")  # the default shares a descriptor that only relatives can open
+    torch.multiprocessing.set_sharing_strategy("file_system")  # the default shares a descriptor that only related processes can open
     bucket = FlattenedTensorBucket(named_tensors=list(tensors))
     content: dict[str, Any] = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
     payload = MultiprocessingSerializer.serialize(content, output_str=True)

@@ -1,6 +1,7 @@
-"""What SGLang's own processes speak by, closed to everybody else on the host and on the network.
+"""Closes the sockets of SGLang's own processes to everybody else on the host and the network.
 
-With data-parallel attention they speak over TCP, and unpickle what arrives. SGLang gives those sockets no key: here each gets one.
+With data-parallel attention these processes communicate over TCP, and unpickle what arrives. SGLang gives the sockets no key, so each gets
+one here.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-SOCKET_KEY = "MEGARL_ENGINE_SOCKET_KEY"  # environment of all processes of an engine, on all its nodes
+SOCKET_KEY = "MEGARL_ENGINE_SOCKET_KEY"  # environment variable of all processes of an engine, on all its nodes
 _NETWORK = "sglang.srt.utils.network."
 
 
 def socket_key(admin_key: str) -> str:
-    """The secret CURVE key of an engine's sockets, by which the key it is made from cannot be found."""
+    """Derives the secret CURVE key of an engine's sockets. `admin_key` cannot be recovered from it."""
     return z85.encode(hashlib.sha256(b"sockets of " + admin_key.encode()).digest()).decode()
 
 
@@ -32,7 +33,7 @@ def register_hooks() -> None:
 
 
 def check_hooks() -> None:
-    """SGLang logs a hook that it could not apply, and goes on. Raises RuntimeError where its sockets would have no key."""
+    """Raises RuntimeError if SGLang's sockets would have no key: SGLang only logs a hook that it could not apply."""
     from sglang.srt.utils import network
 
     with zmq.Context() as context:
@@ -47,10 +48,10 @@ def check_hooks() -> None:
 
 
 class _KeyedContext:
-    """A ZeroMQ context of which every socket has the engine's key.
+    """A ZeroMQ context that gives every socket the engine's key.
 
-    CURVE begins with a box that only who knows the public key of the binding side can make. That one is told to nobody either: so
-    there need be no authenticator in each of SGLang's contexts.
+    A CURVE handshake begins with a box that takes the binding side's public key to make. That key is kept secret too, so SGLang's contexts
+    need no authenticator.
     """
 
     def __init__(self, context: zmq.Context, binds: bool):
@@ -68,7 +69,7 @@ class _KeyedContext:
 
 
 def _with_key(original: Callable[..., Any], context: zmq.Context, kind: int, endpoint: str | None = None, bind: bool = True) -> Any:
-    """Around the making of a socket. Those in the file system have its modes (the folder is this user's alone)."""
+    """Runs around the making of a socket. Sockets in the file system need no key: their folder is open to this user only."""
     if endpoint is not None and endpoint.startswith("ipc://"):
         return original(context, kind, endpoint, bind)
     return original(_KeyedContext(context, endpoint is None or bind), kind, endpoint, bind)
@@ -79,5 +80,5 @@ def _bound_with_key(original: Callable[..., Any], context: zmq.Context, *argumen
 
 
 def _in_own_folder(original: Callable[[str], str], name: str) -> str:
-    """Around the path of a file that the processes of an engine map: beside their sockets it goes with them, in /dev/shm it would stay."""
+    """Moves a file that an engine's processes map to the folder of their sockets, where it is removed with them; in /dev/shm it would stay."""
     return os.path.join(tempfile.gettempdir(), os.path.basename(original(name)))

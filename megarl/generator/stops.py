@@ -1,4 +1,4 @@
-"""Stop strings: where a response ends that has said one."""
+"""Decides where a response ends that contains a stop string."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """SGLang ends a request at a stop string, which saves the tokens after it. But it looks at the last few tokens of the request only
-    (0.5.21, schedule_batch.py: one more than the string has by itself). It misses a string that was sampled in more and shorter tokens, and
-    one whose first part an earlier request has sampled. So the end of a response is decided here.
+    """SGLang ends a request at a stop string, which saves sampling the tokens after it. But it checks only the request's last few tokens
+    (0.5.21, schedule_batch.py: one more than the string itself has). It misses a string that was sampled in more, shorter tokens, and one
+    whose first part was sampled by an earlier request. So the end of a response is decided here.
 
-    The string is part of the response, in its tokens and its text, since the policy sampled it.
+    The string belongs to the response, its tokens and its text, since the policy sampled it.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
-        """`decode` gives the text of tokens, special ones included."""
+        """`decode` returns the text of tokens, including special ones."""
         self._strings, self._decode = strings, decode
 
     def end(self, token_ids: Sequence[int]) -> int | None:
-        """How many tokens it takes until the first stop string is said; None if none is."""
+        """The number of tokens up to the end of the first stop string; None if there is none."""
         if not self._said(token_ids):
             return None
         least, most = 1, len(token_ids)

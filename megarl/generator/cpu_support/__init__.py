@@ -1,8 +1,8 @@
-"""Everything that real SGLang needs to run without a GPU. With CUDA present nothing here changes anything.
+"""Everything that real SGLang needs to run without a GPU. Where CUDA is present, nothing here has any effect.
 
-SGLang imports two packages that `make setup` leaves out: `sgl_kernel`, a wheel for CUDA only, and torchvision, whose wheel on PyPI is for
-CUDA too, and whose mere presence beside another torch keeps transformers from importing a model. Stand-ins answer both imports, in
-processes that called `install`.
+SGLang imports two packages that `make setup` does not install. `sgl_kernel` is a wheel for CUDA only. torchvision's wheel on PyPI is for
+CUDA too, and installing it beside another build of torch keeps transformers from importing models. In processes that called `install`,
+stand-ins answer both imports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 
 from megarl.messaging.members import members_only
 
-_ABSENT = {  # the release that this SGLang expects, and why a name of it cannot be called
+_ABSENT = {  # (the release that this SGLang expects, why its names cannot be called)
     "sgl_kernel": ("0.4.7", "is a CUDA kernel; it has no CPU counterpart"),
     "torchvision": ("0.28.0", "is not there; language models read no images"),
 }
@@ -27,27 +27,27 @@ _ABSENT = {  # the release that this SGLang expects, and why a name of it cannot
 
 def cuda_available() -> bool:
     if importlib.metadata.version("torch").endswith("+cpu"):
-        return False  # without importing it, which takes seconds
+        return False  # found out without importing torch, which takes seconds
     import torch
 
     return torch.cuda.is_available()
 
 
 def install() -> None:
-    """Puts the import finder in front. Idempotent; cheap, as torch is looked at only when a name in question is imported.
+    """Puts the import finder in front. Idempotent, and cheap: torch is looked at only when one of the two packages is imported.
 
-    Not for processes that run anything but SGLang: others are told that torchvision is there."""
+    Only for processes that run SGLang: it makes other code believe that torchvision is installed."""
     if not any(isinstance(finder, _CpuFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _CpuFinder())
 
 
 def active() -> bool:
-    """True in a process that called `install` and has no CUDA."""
+    """Whether this process has called `install` and has no CUDA."""
     return any(isinstance(finder, _CpuFinder) for finder in sys.meta_path) and not cuda_available()
 
 
 def register_hooks() -> None:
-    """Hooks into SGLang itself, by its plugin registry."""
+    """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, moe
@@ -65,20 +65,20 @@ def register_hooks() -> None:
 
 
 def _fork_workers(result: None, server_args: object) -> None:
-    """SGLang has just chosen to spawn its workers, as CUDA demands.
+    """Runs after SGLang has chosen to spawn its workers, as CUDA demands.
 
-    Without CUDA they can be forked: ten seconds less to start, and one copy of the imported code instead of three.
+    Without CUDA they can be forked, which saves ten seconds at start-up and two of three copies of the imported code.
     """
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
 
 
 def _not_pinned(*_: object) -> None:
-    """Around the pinning of host memory, that of recorded expert ids: without CUDA nothing reads it directly."""
+    """Runs instead of the pinning of host memory for recorded expert ids: without CUDA no device reads it."""
 
 
 def _for_members_only(original: Callable[..., None], **settings: object) -> None:
-    """Around the making of an engine's process groups: all of them are gloo's."""
+    """Runs around the creation of an engine's process groups, which all use gloo, and admits only their members."""
     with members_only():
         original(**settings)
 
@@ -87,7 +87,7 @@ class _CpuFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = name.partition(".")
         if package not in _ABSENT or (package == "sgl_kernel" and submodule) or cuda_available():
-            return None  # for submodules of sgl_kernel SGLang has fallbacks
+            return None  # SGLang has fallbacks for submodules of sgl_kernel
         return importlib.util.spec_from_loader(name, _StandInLoader(), is_package=True)
 
 
@@ -101,7 +101,7 @@ class _StandInLoader(importlib.abc.Loader):
 
 
 class _StandIn(ModuleType):
-    """Every public name imports; calling one raises."""
+    """A module in which every public name can be imported, and raises when called."""
 
     def __getattr__(self, name: str) -> _Missing:
         return _Missing(self.__name__, name)

@@ -1,7 +1,8 @@
-"""SGLang's `torch_native` attention for whole batches. Its own loops over the sequences: hundreds of tiny calls a layer.
+"""Batches SGLang's `torch_native` attention, which loops over the sequences: hundreds of tiny calls a layer.
 
-Sequences are padded to the longest of their chunk and attended to in one call; padding is masked out, so each sequence gets
-what the loop gives it, to rounding. Hooked AROUND the two loops; what they do beyond causal self-attention stays with them.
+Here sequences are padded to the longest of their chunk and attended to in one call. Padding is masked out, so each sequence gets the same
+result as from the loop, up to rounding. The functions are hooked AROUND the two loops, which still do everything except causal
+self-attention.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-_CHUNK_ELEMENTS = 1 << 24  # of padded keys, and of the mask: bounds the memory that padding takes
+_CHUNK_ELEMENTS = 1 << 24  # of padded keys and of the mask: bounds the memory that padding takes
 
 
 def decode(
@@ -35,7 +36,7 @@ def decode(
         total = seq_lens[part]
         slots = req_to_token[req_pool_indices[part], : int(total.max())]  # [b, L]
         mask = torch.arange(slots.shape[1]) < total[:, None]  # [b, L]
-        q = query[part].unflatten(1, (kv_heads, group))  # [b, Hkv, G, D]: a group's heads as the queries of one kv head
+        q = query[part].unflatten(1, (kv_heads, group))  # [b, Hkv, G, D]: the heads of a group become queries of one kv head
         k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]
         result = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=options["scaling"])
         output[part] = result.flatten(1, 2)
@@ -78,7 +79,7 @@ def _attend(
     new_lens: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention of the last `new_lens` tokens of each sequence over all `seq_lens` of it."""
+    """Causal attention of the last `new_lens` tokens of each sequence over all its `seq_lens` tokens."""
     first_token = new_lens.cumsum(0) - new_lens  # [B] where a sequence's queries start
     kv_heads = k_cache.shape[1]
     for part in _chunks(len(rows), int(new_lens.max()), int(seq_lens.max()), k_cache[0].numel()):
@@ -88,7 +89,7 @@ def _attend(
         token = torch.where(is_query, first_token[part, None] + steps, 0)  # [b, E] row of `query`
         slots = req_to_token[rows[part], : int(total.max())]  # [b, L]
         position = (total - new)[:, None] + steps  # [b, E] of each query in its sequence
-        # Query padding repeats row 0 and may see anything; key padding lies behind every real query.
+        # Query padding repeats row 0, and its result is dropped; key padding lies after every real query.
         mask = torch.arange(slots.shape[1]) <= position[..., None]  # [b, E, L]
         q = query[token].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [b, Hkv, G * E, D]
         k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in SGLang without CUDA: one way through latent attention, plain rotary embedding, the router as GPUs compute it."""
+"""DeepSeek-V3 in SGLang without CUDA: one form of latent attention, plain rotary embedding, the router as GPUs compute it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def register_hooks() -> None:
 
 
 def always_absorbed(result: Any, *_: Any) -> Any:
-    """After the choice of a form of attention. SGLang takes prompts through keys and values of all heads, which `torch_native` would look
-    for in a cache that holds latents only; the absorbed form reads and writes those."""
+    """Runs after the choice of a form of attention, and always takes the absorbed one. For prompts SGLang would compute keys and values of
+    all heads, which `torch_native` would look for in the cache; but that holds only latents, which the absorbed form reads and writes."""
     return type(result).MLA
 
 
 def router_logits(original: Callable[..., torch.Tensor], gate: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """float32 [T, E] of hidden states [T, H]: GPUs keep the products of bf16 in float32, where the original would round the scores."""
+    """Router logits, float32 [T, E], of hidden states [T, H]. GPUs keep bf16 products in float32; the original would round the scores."""
     return F.linear(hidden_states.float(), gate.weight.float())
 
 
@@ -44,7 +44,7 @@ def rope(
     rope_scaling: dict[str, Any] | None = None,
     *options: Any,
 ) -> Any:
-    """Around the choice of a rotary embedding, which knows DeepSeek's YaRN alone."""
+    """Runs around the choice of a rotary embedding on CPUs, which knows only DeepSeek's YaRN."""
     shape = (head_size, rotary_dim, max_position, base, is_neox_style)
     if rope_scaling is not None:
         return original(*shape, rope_scaling, *options)
@@ -54,11 +54,11 @@ def rope(
 
 
 def whole(original: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, None]:
-    """Around the one scale for all of kv_b_proj that SGLang rounds it to elsewhere: on GPUs it is multiplied out, to bf16."""
+    """Dequantises kv_b_proj to bf16, as SGLang does on GPUs, instead of requantising it with one scale, as it does elsewhere."""
     return dequantised(codes, scales, (block[0], block[1])).to(torch.bfloat16), None
 
 
 def uncompiled(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a function that torch would compile, with a C++ compiler that may not be there."""
+    """Runs a function eagerly that torch would compile, with a C++ compiler that may be missing."""
     with torch.compiler.set_stance("force_eager"):
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Data-parallel attention in SGLang without CUDA: what its `torch_native` attention lacks for it, and what would spin on the cores."""
+"""Data-parallel attention in SGLang without CUDA: adds what `torch_native` attention lacks, and stops loops that spin on the cores."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def register_hooks() -> None:
 
 
 def allow_padding(result: None, backend: Any, *_: Any) -> None:
-    """After its constructor. Replicas with fewer tokens than others pad their batches by sequences of so many tokens, which need a key."""
+    """Runs after the constructor. Replicas with fewer tokens pad their batches with sequences of this length, which must have a key."""
     backend.get_cpu_graph_seq_len_fill_value = lambda: 1
 
 
 def reduce_scatter(
     original: Callable[..., torch.Tensor], group: Any, values: torch.Tensor, output: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
-    """Around an operation that only NCCL has: each replica gets the sums over all experts for its `sizes` of tokens."""
+    """Replaces an operation that only NCCL has: each replica gets the sums over all experts for its share (`sizes`) of the tokens."""
     return group._deterministic_reduce_scatterv(values, output, sizes)
 
 
 def wait_for_messages(original: Callable[..., None], controller: Any) -> None:
-    """Around the loop that hands requests to replicas; the original asks for them without a pause."""
+    """Replaces the loop that hands requests to replicas, which polls without a pause."""
     from sglang.srt.managers.io_struct import sock_recv
 
     while True:
@@ -42,8 +42,8 @@ def wait_for_messages(original: Callable[..., None], controller: Any) -> None:
 
 
 def sleep_briefly(original: Callable[..., None], sleeper: Any) -> None:
-    """Around the sleep of a rank without work, a second or until something arrives for it. With replicas it may arrive for another rank,
-    which waits for all."""
+    """Shortens the sleep of an idle rank, which lasts a second or until something arrives for it. With replicas it may arrive for another
+    rank, which then waits for this one."""
     from sglang.srt.runtime_context import get_parallel
 
     if get_parallel().enable_dp_attention:

@@ -1,6 +1,6 @@
-"""fp8 weights in SGLang without fp8 hardware: kept as loaded, dequantised for each product. Activations stay as they are.
+"""fp8 weights in SGLang without fp8 hardware: they are kept as loaded, and dequantised for each product. Activations are not quantised.
 
-SGLang's own CPU path asserts AMX and would repack the weights; its numbers on GPUs differ by the quantised activations.
+SGLang's own CPU path asserts AMX and would repack the weights. Its results on GPUs differ, because it quantises activations there.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def register_hooks() -> None:
 
 
 def keep(original: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
-    """Around process_weights_after_loading, of linear layers and of experts."""
+    """Replaces process_weights_after_loading of linear layers and of experts, to keep the weights as they are."""
     if not method.block_quant:
         raise NotImplementedError("without CUDA, quantization=fp8 is served in blocks only")
 
 
 def supported(original: Callable[..., bool], config: Any, min_capability: int, error: bool = True) -> bool:
-    """Around the check of a compressed-tensors scheme against the capability of the GPU."""
+    """Replaces the check of a compressed-tensors scheme against the capability of the GPU."""
     return True
 
 
 def scaled_fp8_quant(
     original: Callable[..., Any], values: torch.Tensor, scale: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around the kernel by which post-load work brings the parts of a fused weight to one scale."""
+    """Replaces the kernel by which post-load work brings the parts of a fused weight to one scale."""
     assert scale is not None and not options
     limit = torch.finfo(torch.float8_e4m3fn).max
     return (values.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn), scale
@@ -63,7 +63,7 @@ def apply_block_linear(
 def apply_linear(
     original: Callable[..., torch.Tensor], method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Of a weight [in, out] and a scale [out, 1] or []."""
+    """Applies a linear layer with a weight [in, out] and a scale [out, 1] or []."""
     return F.linear(x, (layer.weight.t().float() * layer.weight_scale).to(x.dtype), bias)
 
 
@@ -90,12 +90,12 @@ def _experts(w13: torch.Tensor, w2: torch.Tensor, method: Any, layer: Any, dispa
 
 
 def of_experts(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [E, out, in] of codes [E, out, in] and scales [E, out, 1] or [E]."""
+    """Dequantises codes [E, out, in] with scales [E, out, 1] or [E] to float32 [E, out, in]."""
     return codes.float() * scales.view(len(codes), -1, 1)
 
 
 def dequantised(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """float32 [..., out, in] of e4m3 codes [..., out, in] and scales [..., ceil(out / rows), ceil(in / cols)] of blocks [rows, cols]."""
+    """Dequantises e4m3 codes [..., out, in] to float32; scales are [..., ceil(out / rows), ceil(in / cols)] for blocks of [rows, cols]."""
     rows, cols = codes.shape[-2:]
     spread = scales.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :cols]
     return codes.float() * spread

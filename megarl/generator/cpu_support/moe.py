@@ -1,4 +1,4 @@
-"""SGLang's native mixture of experts under expert parallelism: the original knows no tokens that go to another rank's experts."""
+"""SGLang's native mixture of experts under expert parallelism: the original cannot handle tokens that go to another rank's experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def forward(original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
-    """Around moe_forward_native. x: [T, H]; `topk_ids` [T, k] count this rank's experts from 0, and are -1 for other ranks'."""
+    """Runs around moe_forward_native. x: [T, H]; `topk_ids` [T, k] number this rank's experts from 0, and are -1 for other ranks'."""
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     if bool((ids >= 0).all()) or config.activation != "silu" or config.gemm1_alpha is not None:
         return original(layer, x, topk_output, config)
