@@ -1,12 +1,12 @@
-"""Triton kernels, each beside its torch reference: the package megarl.kernels. (The audit hash: also one for the CPU, by Numba.)
+"""The package megarl.kernels: Triton kernels, each beside its torch reference. (The audit hash also has a kernel for the CPU, in Numba.)
 
-These functions choose: the kernel for CUDA tensors, the reference for others. Both give the same bits (`quantise_with`, `tile_amax`)
-or the same numbers to float32 accuracy (`vocab_parallel_logprobs`). Triton is imported by the first call that needs it.
+The functions here use the kernel for CUDA tensors and the reference for all others. Both give the same bits (`quantise_with`, `tile_amax`)
+or equal numbers to float32 accuracy (`vocab_parallel_logprobs`). Triton is imported by the first call that needs it.
 """
 
 from __future__ import annotations
 
-if __name__ != "megarl.kernels":  # SGLang means a PyPI package by `kernels`, not this folder in the current directory
+if __name__ != "megarl.kernels":  # SGLang imports a PyPI package named `kernels`, and must not get this folder of the current directory
     raise ImportError("the folder kernels/ of MegaRL is the package megarl.kernels; start Python with -P to keep it off sys.path")
 
 from typing import TYPE_CHECKING
@@ -21,12 +21,12 @@ __all__ = ["quantise_with", "tile_amax", "vocab_parallel_entropy", "vocab_parall
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Codes of a box, given the scales of the tiles it touches: the second pass. As `megarl.kernels.quantise.quantise_with`."""
+    """The second pass: codes of a box, given the scales of the tiles it touches. See `megarl.kernels.quantise.quantise_with`."""
     return _quantise(values, rule).quantise_with(values, row_start, col_start, scales, rule)
 
 
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
-    """Largest |x| of each tile a box touches, float32: the first pass. As `megarl.kernels.quantise.tile_amax`."""
+    """The first pass: largest |x| of each tile that a box touches, float32. See `megarl.kernels.quantise.tile_amax`."""
     return _quantise(values, rule).tile_amax(values, row_start, col_start, rule, name)
 
 
@@ -47,7 +47,7 @@ def vocab_parallel_logprobs(
 
 
 def vocab_parallel_entropy(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0) -> torch.Tensor:
-    """Entropy of softmax(logits / temperature), in nats, computed in float32; no gradient. In torch on all devices.
+    """Entropy of softmax(logits / temperature), in nats, computed in float32 without gradient. It uses torch on all devices.
 
     logits:  [..., padded_vocab / tp] this rank's slice of the vocabulary, any float dtype
     returns: [...] float32, the same on all ranks of `group`
@@ -60,7 +60,7 @@ def vocab_parallel_entropy(logits: torch.Tensor, group: dist.ProcessGroup, vocab
 
 
 def _quantise(values: torch.Tensor, rule: Rule):
-    """The module that quantises `values` by `rule`. Kernels exist for blocks; rows and whole tensors are left to torch."""
+    """The module that quantises `values` by `rule`. The kernels handle blocks; rows and whole tensors are left to torch."""
     if values.is_cuda and rule.rows and rule.cols and _power_of_two(rule.rows) and _power_of_two(rule.cols):
         from megarl.kernels import quantise_triton
 

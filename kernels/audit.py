@@ -1,16 +1,16 @@
-"""A position-dependent additive hash of tensors: boxes are hashed where they lie, and the sums compared. Nothing is gathered.
+"""A position-dependent additive hash of tensors: each box is hashed where it lies, and only sums are compared. Nothing is gathered.
 
-A tensor is viewed as [rows, cols] (1-D: one row; leading dims flattened). Each row's bytes, filled up with zeros, are 64-bit
+A tensor is viewed as [rows, cols] (1-D: one row; leading dims flattened). Each row's bytes, padded with zeros, are 64-bit
 little-endian words x[r, w], and
 
     H = sum over r, w of  mix(x[r, w]) * a(r) * b(w)   modulo 2^64,     mix(x) = x + (x >> 31)
 
-with odd 64-bit weights a, b drawn by splitmix64 from the absolute row and word: rows + words of them. An element counts as the
-word in which all else is 0; since words are sums of their elements, hashes of disjoint boxes add up to the hash of the whole.
+with odd 64-bit weights a and b, which splitmix64 draws from the absolute row and word: rows + words of them. An element counts as
+the word in which all other bytes are 0. Since words are sums of their elements, hashes of disjoint boxes add up to that of the whole.
 
-`mix` is there for the high bits of a word: of them alone, a product modulo 2^64 keeps hardly more than their parity, and two
-flipped signs would cancel. Changing one element of up to 4 bytes always changes H: `mix` of the difference is not 0 modulo 2^64,
-and a * b is odd. Zeros (padding) contribute nothing.
+`mix` protects the high bits of a word: without it a product modulo 2^64 keeps hardly more than their parity, and two flipped signs
+would cancel. Changing one element of up to 4 bytes always changes H, because `mix` of the difference is not 0 modulo 2^64, and a * b
+is odd. Zeros (padding) contribute nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ROW_SEED, COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02
 WORD_BYTES = 8
 MIX_SHIFT = 31
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-TILE_WORDS = 1 << 14  # with as much scratch, a quarter of a 1 MiB cache: memory is read once
-COMPILED_BYTES = 1 << 20  # of a box from which on a compiled loop pays, at memory's speed; loading the compiler takes about a second
+TILE_WORDS = 1 << 14  # with equally large scratch a quarter of a 1 MiB cache, so that memory is read once
+COMPILED_BYTES = 1 << 20  # size of a box above which a compiled loop pays; it runs at memory speed, but takes about a second to load
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
-    """Share of a box in its tensor's hash. `values`: [R, C], any strides; its first element lies at row_start, col_start."""
+    """The share of a box in its tensor's hash. `values`: [R, C], any strides; its first element lies at row_start, col_start."""
     if values.is_cuda:
         from megarl.kernels import audit_triton
 
@@ -50,7 +50,7 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 
 def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Share of `values`, the elements in `box` of a tensor of shape `shape`, any number of dims."""
+    """The share of `values`, which are the elements in `box` of a tensor of shape `shape`, with any number of dims."""
     if len(shape) < 2:
         return hash_box(values.reshape(1, -1), 0, box.start[0] if box.start else 0)
     dims = len(shape) - 1
@@ -66,19 +66,19 @@ def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def hash_tensor(values: torch.Tensor) -> int:
-    """Hash of a whole tensor."""
+    """The hash of a whole tensor."""
     shape = tuple(values.shape)
     return hash_slice(values, whole_box(shape), shape)
 
 
 def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, int]:
-    """(integers [R, C], the first word touched, integers of it that come before the first column).
+    """Returns (integers [R, C], index of the first word touched, number of its integers that come before the first column).
 
-    The integers are words (int64) where columns, strides and address allow it, else one for each element, of its size.
+    The integers are words (int64) if columns, strides and address allow it, otherwise one per element, of its size.
     """
     bits = values.detach().view(BITS[values.element_size()])
     if len(bits) == 1:
-        bits = bits[0].unsqueeze(0)  # the stride from row to row is then no obstacle
+        bits = bits[0].unsqueeze(0)  # so that the stride from row to row does not matter
     item = bits.element_size()
     first_word, lead = divmod(col_start * item, WORD_BYTES)
     places = (lead, bits.shape[1] * item, bits.stride(0) * item, bits.data_ptr())
@@ -88,7 +88,7 @@ def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, i
 
 
 def word_count(bits: torch.Tensor, lead: int) -> int:
-    """Words that a row touches of what `as_words` returns."""
+    """The number of words that a row of `bits` touches; arguments as `as_words` returns them."""
     return -(-(lead + bits.shape[1]) * bits.element_size() // WORD_BYTES)
 
 
@@ -109,7 +109,7 @@ def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> 
 
 
 def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarray:
-    """Words first .. end of each row of elements, of which `lead` are missing at the start: there, and at the end, are zeros."""
+    """Words first .. end of each row. The first `lead` elements of a row are missing; these, and those after its end, are zeros."""
     per_word = WORD_BYTES // bits.element_size()
     words = np.zeros((len(bits), end - first), np.uint64)
     low, high = max(0, first * per_word - lead), min(bits.shape[1], end * per_word - lead)
@@ -119,7 +119,7 @@ def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarra
 
 
 def weights(seed: int, start: int, count: int) -> np.ndarray:
-    """Odd weights of positions start .. start + count, as int64 (the products wrap modulo 2^64)."""
+    """The odd weights of positions start .. start + count, as int64 (products wrap modulo 2^64)."""
     table = _table(seed, max(1024, 1 << (start + count - 1).bit_length()))
     return table[start : start + count]
 

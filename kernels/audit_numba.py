@@ -1,4 +1,4 @@
-"""The audit hash compiled for the CPU, equal to kernels/audit.py bit for bit: one loop that reads memory once."""
+"""The audit hash compiled for the CPU: one loop that reads memory once. It equals kernels/audit.py bit for bit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def hash_words(words: torch.Tensor, row_weights: np.ndarray, word_weights: np.ndarray, shift: int) -> int:
-    """sum of mix(x[r, w]) * a(r) * b(w). words: [R, W] int64, columns side by side; weights: [R], [W] uint64."""
+    """The sum of mix(x[r, w]) * a(r) * b(w). words: [R, W] int64 with adjacent columns; weights: [R] and [W] uint64."""
     stride = words.stride(0)
     flat = words.as_strided(((len(words) - 1) * stride + words.shape[1],), (1,)).numpy().view(np.uint64)
     return int(_hash(flat, stride, row_weights, word_weights, np.uint64(shift)))
 
 
 @numba.njit("uint64(uint64[::1], int64, Array(uint64, 1, 'C', readonly=True), Array(uint64, 1, 'C', readonly=True), uint64)", cache=True)
-def _hash(flat, stride, row_weights, word_weights, shift):  # the row stride apart: the inner loop is then one over adjacent words
+def _hash(flat, stride, row_weights, word_weights, shift):  # a separate row stride: the inner loop runs over adjacent words
     total = np.uint64(0)
     for r in range(len(row_weights)):
         row = flat[r * stride : r * stride + len(word_weights)]

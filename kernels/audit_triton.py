@@ -1,8 +1,8 @@
-"""The audit hash in Triton, equal to kernels/audit.py bit for bit: sums of 64-bit products that wrap do not depend on order.
+"""The audit hash in Triton. It equals kernels/audit.py bit for bit, because sums of wrapping 64-bit products do not depend on order.
 
-One program takes a strip of columns and some rows of it, and keeps one running sum per column and row of a block:
-`sum over its rows of mix(bits) * a(row)`, multiplied by b(word) once at its end. Memory is read once, by whole words where the box
-allows it (audit.as_words), else by elements.
+One program handles some rows of a strip of columns. It keeps one running sum per column and row of a block,
+`sum over its rows of mix(bits) * a(row)`, and multiplies it by b(word) once at the end. Memory is read once, by whole words if the box
+allows it (audit.as_words), otherwise by elements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 
 def hash_sum(values: torch.Tensor, row_start: int, col_start: int) -> torch.Tensor:
-    """The same as an int64 scalar on the device (its bits are the hash), without waiting for it: for many boxes at once."""
+    """The hash as the bits of an int64 scalar on the device, without waiting for it, so that many boxes can be hashed at once."""
     bits, first_word, lead = audit.as_words(values, col_start)
     rows, cols = bits.shape
     strips = triton.cdiv(cols, BLOCK_COLS)

@@ -1,7 +1,8 @@
-"""Entropy of the policy at each position, from logits that are split over tensor-parallel ranks by vocabulary. For a metric: no gradient.
+"""Entropy of the policy at each position, from logits split over tensor-parallel ranks by vocabulary. A metric, without gradient.
 
-With logits z of this rank scaled by 1/T, every rank contributes log sum e^z and the mean of z under its own softmax; over all ranks
-H = log Z - E[z], the mean of the ranks' means by their shares of Z. In chunks of positions, so that memory does not grow with them.
+With its logits z scaled by 1/T, every rank contributes log sum e^z and the mean of z under its own softmax. Over all ranks
+H = log Z - E[z], where E[z] is the mean of the ranks' means weighted by their shares of Z. It is computed in chunks of positions, so that
+the scratch memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -35,4 +36,4 @@ def _partial(logits: torch.Tensor, temperature: float) -> torch.Tensor:
         return torch.stack([z.new_full((len(z),), float("-inf")), z.new_zeros(len(z))])
     log_sum = z.logsumexp(dim=-1)
     p = (z - log_sum.nan_to_num(neginf=0.0).unsqueeze(-1)).exp_()
-    return torch.stack([log_sum, torch.where(p > 0, p * z, 0.0).sum(dim=-1)])  # what cannot be sampled has z = -inf, and no share
+    return torch.stack([log_sum, torch.where(p > 0, p * z, 0.0).sum(dim=-1)])  # a token that cannot be sampled has z = -inf, and no share

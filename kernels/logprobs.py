@@ -1,11 +1,11 @@
-"""Log-probabilities of given tokens from logits that are split over tensor-parallel ranks by vocabulary.
+"""Log-probabilities of given tokens from logits split over tensor-parallel ranks by vocabulary.
 
-One collective forward, none backward. With logits z of this rank scaled by 1/T, m = max z:
+The forward pass takes one collective, the backward pass none. With this rank's logits z scaled by 1/T, and m = max z:
 
     forward   every rank contributes log sum e^z = m + log sum e^(z - m), and z at the target or 0; log Z = logsumexp over ranks
     backward  d logp / d z = (1[target] - e^(z - log Z)) / T
 
-What a rank computes of its own slice is done by a kernel (logprobs_triton.py) on CUDA, and below in torch elsewhere.
+The work on a rank's own slice is done by a kernel on CUDA (logprobs_triton.py), and elsewhere by torch (below).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 
 def local_forward(logits: torch.Tensor, local_targets: torch.Tensor, real: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(partial [2, N] float32: log sum e^z and z at the target; what the backward needs again) of the columns below `real`.
+    """Returns, for the columns below `real`: partial [2, N] float32 (log sum e^z, and z at the target), and what the backward needs.
 
     logits: [N, local vocab] any float dtype; local_targets: [N] int64, -1 for a target that another rank holds
     """
@@ -28,7 +28,7 @@ def local_forward(logits: torch.Tensor, local_targets: torch.Tensor, real: int, 
     if not real:
         return torch.stack([z.new_full((len(z),), float("-inf")), z.new_zeros(len(z))]), z
     peak = z.amax(dim=-1)
-    shift = torch.where(peak == float("-inf"), 0.0, peak)  # a slice without any weight: e^(-inf - -inf) would be NaN
+    shift = torch.where(peak == float("-inf"), 0.0, peak)  # a slice of all -inf: e^(-inf - -inf) would be NaN
     log_sum = shift + (z - shift.unsqueeze(-1)).exp_().sum(dim=-1).log()
     at_target = z.gather(-1, local_targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.stack([log_sum, torch.where(local_targets >= 0, at_target, 0.0)]), z
@@ -37,9 +37,9 @@ def local_forward(logits: torch.Tensor, local_targets: torch.Tensor, real: int, 
 def local_backward(
     kept: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, log_z: torch.Tensor, grad: torch.Tensor, real: int, temperature: float
 ) -> torch.Tensor:
-    """Gradient of the logits, in their dtype. kept: what the forward returned; grad, log_z: [N] float32; targets: local."""
+    """The gradient of the logits, in their dtype. kept: from the forward; grad, log_z: [N] float32; targets: local ids."""
     grad = grad / temperature
-    dz = (kept - log_z.unsqueeze(-1)).exp_().mul_(-grad.unsqueeze(-1))  # the largest tensor here: one of it is enough
+    dz = (kept - log_z.unsqueeze(-1)).exp_().mul_(-grad.unsqueeze(-1))  # in place: this is the largest tensor here
     if real:
         dz.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), torch.where(targets >= 0, grad, 0.0).unsqueeze(-1))
     return F.pad(dz, (0, logits.shape[-1] - real)).to(logits.dtype)
@@ -52,7 +52,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: Any, vocab_size: int, temperature: float) -> torch.Tensor:
         local_vocab = logits.size(-1)
         first = group.rank() * local_vocab
-        # Rows of the padded vocabulary have no token: they take no part in the softmax and get no gradient.
+        # Padding rows of the vocabulary have no token: they are left out of the softmax and get no gradient.
         real = min(max(vocab_size - first, 0), local_vocab)
         mine = (targets >= first) & (targets < first + real)
         local_targets = torch.where(mine, targets - first, -1).reshape(-1)

@@ -1,6 +1,6 @@
-"""What a rank computes of its own slice of the vocabulary, in Triton: see logprobs.py, whose functions these replace on CUDA.
+"""A rank's work on its own slice of the vocabulary, in Triton. On CUDA these functions replace those of logprobs.py.
 
-Forward reads the logits once and keeps nothing of their size; backward reads them again and writes the gradient.
+The forward pass reads the logits once and keeps nothing of their size; the backward pass reads them again and writes the gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _forward_kernel(logits, targets, partial, tokens, real, row_stride, col_stri
         z = tl.load(logits + row * row_stride + c.to(tl.int64) * col_stride, mask=c < real, other=float("-inf")).to(tl.float32)
         z = z / temperature
         higher = tl.maximum(peak, tl.max(z, axis=0))
-        # While all is -inf (masked logits) there is nothing to scale: e^(-inf - -inf) would be NaN.
+        # While all logits so far are -inf (masked) there is nothing to scale: e^(-inf - -inf) would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(peak - shift) + tl.sum(tl.exp(z - shift), axis=0)
         peak = higher
@@ -34,7 +34,7 @@ def _forward_kernel(logits, targets, partial, tokens, real, row_stride, col_stri
 
 @triton.jit
 def _bf16_bits(x):
-    """float32 rounded to bf16, nearest even, in integers: the interpreter's own cast cuts off."""
+    """Rounds float32 to bf16, to nearest even, in integer arithmetic: the interpreter's own cast truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
 
@@ -53,7 +53,7 @@ def _backward_kernel(
 
 
 def local_forward(logits: torch.Tensor, local_targets: torch.Tensor, real: int, temperature: float) -> tuple[torch.Tensor, None]:
-    """See logprobs.local_forward; nothing is kept for the backward but the logits themselves."""
+    """See logprobs.local_forward. The backward needs only the logits themselves."""
     partial = torch.empty(2, len(logits), device=logits.device)
     if len(logits):
         block = min(FORWARD_BLOCK, triton.next_power_of_2(max(real, 1)))

@@ -1,11 +1,11 @@
-"""bf16 to float8_e4m3fn with scales, whole or in parts: the torch definition of the rules (kernels/quantise_rules.py).
+"""Quantises bf16 to float8_e4m3fn with scales, whole or in parts: the torch definition of the rules (kernels/quantise_rules.py).
 
-A holder of a whole tensor, or of a box that cuts no tile, calls `quantise`. Where tiles are cut across holders, each calls
-`tile_amax` of its box, `merge_amax` (or an all-reduce by maximum) joins them, and each calls `quantise_with` the scales of the
-tiles it touches. Both ways give the same bits, since a maximum does not depend on order and codes are made element by element.
+A rank that holds a whole tensor, or a box that cuts no tile, calls `quantise`. Ranks that share tiles each call `tile_amax` on their box;
+`merge_amax` (or an all-reduce by maximum) joins the results; then each calls `quantise_with` the scales of the tiles it touches. Both ways
+give the same bits, since a maximum does not depend on order, and codes are computed element by element.
 
-Values in float32 are rounded to bf16 first: what is quantised is always the bf16 weight. Dims before the last two (experts) are
-kept as they are. NaN and infinity are refused by name; they would otherwise spoil a whole tile, or pass for 448.
+Values in float32 are rounded to bf16 first, so that it is always the bf16 weight that is quantised. Dims before the last two (experts) are
+kept. NaN and infinity raise an error that names the tensor; otherwise they would spoil a whole tile, or pass for 448.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STRIP_ELEMENTS = 128 << 10  # 256 KiB in bf16, 512 KiB in float32
 
 
 def quantise(values: torch.Tensor, rule: Rule, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., R, C] e4m3 and scales `rule.scale_shape` float32 of a tensor, or of a box of whole tiles.
+    """Returns codes [..., R, C] e4m3 and scales `rule.scale_shape` float32 of a tensor, or of a box of whole tiles.
 
     Raises RuntimeError, with `name`, on NaN or infinity.
     """
@@ -32,7 +32,7 @@ def quantise(values: torch.Tensor, rule: Rule, name: str) -> tuple[torch.Tensor,
 
 
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
-    """Largest |x| in each tile touched by a box, float32, of shape `rule.tiles(box).shape`.
+    """The largest |x| in each tile that a box touches, float32, of shape `rule.tiles(box).shape`.
 
     values: [..., R, C], any strides; its first element lies at (row_start, col_start) of the whole tensor.
     Raises RuntimeError, with `name` and the tile, on NaN or infinity.
@@ -44,7 +44,7 @@ def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, 
 
 
 def merge_amax(parts: Sequence[tuple[Box, torch.Tensor]], tiles: Box) -> torch.Tensor:
-    """Amax of `tiles` from that of several boxes, each given as (tiles it touches, their amax). Raises ValueError on a gap."""
+    """The amax of `tiles` from that of several boxes, each given as (tiles it touches, their amax). Raises ValueError on a gap."""
     merged = torch.full(tiles.shape, -1.0, device=parts[0][1].device)
     for touched, amax in parts:
         common = touched.intersect(tiles)
@@ -57,13 +57,13 @@ def merge_amax(parts: Sequence[tuple[Box, torch.Tensor]], tiles: Box) -> torch.T
 
 
 def scales_of(amax: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Scale of each tile, float32."""
-    # A tensor divisor: by a Python number, torch multiplies by the rounded reciprocal on CUDA.
+    """The scale of each tile, float32."""
+    # The divisor is a tensor, because on CUDA torch replaces division by a number with multiplication by its rounded reciprocal.
     return amax.clamp(min=rule.floor) / torch.full((), E4M3_MAX, device=amax.device)
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Codes of a box [..., R, C], given the scales of the tiles it touches (shape as of `tile_amax`).
+    """The codes of a box [..., R, C], given the scales of the tiles it touches (of the shape that `tile_amax` returns).
 
     Raises ValueError on scales of another shape.
     """
@@ -82,7 +82,7 @@ def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: 
 
 
 def require_finite(amax: torch.Tensor, name: str, tiles: Box) -> None:
-    """Raises RuntimeError if an amax, or a scale, is NaN or infinite. `tiles`: which ones these are of the tensor `name`."""
+    """Raises RuntimeError if an amax, or a scale, is NaN or infinite. `tiles` says which tiles of the tensor `name` they belong to."""
     bad = ~amax.isfinite()
     if bad.any():
         first = tuple(start + int(i) for start, i in zip(tiles.start, bad.nonzero()[0]))
@@ -90,7 +90,7 @@ def require_finite(amax: torch.Tensor, name: str, tiles: Box) -> None:
 
 
 def _amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> torch.Tensor:
-    """Without their signs, bf16 numbers are ordered as their bits are, with NaN above infinity; integers reduce faster."""
+    """Reduces bit patterns, which is faster: without signs they are ordered as the bf16 numbers are, with NaN above infinity."""
     tiled = _tiled(values.detach().to(torch.bfloat16), row_start, col_start, rule)
     return (tiled.view(torch.int16) & 0x7FFF).amax(dim=-3).amax(dim=-1).view(torch.bfloat16)
 
@@ -105,7 +105,7 @@ def _codes(values: torch.Tensor, row_start: int, col_start: int, scales: torch.T
 
 
 def _strips(values: torch.Tensor, row_start: int, rule: Rule) -> Iterator[slice]:
-    """Rows of whole tiles, few enough that a CPU keeps in its cache what it makes of them on the way. On other devices: all rows."""
+    """Splits the rows at tile edges, into strips so small that a CPU's cache holds their intermediate results. Other devices: one strip."""
     rows = values.shape[-2]
     step = rows
     if rule.rows is not None and values.device.type == "cpu":
@@ -123,7 +123,7 @@ def _touched(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -
 
 
 def _tiled(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> torch.Tensor:
-    """[..., tile rows, rows of a tile, tile cols, cols of a tile]; a view unless a tile is cut: then zeros fill it up."""
+    """[..., tile rows, rows of a tile, tile cols, cols of a tile]: a view, unless a tile is cut and has to be padded with zeros."""
     rows, cols = values.shape[-2:]
     tile_rows, tile_cols = rule.rows or rows, rule.cols or cols
     top, left = _offset(row_start, rule.rows), _offset(col_start, rule.cols)

@@ -1,4 +1,4 @@
-"""The rules by which bf16 weights become float8_e4m3fn: which elements share a scale, and the arithmetic. No torch here.
+"""The rules by which bf16 weights become float8_e4m3fn: which elements share a scale, and the arithmetic. Needs no torch.
 
 A tensor is cut into tiles over its last two dims (output channels, input channels), each with one float32 scale:
 
@@ -6,17 +6,17 @@ A tensor is cut into tiles over its last two dims (output channels, input channe
     scale  amax / 448                       rounded to float32
     code   x / scale        rounded to float32, clamped to +-448, then to e4m3
 
-All roundings are to nearest even, so a rule names one result, bit for bit, on any device. What SGLang 0.5.21 makes by it:
+All roundings are to nearest even, so a rule defines one result, bit for bit, on any device. SGLang 0.5.21 produces the same as follows:
 
     BLOCK           weight_scale_inv [ceil(out / 128), ceil(in / 128)]. `bf16_to_block_fp8_128` (quantization/mxfp8_block_convert.py),
                     for every finite input; its offline converter (multimodal_gen/tools/convert_hf_to_fp8.py, `block_fp8`) for tiles
-                    of amax >= 1e-4 (that tool makes NaN of an all-zero tile). Such checkpoints are loaded as they are.
+                    of amax >= 1e-4 (that tool turns an all-zero tile into NaN). Such checkpoints are loaded as they are.
     CHANNEL         weight_scale [out, 1]. The converter's `channel_fp8`, for every finite input. Loaded as it is.
-    TENSOR          weight_scale [1, 1]. The converter's `tensor_fp8` of float32 values that are bf16 numbers. (Of a bf16 tensor it
-                    makes the same scale, but divides in bf16, scale rounded too, by torch's promotion rules: codes differ.)
+    TENSOR          weight_scale [1, 1]. The converter's `tensor_fp8`, for float32 values that are bf16 numbers. (For a bf16 tensor it
+                    gives the same scale, but torch's promotion rules make it divide in bf16, by a rounded scale: codes differ.)
 
-On CUDA, `tensor / 448.0` of torch multiplies by the rounded reciprocal instead, so tools written with it may give scales that differ
-by one unit in the last place from their own on a CPU. Here a division is a division.
+On CUDA torch's `tensor / 448.0` multiplies by the rounded reciprocal instead, so tools that use it may give scales there that differ by
+one unit in the last place from those on a CPU. Here it is a true division.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Rule:
     name: str
     rows: int | None  # of one tile; None: all rows of the tensor
     cols: int | None  # of one tile; None: all columns of the tensor
-    floor: float  # a smaller amax counts as this: keeps the scale of a tile of zeros from being 0
+    floor: float  # the least amax that counts, so that the scale of an all-zero tile is not 0
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of a tensor of `shape` [..., rows, cols]: one per tile, leading dims as they are."""
+        """The shape of the scales of a tensor of `shape` [..., rows, cols]: one per tile, with the same leading dims."""
         return (*shape[:-2], _count(shape[-2], self.rows), _count(shape[-1], self.cols))
 
     def tiles(self, box: Box) -> Box:
-        """The tiles that `box` of a tensor [..., rows, cols] touches, in the tensor of its scales."""
+        """The tiles that `box` of a tensor [..., rows, cols] touches, as a box of the tensor of scales."""
         spans = [_span(box.start[d], box.shape[d], size) for d, size in ((-2, self.rows), (-1, self.cols))]
         return Box((*box.start[:-2], *(first for first, _ in spans)), (*box.shape[:-2], *(count for _, count in spans)))
 
     def whole_tiles(self, box: Box, shape: tuple[int, ...]) -> bool:
-        """Whether `box` of a tensor of `shape` cuts no tile, so that its holder can quantise it alone."""
+        """Whether `box` of a tensor of `shape` cuts no tile, so that its rank can quantise it alone."""
         return all(
             _on_edge(box.start[d], shape[d], size) and _on_edge(box.start[d] + box.shape[d], shape[d], size)
             for d, size in ((-2, self.rows), (-1, self.cols))

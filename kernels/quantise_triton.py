@@ -1,9 +1,9 @@
-"""Block quantisation in Triton, equal to kernels/quantise.py bit for bit, on the GPU and under Triton's interpreter.
+"""Block quantisation in Triton. It equals kernels/quantise.py bit for bit, on the GPU and under Triton's interpreter.
 
-One program takes one tile: it finds its amax, or writes its codes by a given scale. Everything that
-rounds is spelled out: division is correctly rounded (Triton's `/` is not), and the cast to e4m3 is done in integers (the interpreter's
-own cast goes wrong where rounding carries into the next power of two). The amax is a maximum over integers, because the bit patterns
-of non-negative numbers are ordered as the numbers are, with infinity and then NaN on top: no NaN gets lost.
+One program handles one tile: it finds the amax, or writes the codes for a given scale. All rounding is explicit: division is correctly
+rounded (Triton's `/` is not), and the cast to e4m3 uses integer arithmetic (the interpreter's own cast is wrong where rounding carries into
+the next power of two). The amax is a maximum over integers, because bit patterns of non-negative numbers are ordered as the numbers are,
+with infinity and then NaN on top: so no NaN gets lost.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megarl.kernels.quantise_rules import Rule
 
 @triton.jit
 def _e4m3(scaled, sign):
-    """Code of |scaled|, clamped to 448, rounded to nearest even, with the top bit of `sign` (the correction turns -0 to 0)."""
+    """The code of |scaled|, clamped to 448 and rounded to nearest even, with the top bit of `sign`, since the division turns -0 into 0."""
     magnitude = tl.minimum(scaled.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 0x43E00000)  # of 448
     # Keep 3 of 23 mantissa bits, move the exponent's bias from 127 to 7.
     normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    # Below 2^-6 codes are multiples of 2^-9: the unit in the last place of 2^14, so this sum is rounded where it should be. Its
-    # lowest byte is the code.
+    # Below 2^-6 codes are multiples of 2^-9, which is the unit in the last place of 2^14. So adding 2^14 rounds to such a multiple, and the
+    # lowest byte of the sum is the code.
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)
     return (code | ((sign.to(tl.uint32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
@@ -32,7 +32,7 @@ def _e4m3(scaled, sign):
 
 @triton.jit
 def _fma(a, b, c, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # whose tl.fma rounds the product too
+    if INTERPRETED:  # the interpreter's tl.fma rounds the product too
         result = (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     else:
         result = tl.fma(a, b, c)
@@ -41,10 +41,10 @@ def _fma(a, b, c, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _divide(x, scale, INTERPRETED: tl.constexpr):
-    """x / scale, correctly rounded, by one reciprocal for the whole tile and three instructions per element instead of about twenty.
+    """x / scale, correctly rounded, with one reciprocal for the whole tile and three instructions per element instead of about twenty.
 
-    Markstein, IBM J. Res. Dev. 34 (1990), theorem 7: a quotient from the correctly rounded reciprocal, corrected once by its exact
-    remainder. A test goes through all pairs of significands of a bf16 number and a scale. Below 2^-10 (code 0) it need not be exact.
+    Markstein, IBM J. Res. Dev. 34 (1990), theorem 7: take the quotient from the correctly rounded reciprocal, and correct it once by its
+    exact remainder. A test covers all pairs of significands of a bf16 number and a scale. Below 2^-10 (code 0) it need not be exact.
     """
     reciprocal = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     across = tl.zeros_like(x)
@@ -98,7 +98,7 @@ def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, 
 
 
 def _launch(values: torch.Tensor, codes: torch.Tensor | None, scales: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> None:
-    """Without `codes`, `scales` is where the amax goes."""
+    """Launches the kernel. Without `codes` it writes the amax to `scales`."""
     source = _three_dims(values.detach().to(torch.bfloat16).view(torch.int16))
     scales = _three_dims(scales)
     lead, down, across = scales.shape
@@ -116,5 +116,5 @@ def _box(values: torch.Tensor, row_start: int, col_start: int) -> Box:
 
 
 def _three_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """[lead, rows, cols], the same memory. Raises RuntimeError where leading dims cannot be joined without a copy."""
+    """A view [lead, rows, cols]. Raises RuntimeError if leading dims cannot be joined without a copy."""
     return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.view(-1, *tensor.shape[-2:]) if tensor.dim() > 3 else tensor

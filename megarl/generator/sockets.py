@@ -80,5 +80,5 @@ def _bound_with_key(original: Callable[..., Any], context: zmq.Context, *argumen
 
 
 def _in_own_folder(original: Callable[[str], str], name: str) -> str:
-    """Moves a file that an engine's processes map to the folder of their sockets, where it is removed with them; in /dev/shm it would stay."""
+    """Moves a file that an engine's processes map to the folder of their sockets, so that it goes with them; in /dev/shm it would stay."""
     return os.path.join(tempfile.gettempdir(), os.path.basename(original(name)))
