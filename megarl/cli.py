@@ -169,7 +169,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     bench.add_arguments(by_name["bench"])
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "bench":
+    if arguments.command == "bench" and not hasattr(arguments, "overrides"):
         if rest:
             by_name["bench"].error(f"unknown argument: {' '.join(rest)}")
         return arguments

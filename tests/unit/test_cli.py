@@ -194,6 +194,8 @@ def test_options_may_stand_anywhere() -> None:
     for argv in ("--json C a=1 b=2", "C --json a=1 b=2", "C a=1 --json b=2", "C a=1 b=2 --json"):
         arguments = cli.parse(["plan", *argv.split()])
         assert (arguments.config, arguments.overrides, arguments.json) == ("C", ["a=1", "b=2"], True)
+    arguments = cli.parse(["bench", "staleness", "C", "--seeds", "1", "a=1"])
+    assert (arguments.config, arguments.overrides, arguments.seeds) == ("C", ["a=1"], 1)
 
 
 # From the model cards: 8.03, 70.6 and 405.9 billion. Bytes are worked out by hand below for 8B.
