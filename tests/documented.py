@@ -47,7 +47,8 @@ OWN_RUN = {
     "megarl train run.yaml max_steps=200": f"{OWN} max_steps=3",
     "megarl export run.yaml --output runs/own/hf": OWN,
     "megarl eval run.yaml model.path=runs/own/hf": OWN,
-    "megarl eval run.yaml eval.samples=8 eval.temperature=0.7 eval.suites.hard.source=hard.jsonl": OWN,
+    "megarl eval run.yaml eval.samples=8 eval.temperature=0.7 eval.suites.hard.source=hard.jsonl eval.suites.hard.prompt_key=prompt "
+    "eval.suites.hard.answer_key=target": OWN,
     "tensorboard --logdir runs/own/tb": "--inspect",  # else it serves for ever
 }
 # and all else that takes long.
