@@ -173,7 +173,10 @@ class FaultRun:
 
     def orphans(self) -> int:
         """Processes that the ended run left behind; they are ended now."""
-        _, alive = psutil.wait_procs(self.seen, timeout=ENDED_S)
+        deadline, alive = time.monotonic() + ENDED_S, [process for process in self.seen if _runs(process)]
+        while alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+            alive = [process for process in alive if _runs(process)]
         for process in alive:
             process.kill()
         return len(alive)
@@ -220,6 +223,14 @@ class FaultRun:
         trained = set(itertools.chain(*self.trained()[:step]))
         held = {group.ordinal for group in ledger.groups}
         return len(consumed ^ trained) + len(consumed & held)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Not when it has ended, though whoever has taken it over has not asked for its exit status yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def carried_out(run: FaultRun, name: str, text: str = "") -> None:
