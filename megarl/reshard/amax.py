@@ -1,12 +1,12 @@
-"""Where a tile of a quantised tensor is cut: which sender holds which share of it, and who must hear of its amax.
+"""Finds the senders that hold parts of a cut tile of a quantised tensor, and who must learn its amax.
 
-Shares are of source tensors, whatever copies are made of them. Every data-parallel replica works out its amax for itself, among
+Parts belong to source tensors, whatever copies are made of them. Every data-parallel replica computes its amax for itself, among
 the ranks that together hold one whole model; so it does not matter which replica sends what.
 
     parts = amax_parts(map, rank)                                 once
     table = AmaxTable.measure(parts, own tensors)                 each update, before the first copy
     … exchange `table.entries` with `peers(parts)` …              by the transport's own means
-    table.merge(entries)                                          what each peer sent
+    table.merge(entries)                                          the entries of each peer
     payload(copy, source, table)
 """
 
@@ -30,24 +30,24 @@ from megarl.reshard.template import QUANTISE, Holder, stripes_of
 
 @dataclass(frozen=True, slots=True)
 class AmaxPart:
-    """A box of one of this rank's tensors in which tiles lie that are cut somewhere."""
+    """A box of one of this rank's tensors that has parts of cut tiles."""
 
     tiles_of: str  # as Quantisation.tiles_of
     rule: Rule
     source_tensor: str
     source_box: Box
     origin: tuple[int, int]  # of the box's first element in the logical tensor
-    tiles: Box  # that it touches, [tile rows, tile columns]
+    tiles: Box  # the tiles that it touches, [tile rows, tile columns]
     peers: tuple[int, ...]  # source ranks that hold other shares of these tiles
 
 
 def amax_parts(map: ReshardMap, rank: int) -> list[AmaxPart]:
-    """What source rank `rank` must measure, in forward order. Empty where no copy of any rank cuts a tile."""
+    """The parts that source rank `rank` must measure, in forward order. Empty if no copy of any rank cuts a tile."""
     return [part for _, part in sorted(_parts(map, rank), key=lambda entry: entry[0])]
 
 
 def peers(parts: list[AmaxPart]) -> tuple[int, ...]:
-    """The ranks to exchange with: mutual, so every rank of a group names the others."""
+    """The ranks to exchange with. The relation is mutual: every rank of a group names all others."""
     return tuple(sorted({peer for part in parts for peer in part.peers}))
 
 
@@ -73,7 +73,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
 
 
 def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box]]:
-    """Per logical tensor the boxes of cut rows. Of one scale for a whole parameter, all boxes."""
+    """By logical tensor, the boxes of cut rows; with one scale for a whole parameter, all boxes."""
     rows = [row for row in map.rows if row.kind == number and row.transform == QUANTISE]
     everything = of_whole_tensor(rule) and any(row.cut for row in rows)
     regions: dict[str, list[Box]] = defaultdict(list)
@@ -84,7 +84,7 @@ def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box
 
 
 def _grown(rule: Rule, logical: Box) -> Box:
-    """To whole tiles; may reach beyond the tensor."""
+    """Grows the box to whole tiles, possibly beyond the tensor."""
     start, shape = list(logical.start), list(logical.shape)
     for dim, size in ((-2, rule.rows), (-1, rule.cols)):
         if size is None:

@@ -1,6 +1,6 @@
-"""How evenly senders could share the work at best: what the trainer's pipeline stages force, whatever the schedule.
+"""How evenly senders could share the work at best, given the trainer's pipeline stages, whatever the schedule.
 
-Only a rank that holds an element can send it. So the bytes that a stage alone holds, divided by its ranks, are a lower bound on the
+Only a rank that holds an element can send it. So the bytes that only one stage holds, divided by its ranks, are a lower bound on the
 busiest sender.
 """
 
@@ -13,8 +13,8 @@ from megarl.reshard.template import ZEROS
 
 
 def sender_bound(map: ReshardMap) -> float:
-    """A lower bound on the busiest sender's bytes, as a multiple of the mean sender's. Zeros for padding are anyone's to send."""
-    sizes: dict[tuple, int] = defaultdict(int)  # bytes of one instance and replica, by who may send: the holders' kinds
+    """A lower bound on the busiest sender's bytes, as a multiple of the mean sender's. Zeros for padding do not count."""
+    sizes: dict[tuple, int] = defaultdict(int)  # bytes of one instance and replica, by the holders' kinds, whose ranks may send them
     total = 0
     for row in map.rows:
         target, held = map.destination.kinds[row.kind], tuple(sorted({holder.kind for holder in row.holders}))
@@ -22,7 +22,7 @@ def sender_bound(map: ReshardMap) -> float:
         total += size * target.instances
         if row.transform != ZEROS:
             sizes[held] += size
-    only: dict[frozenset[int], int] = defaultdict(int)  # bytes that these ranks hold and no others
+    only: dict[frozenset[int], int] = defaultdict(int)  # bytes that only these ranks hold
     for held, size in sizes.items():
         kinds = [map.source.kinds[kind] for kind in held]
         for stages, instances in Counter(zip(*[kind.stages.tolist() for kind in kinds])).items():

@@ -1,4 +1,4 @@
-"""One copy of a reshard map, as a rank carries it out."""
+"""One copy of a reshard map, as ranks carry it out."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megarl.reshard.kinds import ITEM_BYTES
 
 
 class Quantisation(Struct, frozen=True, gc=False):
-    """How a copy's weights are quantised: the tiles of which tensor, and where in it the copy's source box begins."""
+    """How a copy's weights are quantised: whose tiles they use, and where the copy's source box begins in that tensor."""
 
     rule: Rule
-    tiles_of: str  # logical tensor; of one scale for a whole parameter, that parameter
+    tiles_of: str  # the logical tensor; or the parameter, if one scale covers all of it
     origin: tuple[int, int]  # row and column of the first element in the logical tensor
-    cut: bool  # a tile reaches beyond this copy: its amax comes from `amax.amax_parts`
+    cut: bool  # whether a tile reaches beyond this copy: its amax then comes from `amax.amax_parts`
 
 
 class Copy(Struct, frozen=True, gc=False):
     """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
 
-    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding: no source tensor, but a sender);
-    "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales, of the tiles of the source box: not of its shape).
-    A stacked tensor has a leading dim for experts, of 1 in the box, which the other side may lack.
+    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding, which has a sender but no source tensor);
+    "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales of the tiles in the source box, so the shapes differ).
+    A stacked tensor has a leading dim for experts, of size 1 in the box, which the other side may lack.
     """
 
     source_rank: int
@@ -33,7 +33,7 @@ class Copy(Struct, frozen=True, gc=False):
     destination_tensor: str
     destination_box: Box
     transform: str
-    dtype: str  # of the destination, and on the wire
+    dtype: str  # of the destination, and of the values sent
     depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
     quantisation: Quantisation | None = None
 

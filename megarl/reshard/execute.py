@@ -1,4 +1,4 @@
-"""What the copies of a reshard map put into their destinations: values, cast or quantised."""
+"""Computes the values that the copies of a reshard map write: as they are, cast, or quantised."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from megarl.reshard.amax import AmaxPart
 
-Entry = tuple[str, Box, "torch.Tensor"]  # tiles of which tensor, which tiles, their amax
+Entry = tuple[str, Box, "torch.Tensor"]  # (whose tiles, which of them, their amax)
 
 
 class AmaxTable:
-    """Amax of the tiles that copies cut; see `amax` for when to use it. `entries` are this rank's own, to be sent to its peers."""
+    """The amax of tiles that copies cut; `amax` says when to use it. `entries` are this rank's own, to be sent to its peers."""
 
     def __init__(self, entries: Iterable[Entry] = ()):
         self.entries = list(entries)
@@ -28,7 +28,7 @@ class AmaxTable:
 
     @classmethod
     def measure(cls, parts: Iterable[AmaxPart], tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
-        """From this rank's tensors, whole as the layout states them. Raises RuntimeError on NaN or infinity."""
+        """Measures this rank's tensors, given whole as in the layout. Raises RuntimeError on NaN or infinity."""
         from megarl import kernels
 
         entries = []
@@ -43,7 +43,7 @@ class AmaxTable:
             self._known[tiles_of].append((tiles, amax))
 
     def amax(self, tiles_of: str, tiles: Box) -> torch.Tensor:
-        """Raises ValueError when a share of these tiles is not known."""
+        """The amax of `tiles`. Raises ValueError if a part of them was not measured or merged."""
         from megarl.kernels.quantise import merge_amax
 
         if tiles_of not in self._known:
@@ -52,22 +52,22 @@ class AmaxTable:
 
 
 class Payloads:
-    """`payload`, update after update: what travels as it lies is a view, cut once and kept while its parameter stays where it is."""
+    """`payload` for many updates. Views of values that are sent as they are get kept as long as their parameter stays where it is."""
 
     def __init__(self) -> None:
         self._sources: Mapping[str, torch.Tensor] = {}
-        self._places: dict[str, tuple] = {}  # of each parameter, when its views were cut
+        self._places: dict[str, tuple] = {}  # place of each parameter when its views were made
         self._views: dict[str, dict[tuple, torch.Tensor]] = {}  # by parameter and box
 
     def begin(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """Of one update. A view keeps the memory it was cut from: another parameter cannot have the same address meanwhile."""
+        """Begins an update. A view keeps its memory alive, so no other parameter can get the same address meanwhile."""
         places = {name: (values.data_ptr(), values.shape, values.stride(), values.dtype) for name, values in sources.items()}
         self._views = {name: views for name, views in self._views.items() if places.get(name) == self._places[name]}
         self._sources, self._places = sources, places
 
     def of(self, copy: Copy, amax: AmaxTable | None = None) -> torch.Tensor:
         if copy.source_tensor is None or copy.source_box is None:
-            return payload(copy, None, amax).to(next(iter(self._sources.values())).device)  # a stream of the GPU can only copy from there
+            return payload(copy, None, amax).to(next(iter(self._sources.values())).device)  # a GPU stream copies only from its memory
         views = self._views.setdefault(copy.source_tensor, {})
         key = copy.source_box.start, copy.destination_box.shape, copy.transform
         if (known := views.get(key)) is not None:
@@ -80,9 +80,9 @@ class Payloads:
 
 
 def payload(copy: Copy, source_tensor: torch.Tensor | None, amax: AmaxTable | None = None) -> torch.Tensor:
-    """What the copy puts into its destination box, in its shape and dtype: a view of the source where possible.
+    """The values for the copy's destination box, in its shape and dtype: a view of the source where possible.
 
-    `amax` is needed where `copy.quantisation.cut`. Raises ValueError when it, or the source tensor, is missing.
+    `amax` is needed if `copy.quantisation.cut`. Raises ValueError if it, or the source tensor, is missing.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""From engine to engine: what a trainer with few ranks, or with unequal stages, leaves for the engines to pass on.
+"""Relays between engines, for a trainer with few ranks or unequal stages.
 
-A trainer rank alone holds its shard, so it would send it as often as there are engines: with many engines its link is the narrow one, and
-of a trainer in stages that of the fullest stage. Engines that have a tensor can send it too. As in van de Geijn's broadcast (scatter,
-then gather to all), every layer is written to some of the engines, each time to others, and those pass it on: how many they are is
-chosen so that the two parts of the update, writing and then passing on, take the least time together.
+Only trainer ranks hold a shard at first, so they would send it once for each engine. With many engines their links are the bottleneck, and
+with pipeline stages those of the fullest stage. Engines that have received a tensor can send it too. As in van de Geijn's broadcast
+(scatter, then all-gather), the trainer writes every layer to some of the engines, different ones for each layer, and those pass it on.
+Their number is chosen so that the two parts of the update, writing and then passing on, take the least time together.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megarl.reshard.rows import ZEROS
 
 PLACES = (FIRST, LAYER, LAST)
 MOST_CANDIDATES = 64  # numbers of engines that are tried
-RELAY_COST = 1.25  # of a byte passed on, over one that the trainer sends: it waits until all of those are there. Set, not measured.
+RELAY_COST = 1.25  # of a relayed byte, relative to one that the trainer sends: relays wait until all of those are there. Set, not measured.
 
 
 def between_engines(map: ReshardMap, tp: int) -> Forwarding:
-    """`map` is to all engines, `tp` the ranks of an engine. Nothing is passed on where that would gain nothing.
+    """The relays for `map`, which goes to all engines of `tp` ranks each. There are none where they would save no time.
 
     Pure: equal on all ranks.
     """
@@ -32,7 +32,7 @@ def between_engines(map: ReshardMap, tp: int) -> Forwarding:
 
 
 def passed_on(layout: Layout, tp: int, of_ends: int, of_layers: int) -> Forwarding:
-    """The trainer writes each layer to `of_layers` engines, what comes before and after the layers to `of_ends`."""
+    """The trainer writes each layer to `of_layers` engines, and the tensors before and after the layers to `of_ends`."""
     engines = layout.world_size // tp
     leader_of: list[np.ndarray] = []
     begins: list[int] = []
@@ -46,31 +46,32 @@ def passed_on(layout: Layout, tp: int, of_ends: int, of_layers: int) -> Forwardi
 
 
 def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
-    """`of_ends` and `of_layers` of `passed_on`, such that the update takes the least time."""
+    """Chooses `of_ends` and `of_layers` of `passed_on` so that the update takes the least time."""
     sent, held = _bytes_by_place(map)
     first, layer, last = range(len(PLACES))
     numbers = np.array(sorted(set(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int).tolist())))
     of_ends, of_layers = numbers[:, None], numbers[None, :]
     written = (of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]).max(axis=2) / engines
-    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is one tensor, so that some rank sends it whole
+    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is one tensor, so some rank sends all of it
     by_layers = _turns(map, engines, of_layers) * held[layer]
     cost = written + RELAY_COST * (by_ends + by_layers)
-    best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]  # of equal ones, that which passes on least
+    best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]  # among equals, the one that passes on least
     return int(numbers[best[0]]), int(numbers[best[1]])
 
 
 def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
-    """How often the engine that passes on most does so with all of its layers. They take turns, a layer at a time: where engines outnumber
-    layers, some have one that others have not."""
+    """The layer bytes that the busiest engine passes on, as a multiple of the layer bytes that it holds. Engines take turns, layer by layer;
+    if there are more engines than layers, some lead one layer and others none."""
     layers = max((kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1)
     led = -(-layers * of_layers // engines)  # layers
     return led * -(-(engines - of_layers) // of_layers) / layers
 
 
 def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that trainer ranks send to all engines, [places, ranks that differ], and that the fullest generator rank holds, [places].
+    """Bytes that trainer ranks send to all engines, [places, ranks that differ], and bytes of the fullest generator rank, [places].
 
-    As if all holders of a box sent it equally often, which the schedule comes close to. Padding is left out: anyone can send zeros.
+    It assumes that all holders of a box send it equally often, which the schedule comes close to. Padding is left out: any rank can send
+    zeros.
     """
     sent = np.zeros((len(PLACES), map.source.world_size))
     held = np.zeros((len(PLACES), map.destination.world_size))
@@ -89,7 +90,7 @@ def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) -> np.ndarray:
-    """Leader of every replica, [turns, shards, replicas]: a run of `followers` engines is passed on to by the engines behind it."""
+    """The leader of every replica, [turns, shards, replicas]. The engines after a run of `followers` engines pass tensors on to it."""
     turns = min(engines, kind.instances)
     engine = kind.ranks[0] // tp
     start = (begin + followers * np.arange(turns))[:, None, None] % engines

@@ -1,11 +1,11 @@
-"""Forwarding: of the replicas of a shard some, the *leaders*, are written to by the trainer, and pass on to the others.
+"""Forwarding: the trainer writes a shard only to some of its replicas, the *leaders*, which pass it on to the others.
 
     forwarding = inside_hosts(generator_layout(…), ranks_per_host=8)
-    map = ReshardMap.build(trainer, forwarding.leaders)     what the trainer writes: proven and scheduled as any map
-    forwarding.prove()                                      … and that nothing of the rest is left out
-    forwarding.relays                                       what generator ranks pass on, each once its tensor is complete
+    map = ReshardMap.build(trainer, forwarding.leaders)     what the trainer writes; proven and scheduled like any map
+    forwarding.prove()                                      proves that relays cover all the rest
+    forwarding.relays                                       what generator ranks pass on, once each tensor is complete
 
-Who leads is a table of ranks per kind and *turn*: instances (layers) take turns, so that all ranks share the load.
+A table per kind gives the leaders of each *turn*: instances (layers) take turns, so that all ranks share the load.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megarl.reshard.proof import ProofError
 
 
 class Relay(Struct, frozen=True):
-    """A whole tensor, once complete on `source_rank`, goes to the tensor of the same name on `destination_rank`."""
+    """Sends a whole tensor, once it is complete on `source_rank`, to the tensor of the same name on `destination_rank`."""
 
     source_rank: int
     destination_rank: int
     tensor: str
-    depth: int  # as of Copy
+    depth: int  # see Copy
     bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Forwarding:
-    """`leaders`: the layout of the ranks that receive from the trainer; the rest of `layout` is filled by relays.
+    """`leaders` is the layout of the ranks that receive from the trainer; relays fill the rest of `layout`.
 
-    `leader_of[k][turn, shard, replica]` passes on to rank `layout.kinds[k].ranks[0, shard, replica]`, or is that rank itself. Instance i
-    of a kind takes the turn `leaders.kinds[k].stages[i]`.
+    Rank `leader_of[k][turn, shard, replica]` passes on to rank `layout.kinds[k].ranks[0, shard, replica]`, or is that rank itself. Instance
+    i of a kind takes the turn `leaders.kinds[k].stages[i]`.
     """
 
     layout: Layout
@@ -47,13 +47,13 @@ class Forwarding:
 
     @classmethod
     def of(cls, layout: Layout, leader_of: tuple[np.ndarray, ...]) -> Forwarding:
-        """Raises ValueError where turns have different numbers of leaders."""
+        """Derives `leaders` from `leader_of`. Raises ValueError if turns have different numbers of leaders."""
         kinds = tuple([_leading(kind, table) for kind, table in zip(layout.kinds, leader_of)])
         return cls(layout, replace(layout, kinds=kinds), leader_of)
 
     @cached_property
     def relays(self) -> list[Relay]:
-        """All of them, in forward order."""
+        """All relays, in forward order."""
         found: list[Relay] = []
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             for instance in range(kind.instances) if leading is not kind else ():
@@ -65,7 +65,7 @@ class Forwarding:
         return sorted(found, key=lambda relay: relay.depth)
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that each generator rank passes on, and that each is passed."""
+        """The bytes that each generator rank sends by relays, and those that each receives by them."""
         given, taken = np.zeros((2, self.layout.world_size), dtype=np.int64)
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             sizes = np.array([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
@@ -77,8 +77,8 @@ class Forwarding:
         return given, taken
 
     def prove(self) -> None:
-        """Raises ProofError unless every rank of every shard either is one that the trainer writes to, once, or is passed on to, once, by
-        a rank that the trainer writes the same shard to. (That the trainer writes it all is the map's proof.)"""
+        """Proves that the trainer writes to every rank of a shard once, or a rank that the trainer writes the same shard to passes it on
+        once. Raises ProofError otherwise. (The map's own proof covers what the trainer writes.)"""
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             if leading is kind:
                 continue
@@ -92,15 +92,15 @@ class Forwarding:
 
 
 def inside_hosts(layout: Layout, ranks_per_host: int) -> Forwarding:
-    """One of each host's replicas leads: every byte crosses the network once per host.
+    """Lets one replica of each host lead, so that every byte crosses the network once per host.
 
-    Raises ValueError where replicas are not spread alike over the hosts.
+    Raises ValueError if replicas are spread unevenly over the hosts.
     """
     return Forwarding.of(layout, tuple([_by_host(kind, number, ranks_per_host) for number, kind in enumerate(layout.kinds)]))
 
 
 def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
-    """The kind itself where nobody passes it on."""
+    """The kind with only its leaders; the kind itself if nobody passes it on."""
     turns = len(leader_of)
     if turns == 1 and np.array_equal(leader_of[0], kind.ranks[0]):
         return kind

@@ -1,8 +1,8 @@
-"""Layouts: which rank holds which elements of which logical tensor, under which local name.
+"""Layouts say which rank holds which elements of which logical tensor, and under which local name.
 
-A layout is kept factorised. A `Kind` is one parameter: what each of its shards holds, stated once, and a table of the
-ranks that hold each shard on each pipeline stage. Layers, experts and replicas are expanded only when a rank's tensors are
-asked for. In the statement of a shard, experts are a leading dim of both boxes, whether the engine stacks them or not.
+A layout is kept factorised. A `Kind` is one parameter: it states once what each of its shards holds, with a table of the ranks that hold
+each shard on each pipeline stage. Layers, experts and replicas are expanded only when a rank's tensors are asked for. In a shard's
+statement, experts are a leading dim of both boxes, whether the engine stacks them or not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.box import Box
 from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, FIRST, LAYER, LAYER_FIELD, Layers
 
-Seats = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of all that a rank holds, by kind and shard
+Seats = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of everything that a rank holds, by kind and shard
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
@@ -27,7 +27,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "ui
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """`local`, a box of the local tensor, holds `logical`, a box of the logical tensor. Both have the same shape.
 
-    Where an engine stacks experts, `local` is of one expert and `logical` has a leading dim of 1 for it.
+    If an engine stacks experts, `local` belongs to one expert, and `logical` has a leading dim of 1 for it.
     """
 
     local: Box
@@ -37,22 +37,22 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor in a rank's memory. What no piece covers is padding and holds zeros.
+    """A tensor in a rank's memory. Elements that no piece covers are padding, which holds zeros.
 
-    `flat`: of an FSDP shard, the elements first .. end of the flattened tensor are in this rank's memory, as one 1-D tensor;
-    shape and boxes go on speaking of the whole. Of experts, it is the range of each of them.
+    `flat` is set for an FSDP shard: this rank's memory holds only elements first .. end of the flattened tensor, as one 1-D tensor, while
+    shape and boxes still describe the whole. For experts it is the range of each one.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-    engine_shape: tuple[int, ...] | None = None  # where the engine shows the same memory in another shape: transposed, a scalar
+    engine_shape: tuple[int, ...] | None = None  # if the engine shows the same memory in another shape: transposed, or a scalar
     flat: tuple[int, int] | None = None
     experts: tuple[int, int] | None = None  # first and end of a shard's experts, in the statement of an expert kind
 
     def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
-        """The tensors that this statement stands for at one layer: names resolved, experts one by one."""
+        """The tensors that this statement stands for at one layer, with names resolved and experts one by one."""
         if layer is None:
             return (self,)
         number = str(layer)
@@ -73,7 +73,7 @@ class LocalTensor:
 
 
 def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
-    """(local expert, global expert, its piece)"""
+    """Yields (local expert, global expert, its piece)."""
     for i in range(piece.local.shape[0]):
         e, expert = piece.local.start[0] + i, piece.logical.start[0] + i
         local = Box((e,) + piece.local.start[1:], (1,) + piece.local.shape[1:])
@@ -82,15 +82,15 @@ def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
 
 
 class LayoutError(RuntimeError):
-    """A live trainer rank or engine keeps its weights in another way than the reshard map says."""
+    """A live trainer rank or engine does not keep its weights as the reshard map says."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
     """One parameter of a layout.
 
-    Instance i is the tensor of layer `first_layer + i` for place LAYER, and the only one (i = 0) otherwise. It lives on stage
-    `stages[i]`; there, replica e of its shard s lies on rank `ranks[stages[i], s, e]`.
+    Instance i is the tensor of layer `first_layer + i` for place LAYER; other places have one instance (i = 0). It lives on stage
+    `stages[i]`, where replica e of its shard s lies on rank `ranks[stages[i], s, e]`.
     """
 
     name: str
@@ -99,9 +99,9 @@ class Kind:
     stages: np.ndarray  # [instances]
     ranks: np.ndarray  # [stages, S, replicas]
     first_layer: int = 0
-    rule: Rule | None = None  # of quantisation; the shards are then e4m3, and kind number `scales` holds their scales
+    rule: Rule | None = None  # of quantisation; if set, the shards are e4m3, and kind number `scales` holds their scales
     scales: int | None = None
-    scales_of: int | None = None  # number of the kind that these are the scales of
+    scales_of: int | None = None  # if these are scales: number of the kind that they belong to
 
     @property
     def instances(self) -> int:
@@ -113,7 +113,7 @@ class Kind:
 
     @property
     def bytes(self) -> int:
-        """Of all instances, shards and replicas."""
+        """Bytes of all instances, shards and replicas."""
         sizes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.shards]
         return sum(sizes) * self.instances * self.replicas
 
@@ -125,15 +125,15 @@ class Kind:
         return self.first_layer + instance if self.place == LAYER else None
 
     def name_of(self, instance: int) -> str:
-        """May still hold `{expert}`."""
+        """The name at one instance; it may still contain `{expert}`."""
         return self.name.replace(LAYER_FIELD, str(self.first_layer + instance))
 
     def tensors(self, shard: int, instance: int) -> tuple[LocalTensor, ...]:
-        """One tensor, or one per expert where the engine keeps experts apart."""
+        """One tensor, or one per expert if the engine keeps experts apart."""
         return self.shards[shard].expand(self.layer(instance))
 
     def tensor(self, shard: int, instance: int) -> LocalTensor:
-        """Of a kind that is one tensor per layer."""
+        """The tensor of a kind that has one tensor per layer."""
         (only,) = self.tensors(shard, instance)
         return only
 
@@ -149,18 +149,18 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where every element lives over `world_size` ranks."""
+    """Says where every element lives among `world_size` ranks."""
 
     name: str  # "trainer" | "generator" | "hf": used in messages
     world_size: int
     kinds: tuple[Kind, ...]
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """The local tensors of `rank` in forward order: first stage's, layer by layer, last stage's."""
+        """The local tensors of `rank` in forward order: the first stage's, layer by layer, the last stage's."""
         return tuple(tensor for _, _, tensor in self._in_order(rank))
 
     def _in_order(self, rank: int) -> list[tuple[int, int, LocalTensor]]:
-        """(depth, number of the kind, tensor) of everything on `rank`."""
+        """(depth, number of the kind, tensor) for everything on `rank`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.name} has ranks 0 to {self.world_size - 1}, not {rank}")
         found = []
@@ -182,16 +182,16 @@ class Layout:
         return found
 
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
-        """The pieces that `rank` answers for: over all ranks, every element of every logical tensor exactly once.
+        """The pieces that `rank` owns. Over all ranks, every element of every logical tensor is owned exactly once.
 
-        Among holders of the same elements that is the first replica; of a tensor under two names (a tied embedding on the first
-        and the last stage) the first name; of one that several shards hold, the first shard.
+        The owner is the first replica among holders of the same elements; for a tensor with two names (a tied embedding on the first and
+        the last stage) it holds the first name; for one that several shards hold, it is the first shard.
         """
         return ((tensor, piece) for tensor, piece, replica, _ in self.shared_pieces(rank) if not replica)
 
     def shared_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece, int, int]]:
-        """(tensor, piece, replica, replicas) of the pieces that `rank` answers for together with its replicas: those of `owned_pieces`,
-        on every replica."""
+        """(tensor, piece, replica, replicas) of the pieces that `rank` owns together with its replicas: as `owned_pieces`, but on every
+        replica."""
         owner: dict[tuple[str, Layers | None], str] = {}
         for kind in self.kinds:
             for shard in kind.shards:
@@ -215,7 +215,7 @@ class Layout:
         return max((kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER), default=0)
 
     def depth(self, kind: Kind, instance: int) -> int:
-        """Position in the forward pass: 0 for the first stage's tensors, 1 + layer, then the last stage's."""
+        """The position in the forward pass: 0 for the first stage's tensors, 1 + layer for layers, then the last stage's."""
         if kind.place == LAYER:
             return 1 + kind.first_layer + instance
         return 0 if kind.place == FIRST else 1 + self.num_layers

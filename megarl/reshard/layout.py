@@ -1,4 +1,4 @@
-"""The layouts of the three holders of weights: the HF checkpoint, the Megatron trainer, the SGLang generator."""
+"""The three layouts of the weights: the HF checkpoint's, the Megatron trainer's, the SGLang generator's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DENSE, _EXPERT, _ATTENTION = "dense", "expert", "attention"  # the meshes
 
 
 def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
-    """One rank that holds the HF checkpoint: every logical tensor under its own name. For import and export."""
+    """The layout of an HF checkpoint, for import and export: one rank that holds every logical tensor under its own name."""
     logical = family(spec).logical_tensors(spec)
     parameters = [whole(tensor.name, tensor.place, tensor.name, layers=tensor.layers, dtype=tensor.dtype) for tensor in logical]
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
@@ -35,15 +35,15 @@ def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Of the whole model; a tied output layer counts once."""
+    """The parameters of the whole model; a tied output layer counts once."""
     kinds = hf_layout(spec, "bfloat16").kinds
     return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in kinds for shard in kind.shards)
 
 
 def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local") -> Layout:
-    """Megatron's names, with global layer and expert numbers, on every trainer rank. DP and CP ranks are replicas.
+    """The tensors of every trainer rank under Megatron's names, with global layer and expert numbers. DP and CP ranks are replicas.
 
-    layer_spec: "local" | "te", the layer spec in use. Raises ConfigError when the topology does not divide the model.
+    layer_spec: "local" | "te", the layer spec in use. Raises ConfigError if the topology does not divide the model.
     """
     if layer_spec not in LAYER_SPECS:
         raise ConfigError(f"layer_spec = {layer_spec!r} is not one of {', '.join(LAYER_SPECS)}")
@@ -70,11 +70,11 @@ def generator_layout(
     device: str = "cuda",
     quantization: str | Rule | None = None,
 ) -> Layout:
-    """SGLang's names on every generator rank; each engine is one replica.
+    """The tensors of every generator rank under SGLang's names. Each engine is one replica.
 
-    device: "cuda" | "cpu". The two differ only where tp does not divide heads, ffn or vocabulary: the CPU engine pads, GPU
-    engines replicate kv heads. quantization: None, "fp8_block", "fp8_channel", "fp8_tensor", or a rule with other blocks; the
-    family's `quantised_parameters` are then e4m3, each with a tensor of scales. Raises ConfigError where SGLang could not start.
+    device: "cuda" | "cpu". They differ only if tp does not divide heads, ffn or vocabulary: the CPU engine pads, GPU engines replicate
+    kv heads. quantization: None, "fp8_block", "fp8_channel", "fp8_tensor", or a rule with other blocks; unless it is None, the family's
+    `quantised_parameters` are e4m3, each with a tensor of scales. Raises ConfigError if SGLang could not start.
     """
     if device not in DEVICES:
         raise ConfigError(f"device = {device!r} is not one of {', '.join(DEVICES)}")
@@ -98,10 +98,10 @@ def generator_layout(
 
 
 def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...]:
-    """Pipeline stage of each layer, [num_layers], as Megatron's get_transformer_layer_offset.
+    """The pipeline stage of each layer, [num_layers], like Megatron's get_transformer_layer_offset.
 
-    Every stage has vpp chunks of equal size, and the chunks go round the stages: all stages' first, then all stages' second, …
-    Layers that first and last stage do not claim are shared evenly. Raises ConfigError when the numbers do not fit.
+    Every stage has vpp chunks of equal size. They go round the stages: every stage's first chunk, then every stage's second, … Layers
+    that the first and the last stage do not claim are shared evenly. Raises ConfigError if the numbers do not fit.
     """
     t = topology
     told = {stage: n for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers)) if n is not None}
@@ -124,7 +124,7 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
 
 
 def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
-    """Equal first and last stages nearest to an even share, for the message."""
+    """The equal first and last stages that are nearest to an even share, for the message."""
     others = (pp - 2) * vpp
     sizes = [n for n in range(vpp, layers // 2, vpp) if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others]
     best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
@@ -154,7 +154,7 @@ def _kinds(
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
         for shard in range(ranks.shape[1]):
-            same = parameter.dim is None and shard and not parameter.of_expert  # built once: all hold the same
+            same = parameter.dim is None and shard and not parameter.of_expert  # built once, since all of them hold the same
             shards.append(shards[0] if same else local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype))
         of_place = spans.setdefault((first, end), stages[first:end]) if parameter.place == LAYER else ends[parameter.place]
         kinds.append(Kind(parameter.name, parameter.place, tuple(shards), of_place, ranks, first if parameter.place == LAYER else 0))
@@ -162,5 +162,5 @@ def _kinds(
 
 
 def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
-    """By name. Where a name stands twice, for different layers, the tensors are alike."""
+    """The logical tensors by name. If a name occurs twice, for different layers, the tensors are alike."""
     return {tensor.name: replace(tensor, layers=None) for tensor in family(spec).logical_tensors(spec)}

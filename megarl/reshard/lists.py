@@ -1,7 +1,7 @@
-"""Writing out a rank's own part of a reshard map: from template rows to copies, layer by layer, expert by expert.
+"""Writes out a rank's own part of a reshard map: expands template rows to copies, layer by layer and expert by expert.
 
-This is where layers are expanded, so it is what a rank waits for at start-up: who sends what to whom is worked out once for all rows that
-are served alike, names are made once per kind and layer, and copies are put where they belong instead of being sorted.
+A rank waits for this expansion at start-up, so it is fast: senders and receivers are worked out once for all rows that are served alike,
+names are made once per kind and layer, and copies are put where they belong instead of being sorted.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from megarl.reshard.rows import ZEROS, Holder, Row
 from megarl.reshard.scales import of_whole_tensor
 from megarl.reshard.turns import Turns
 
-Shelf = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list that such copies belong to
-_Served = list[tuple[int, int, int, int]]  # instance, index into row.holders, sender, receiver; by instance
+Shelf = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list for such copies
+_Served = list[tuple[int, int, int, int]]  # (instance, index into row.holders, sender, receiver), sorted by instance
 
 
 def sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
-    """What `rank` of the source sends, in forward order: by depth, then as rows stand."""
+    """The copies that source rank `rank` sends, in forward order: by depth, then in the order of rows."""
     depths = _depths(turns)
     put_sent(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
     return list(chain.from_iterable(depths))
 
 
 def received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
-    """What `rank` of the destination receives, in forward order."""
+    """The copies that destination rank `rank` receives, in forward order."""
     depths = _depths(turns)
     put_received(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
     return list(chain.from_iterable(depths))
 
 
 def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
-    """Appends what `rank` of the source sends to the lists that `shelf` gives: each list has its copies as rows stand."""
+    """Appends the copies that source rank `rank` sends to the lists that `shelf` returns, each in the order of rows."""
     seats = turns.source.seats(rank)
     own = [row for row in rows if any((holder.kind, holder.shard) in seats for holder in row.holders)]
     _write(turns, own, shelf, lambda row: _given(turns, rank, seats, row))
 
 
 def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
-    """The same of what `rank` of the destination receives."""
+    """The same for the copies that destination rank `rank` receives."""
     seats = turns.destination.seats(rank)
     own = [row for row in rows if (row.kind, row.shard) in seats]
     _write(turns, own, shelf, lambda row: _taken(turns, rank, seats, row))
 
 
 def of_experts(destination: Layout, row: Row) -> bool:
-    """Such rows are written out expert by expert."""
+    """Whether the row is written out expert by expert."""
     return destination.kinds[row.kind].shards[row.shard].experts is not None
 
 
@@ -88,28 +88,28 @@ def _taken(turns: Turns, rank: int, seats: Seats, row: Row) -> _Served:
 class _Share:
     """A rank's part in all rows that are served alike."""
 
-    layers: list[str]  # of each instance it has a part in
-    copies: list[tuple]  # index into `layers`, index into row.holders, sender, receiver, depth, what puts the copy away
+    layers: list[str]  # for each instance it has a part in
+    copies: list[tuple]  # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its list)
     _names: dict[str, list[str]] = field(default_factory=dict)  # by template
     _hows: dict[tuple, list[Quantisation]] = field(default_factory=dict)
 
     def names(self, template: str) -> list[str]:
-        """Of each instance. A template that is not of layers has one name."""
+        """The names of each instance; only one if the template has no layer."""
         if template not in self._names:
             before, layered, after = template.partition(LAYER_FIELD)
             self._names[template] = [f"{before}{layer}{after}" for layer in self.layers] if layered else [before] * len(self.layers)
         return self._names[template]
 
     def hows(self, rule: Rule, template: str, origin: tuple[int, int], cut: bool) -> list[Quantisation]:
-        """Of each instance."""
+        """The quantisation of each instance."""
         asked = template, origin, cut
-        if asked not in self._hows:  # weights and their scales have the same
+        if asked not in self._hows:  # shared by weights and their scales
             self._hows[asked] = [Quantisation(rule, name, origin, cut) for name in self.names(template)]
         return self._hows[asked]
 
 
 def _write(turns: Turns, rows: list[Row], shelf: Shelf, served: Callable[[Row], _Served]) -> None:
-    """`served`: the rank's part in a row, and in all that are served alike."""
+    """Writes out `rows`. `served` returns the rank's part in a row, which is the same for all rows served alike."""
     shares: dict[tuple, _Share] = {}
     for row in rows:
         kind = turns.destination.kinds[row.kind]
@@ -149,7 +149,7 @@ def _add(turns: Turns, row: Row, share: _Share) -> None:
 def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
     target, hows = turns.destination.kinds[row.kind], _hows(turns, row, share)
     dtype, names = target.shards[row.shard].dtype, share.names(target.name)
-    made: dict[tuple[int, int], list] = {}  # what goes to one replica goes to another
+    made: dict[tuple[int, int], list] = {}  # shared by all replicas
     for n, h, s, r, depth, put in share.copies:
         if (n, h) not in made:
             source_name = share.names(turns.source.kinds[row.holders[h].kind].name)[n]
@@ -170,7 +170,7 @@ def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None
 def _of_each_expert(
     turns: Turns, row: Row, held: Holder, source_name: str, name: str, how: Quantisation | None
 ) -> Iterator[tuple[str, Box, str, Box, Quantisation | None]]:
-    """(source tensor, its box, destination tensor, its box, how) of the row's experts at one layer."""
+    """Yields (source tensor, its box, destination tensor, its box, how) for the row's experts at one layer."""
     here, there = turns.source.kinds[held.kind].shards[held.shard], turns.destination.kinds[row.kind].shards[row.shard]
     assert held.box is not None
     for e in range(row.box.shape[0]):
@@ -183,7 +183,7 @@ def _of_each_expert(
 
 
 def tile_space(weights: Kind, logical_name: str) -> str:
-    """Template of Quantisation.tiles_of: tiles of equal name and number share a scale."""
+    """The template of Quantisation.tiles_of: tiles of equal name and number share a scale."""
     assert weights.rule is not None
     if not of_whole_tensor(weights.rule):
         return logical_name
@@ -191,7 +191,7 @@ def tile_space(weights: Kind, logical_name: str) -> str:
 
 
 def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
-    """(global expert, box in the tensor that the rank really has) of the e-th expert of a template box."""
+    """(global expert, box in the rank's real tensor) for the e-th expert of a template box."""
     assert tensor.experts is not None
     local = box.start[0] + e
     expert = tensor.experts[0] + local

@@ -1,4 +1,4 @@
-"""The reshard map: every copy that brings one layout's weights into another's tensors."""
+"""The reshard map: all copies that bring one layout's weights into another's tensors."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Summary:
     generator_ranks: int  # receivers
     tensors: int  # destination tensors, over all ranks
     copies: int
-    writes: int  # copies after joining those that continue each other on both sides
+    writes: int  # copies, after joining those that are contiguous on both sides
     bytes: int  # received, over all ranks
-    bytes_minimum: int  # of all destination tensors: each destination byte once
+    bytes_minimum: int  # of all destination tensors, each byte counted once
     sender_max_over_mean: float
     receiver_max_over_mean: float
-    relayed_bytes: int = 0  # of `bytes`, those that come from other receivers
+    relayed_bytes: int = 0  # the part of `bytes` that comes from other receivers
 
 
 @dataclass(frozen=True, eq=False)
 class ReshardMap:
-    """Copies from `source` to `destination`, frozen. Kept as template rows; `copies_from`, `copies_to` write out a rank's own part.
+    """The frozen copies from `source` to `destination`, kept as template rows; `copies_from` and `copies_to` write out a rank's part.
 
-    A *write* is one or several copies that continue each other on both sides: what is really sent.
+    A *write*, the unit that is sent, is one copy or several that are contiguous on both sides.
     """
 
     source: Layout
@@ -47,7 +47,7 @@ class ReshardMap:
 
     @classmethod
     def build(cls, source: Layout, destination: Layout) -> ReshardMap:
-        """Pure arithmetic on the two layouts: equal inputs give equal maps on every rank. Raises ValueError when they do not fit."""
+        """Builds the map by pure arithmetic: equal layouts give equal maps on every rank. Raises ValueError if they do not fit together."""
         begin = time.perf_counter()
         rows = join(source, destination)
         return cls(source, destination, rows, time.perf_counter() - begin)
@@ -57,19 +57,19 @@ class ReshardMap:
         return f"ReshardMap({sides} ranks, plan {self.plan_hash[:16]})"
 
     def copies_from(self, rank: int) -> list[Copy]:
-        """What `rank` of the source sends, in forward order."""
+        """The copies that source rank `rank` sends, in forward order."""
         return sent(self.turns, rank, self.rows)
 
     def copies_to(self, rank: int) -> list[Copy]:
-        """What `rank` of the destination receives, in forward order."""
+        """The copies that destination rank `rank` receives, in forward order."""
         return received(self.turns, rank, self.rows)
 
     def writes_from(self, rank: int) -> list[Copy]:
-        """`copies_from`, joined."""
+        """`copies_from`, joined into writes."""
         return sent(self.turns, rank, self.write_rows)
 
     def writes_to(self, rank: int) -> list[Copy]:
-        """`copies_to`, joined."""
+        """`copies_to`, joined into writes."""
         return received(self.turns, rank, self.write_rows)
 
     @cached_property
@@ -78,7 +78,7 @@ class ReshardMap:
 
     @cached_property
     def plan_hash(self) -> str:
-        """Equal on every rank of a run, and only for equal maps: covers copies, senders, names, shapes and dtypes."""
+        """A hash that is equal on every rank of a run, and only for equal maps: it covers copies, senders, names, shapes and dtypes."""
         digest = hashlib.blake2b(b"megarl reshard map 3", digest_size=16)
         digest.update(repr(self.rows).encode())
         for layout in (self.source, self.destination):
@@ -90,7 +90,7 @@ class ReshardMap:
         return digest.hexdigest()
 
     def routes(self) -> list[tuple[Row, int]]:
-        """Rows that the same senders serve, at every instance and replica, as one, and their bytes at one of them."""
+        """One row for all rows with the same senders at every instance and replica, with the bytes of all of them at one instance."""
         per_route: dict[tuple, tuple[Row, int]] = {}
         for row in self.rows:
             route = self.turns.alike(row)
@@ -98,12 +98,12 @@ class ReshardMap:
         return list(per_route.values())
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that each rank sends, and that each rank receives."""
+        """The bytes that each rank sends, and those that each rank receives."""
         sent = np.zeros(self.source.world_size, dtype=np.int64)
         received = np.zeros(self.destination.world_size, dtype=np.int64)
         for row, size in self.routes():
             service = self.turns.service(row)
-            copies = np.repeat(size * service.sizes, service.senders.shape[1])  # bytes, of each class and replica
+            copies = np.repeat(size * service.sizes, service.senders.shape[1])  # bytes by class and replica
             np.add.at(sent, service.senders.ravel(), copies)
             np.add.at(received, service.receivers.ravel(), copies)
         return sent, received
@@ -118,7 +118,7 @@ class ReshardMap:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Copies, and writes."""
+        """The number of copies, and that of writes."""
         return sum(self.times(row) for row in self.rows), sum(self.times(row) for row in self.write_rows)
 
     def summary(self) -> Summary:
@@ -136,26 +136,26 @@ class ReshardMap:
         )
 
     def row_bytes(self, row: Row) -> int:
-        """Bytes of one instance of a row."""
+        """The bytes of one instance of a row."""
         return row.box.numel * ITEM_BYTES[self.destination.kinds[row.kind].shards[row.shard].dtype]
 
     def times(self, row: Row) -> int:
-        """Copies that a row stands for."""
+        """The number of copies that a row stands for."""
         target = self.destination.kinds[row.kind]
         apart = row.transform != ZEROS and of_experts(self.destination, row)
         return target.instances * target.replicas * (row.box.shape[0] if apart else 1)
 
     @cached_property
     def turns(self) -> Turns:
-        """Who sends what: which of the ranks that hold a box, to which replica."""
+        """Decides which of the ranks that hold a box sends it to which replica."""
         return Turns(self.source, self.destination, self.rows)
 
 
 def count_tensors(layout: Layout) -> int:
-    """Over all ranks."""
+    """The number of tensors over all ranks."""
     return sum(kind.instances * kind.replicas * sum(map(_count, kind.shards)) for kind in layout.kinds)
 
 
 def _count(tensor: LocalTensor) -> int:
-    """Tensors that a template stands for at one layer."""
+    """The number of tensors that a template stands for at one layer."""
     return tensor.shape[0] if EXPERT_FIELD in tensor.name else 1

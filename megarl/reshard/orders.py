@@ -1,9 +1,9 @@
-"""In which order replicas take the turns of a parameter, so that all that a stage sends evens out over its replicas.
+"""Decides in which order replicas take the turns of a parameter, so that the bytes that a stage sends are even over its replicas.
 
-The n layers of a parameter on a stage, each for R receivers, are n * R *turns*, shared by the C replicas of the sending shard. Where C
-divides R they go round robin, and that is all. Elsewhere parameters are placed largest turn first, each turn with the replica that has
-least to do so far: that is a run of single turns, until loads are even to within one, and a round robin from there on. So an order is
-a short table however many layers and receivers there are, and every rank arrives at the same one.
+The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C replicas of the sending shard share. If C
+divides R, they go round robin. Otherwise parameters are placed in order of decreasing turn size, each turn with the replica that has least
+to do so far. That is a run of single turns, until loads are even to within one turn, and a round robin from there on. So an order is a
+short table however many layers and receivers there are, and every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _Key = tuple[int, int, int, int]  # destination kind (of the weights), source ki
 
 @dataclass(frozen=True)
 class Orders:
-    """Per stage of the sending kind: turn t falls to candidate `table[t]` while t < ahead, and then round robin to the rest of it."""
+    """For each stage of the sending kind: turn t goes to candidate `table[t]` while t < ahead, then round robin to the rest of `table`."""
 
     table: np.ndarray  # [stages, most ahead + candidates]
     ahead: np.ndarray  # [stages]
     candidates: int
 
     def place(self, stage: np.ndarray, turn: np.ndarray) -> np.ndarray:
-        """Column of the table. Turns of equal place are followed by equal ones."""
+        """The column of the table for a turn. Turns with equal columns are followed by equal turns."""
         ahead = self.ahead[stage]
         return np.where(turn < ahead, turn, ahead + (turn - ahead) % self.candidates)
 
@@ -42,9 +42,9 @@ class Ordering:
 
     def __init__(self, source: Layout, destination: Layout, rows: Iterable[Row]):
         self._source, self._destination = source, destination
-        self._sizes: dict[_Key, int] = {}  # bytes of a turn
+        self._sizes: dict[_Key, int] = {}  # bytes per turn
         self._fans: dict[_Key, int] = {}
-        self._charged = np.zeros(source.world_size, dtype=np.int64)  # bytes of ends that several shards hold: a tied embedding
+        self._charged = np.zeros(source.world_size, dtype=np.int64)  # bytes of end tensors that several shards hold: a tied embedding
         self._found: dict[tuple[int, int], dict[_Key, Orders]] = {}  # (mesh, shard) → its items
         for row in rows:
             size = row.box.numel * ITEM_BYTES[destination.kinds[row.kind].shards[row.shard].dtype]
@@ -61,7 +61,7 @@ class Ordering:
         return bool(self._charged.any())
 
     def group(self, row: Row) -> _Key | None:
-        """What the row's order is kept under; None: round robin."""
+        """The key of the row's order; None for round robin."""
         kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
         return None if len(row.holders) > 1 or self._is_even(kind, shard, row.kind) else _key(row)
 
@@ -82,13 +82,13 @@ class Ordering:
         return not (self._charges and self._charged[kind.ranks[:, shard]].any())
 
     def _place(self, mesh: np.ndarray, shard: int) -> dict[_Key, Orders]:
-        """All that one source shard sends, which its replicas share. mesh: [stages, shards, replicas]."""
+        """Orders everything that one source shard sends, which its replicas share. mesh: [stages, shards, replicas]."""
         keys = [key for key in self._sizes if key[2] == shard and self._source.kinds[key[1]].ranks is mesh]
         keys.sort(key=lambda key: (-self._sizes[key], key))
         ranks = mesh[:, shard]  # [stages, C]
         counts = np.stack([np.bincount(self._source.kinds[key[1]].stages, minlength=len(ranks)) for key in keys])
         turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])  # [items, stages]
-        known: dict[tuple, list[np.ndarray]] = {}  # stages that send the same share their tables
+        known: dict[tuple, list[np.ndarray]] = {}  # tables, shared by stages that send the same
         of_stages = []
         for own, charged in zip(turns.T.tolist(), self._charged[ranks].tolist()):
             alike = tuple(own), tuple(charged)
@@ -110,7 +110,7 @@ class Ordering:
 
 
 def least_loaded_first(loads: np.ndarray, size: int, turns: int, first: int) -> np.ndarray:
-    """Replicas in turn: single turns of `size` until loads [C] are even to within one, then all C, to go round. Ties: from `first` on."""
+    """The replicas that take single turns of `size` until loads [C] are even to within one, then all C once. Ties go from `first` on."""
     c = len(loads)
     behind = np.minimum((loads.max() - loads) // size, min(turns, MOST_AHEAD))
     replica = np.repeat(np.arange(c), behind)
@@ -121,12 +121,12 @@ def least_loaded_first(loads: np.ndarray, size: int, turns: int, first: int) -> 
 
 
 def round_robin(row: Row, count: int) -> np.ndarray:
-    """[count]. In one turn the shards that a sender feeds lie evenly spaced over the candidates, so that few turns already use all."""
+    """[count]. In one turn, the shards that a sender feeds are spaced evenly over the candidates, so that a few turns use all of them."""
     return (np.arange(count) + row.index * count // row.fan) % count
 
 
 def candidates(source: Layout, row: Row, instances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Everyone who may send a row: index into row.holders [C] and source rank [instances, C]."""
+    """All candidates to send a row: index into row.holders [C] and source rank [instances, C]."""
     holder_of, ranks_of = [], []
     for h, holder in enumerate(row.holders):
         kind = source.kinds[holder.kind]
@@ -135,7 +135,7 @@ def candidates(source: Layout, row: Row, instances: np.ndarray) -> tuple[np.ndar
         holder_of += [h] * ranks.shape[1]
     if len(row.holders) == 1:
         return np.array(holder_of), ranks_of[0]
-    # Alternate between the holders, so that few turns already use all of them.
+    # Alternate between the holders, so that a few turns use all of them.
     order = np.argsort(np.concatenate([np.arange(r.shape[1]) for r in ranks_of]), kind="stable")
     return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
 

@@ -1,4 +1,4 @@
-"""Who sends to whom, and how evenly, as a picture."""
+"""Draws who sends how much to whom."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.reshard.balance import sender_bound
 from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import ReshardMap
 
-MOST_CELLS = 512  # along a side of the matrix; more ranks than that are put together
+MOST_CELLS = 512  # along a side of the matrix; if there are more ranks, runs of them share a cell
 
 
 def traffic(map: ReshardMap, most_cells: int = MOST_CELLS) -> np.ndarray:
-    """Bytes from sender to receiver, [senders, receivers]; runs of ranks are summed where a side has more than `most_cells`."""
+    """The bytes from sender to receiver, [senders, receivers]; runs of ranks are summed if a side has more than `most_cells`."""
     per = [-(-layout.world_size // most_cells) for layout in (map.source, map.destination)]
     shape = [-(-layout.world_size // n) for layout, n in zip((map.source, map.destination), per)]
     matrix = np.zeros(shape[0] * shape[1], dtype=np.int64)
@@ -27,9 +27,9 @@ def traffic(map: ReshardMap, most_cells: int = MOST_CELLS) -> np.ndarray:
 
 
 def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None = None) -> None:
-    """Writes `path`, an .svg or .png: the matrix in the middle, each sender's bytes on its left, each receiver's above.
+    """Writes `path`, an .svg or .png: the matrix in the middle, each sender's bytes on its left, each receiver's above it.
 
-    Of what the trainer sends; what engines pass on is told in the title.
+    It shows what the trainer sends; the title says how much engines pass on.
     """
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -64,7 +64,7 @@ def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None =
 
 
 def _bars(axis: Any, values: np.ndarray, by_row: bool) -> None:
-    """A bar per rank, and the mean as a line; by_row: growing to the left."""
+    """Draws a bar per rank and the mean as a line. With `by_row` bars grow to the left."""
     steps = np.repeat(values, 2)
     edges = np.repeat(np.arange(len(values) + 1) - 0.5, 2)[1:-1]
     if by_row:

@@ -1,9 +1,9 @@
-"""Proof that a reshard map writes every destination element exactly once, from the place that holds that element.
+"""Proves that a reshard map writes every destination element exactly once, from a place that holds that element.
 
-It takes nothing from how the map was built. From the two layouts it knows which elements every tensor must hold, and checks
-extents, disjointness and total volume of the boxes written, that each box's source speaks of the same logical elements, and
-that every sender really holds the tensor it is to send. Of quantised tensors, that each scale is made from the weights of its
-own tile, and that whoever quantises part of a tile is told so.
+The proof does not rely on how the map was built. The two layouts say which elements every tensor must hold. It checks the extents,
+disjointness and total volume of the boxes written, that each box and its source hold the same logical elements, and that every sender
+really has the tensor it is to send. For quantised tensors it checks that each scale is made from the weights of its own tile, and that
+copies which quantise only part of a tile are marked so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ProofError", "prove_exactly_once"]
 
 @dataclass(frozen=True)
 class _Write:
-    """What is checked of a row. Boxes and tensors have equally many dims."""
+    """The facts of a row that are checked. Boxes and tensors have equally many dims."""
 
     where: str
     transform: str
@@ -41,7 +41,7 @@ class _Write:
 
 
 def prove_exactly_once(map: ReshardMap) -> None:
-    """Proves template rows and joined write rows per shard, then senders and receivers of all layers and replicas.
+    """Checks template rows and joined write rows per shard, then senders and receivers of all layers and replicas.
 
     Raises ProofError naming tensor and rank.
     """
@@ -52,7 +52,7 @@ def prove_exactly_once(map: ReshardMap) -> None:
     checked: set[tuple] = set()
     for row in map.rows:
         target = map.destination.kinds[row.kind]
-        seats = row.route, id(target.stages), id(target.ranks)  # scales have those of their weights
+        seats = row.route, id(target.stages), id(target.ranks)  # scales have the same as their weights
         if seats not in checked:
             checked.add(seats)
             check_senders(map, row)
@@ -85,7 +85,7 @@ def _check_rows(map: ReshardMap, rows: Sequence[Row]) -> None:
 
 
 def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Inside the tensor, disjoint, and of the tensor's volume: so every element exactly once."""
+    """Checks that boxes lie inside the tensor, are disjoint, and add up to its volume: so they cover every element exactly once."""
     for box in boxes:
         if len(box.shape) != len(shape) or any(a < 0 or n < 1 or a + n > m for a, n, m in zip(box.start, box.shape, shape)):
             raise ProofError(f"{where}: {box} is not inside shape {shape}")
@@ -98,7 +98,7 @@ def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> No
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes with a common element, or None. Sweeps the dim with most cuts, so that few boxes are open at a time."""
+    """Two boxes with a common element, or None. It sweeps the dim with the most cuts, so that few boxes are open at a time."""
     if len(boxes) < 2:
         return None
     sweep = max(range(len(boxes[0].start)), key=lambda d: len({box.start[d] for box in boxes}))
@@ -113,9 +113,9 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _check_content(write: _Write) -> Piece | None:
-    """The box of the destination tensor receives its own logical elements: from `origin` of the tensor `held`, or zeros.
+    """Checks that the box of the destination tensor receives its own logical elements from `origin` of the tensor `held`, or zeros.
 
-    Of quantised weights and of scales, returns the weights they are made from.
+    For quantised weights and for scales, it returns the weights that they are made from.
     """
     where, tensor, box, held, origin = write.where, write.tensor, write.box, write.held, write.origin
     wanted = [(piece, common) for piece in tensor.pieces if (common := piece.local.intersect(box)) is not None]
@@ -148,7 +148,7 @@ def _check_content(write: _Write) -> Piece | None:
 
 
 def _check_scales(write: _Write, wanted: list[tuple[Piece, Box]]) -> Piece:
-    """The tiles of the weights in `origin` are those whose scales go to the box, and each is written from its beginning."""
+    """Checks that the scales in the box belong to the tiles of the weights in `origin`, each written from the tile's beginning."""
     where, held, origin, rule = write.where, write.held, write.origin, write.rule
     assert held is not None and origin is not None and rule is not None
     sources = [(piece, common) for piece in held.pieces if (common := piece.local.intersect(origin)) is not None]
@@ -164,7 +164,7 @@ def _check_scales(write: _Write, wanted: list[tuple[Piece, Box]]) -> Piece:
 
 
 def _check_told(write: _Write, made: Piece, fused: bool) -> None:
-    """A box that holds only part of a tile is marked as such."""
+    """Checks that a box with only part of a tile is marked as cut."""
     rule, extents = write.rule, write.extents[made.logical_name]
     assert rule is not None
     whole = rule.whole_tiles(made.logical, extents) and not (fused and of_whole_tensor(rule))
@@ -173,7 +173,7 @@ def _check_told(write: _Write, made: Piece, fused: bool) -> None:
 
 
 def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name: str, logical: Box) -> None:
-    """`local` of the source tensor holds exactly `logical` of the logical tensor."""
+    """Checks that `local` of the source tensor holds exactly `logical` of the logical tensor."""
     covered = 0
     for piece in held.pieces:
         common = piece.local.intersect(local)
@@ -189,7 +189,7 @@ def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name
 
 
 def _check_seats(layout: Layout) -> None:
-    """Ranks exist, no rank holds two shards or replicas of one instance, and no pieces of one tensor overlap."""
+    """Checks that ranks exist, no rank holds two shards or replicas of one instance, and no pieces of a tensor overlap."""
     names = [(kind.name, layer) for kind in layout.kinds for layer in (range(*kind.layers) if kind.layers else (None,))]
     if len(set(names)) != len(names):
         raise ProofError(f"{layout.name}: two kinds have one name")
@@ -208,7 +208,7 @@ def _quantises(map: ReshardMap) -> bool:
 
 
 def _extents(tensors: Iterable[LocalTensor]) -> dict[str, tuple[int, ...]]:
-    """Shape of every logical tensor: as far as some piece reaches."""
+    """The shape of every logical tensor: as far as its pieces reach."""
     extents: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:

@@ -1,4 +1,4 @@
-"""Proof that whoever is to send a row holds it, and that it goes to whoever is to hold it."""
+"""Proves that each sender of a row holds it, and that each receiver is to hold it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megarl.reshard.rows import Row
 
 
 class ProofError(RuntimeError):
-    """The map would leave an element unwritten, write it twice, or write something else there."""
+    """The map would leave an element unwritten, write it twice, or write a wrong value."""
 
 
 def check_senders(map: ReshardMap, row: Row) -> None:
-    """Every instance and replica has one sender, and that rank holds the sending shard of that instance; and the right receiver.
+    """Checks that every instance and replica has one sender, which holds the sending shard of that instance, and the right receiver.
 
-    Checked class by class, after the instances of a class are found to live on the same stages.
+    It goes class by class, after checking that the instances of a class live on the same stages.
     """
     target, service = map.destination.kinds[row.kind], map.turns.service(row)
     seats = len(service.first), target.replicas
@@ -46,6 +46,6 @@ def check_senders(map: ReshardMap, row: Row) -> None:
 
 
 def _check_same_stages(kind: Kind, alike: np.ndarray) -> None:
-    """alike: [instances], of each the one that stands for it."""
+    """alike: [instances], the instance that represents each one."""
     if len(alike) != kind.instances or (kind.stages[alike] != kind.stages).any():
         raise ProofError(f"{kind.name}: layers of different stages are taken for alike")

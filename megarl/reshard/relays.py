@@ -1,4 +1,4 @@
-"""A reshard map of which the engines carry out a part themselves (`weights.relay`)."""
+"""Splits a reshard map into the part that the trainer writes and the part that engines pass on (`weights.relay`)."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ INSIDE_HOSTS, BETWEEN_ENGINES = "inside_hosts", "between_engines"
 
 
 class RelayRule(NamedTuple):
-    """Who passes on to whom. `ranks`: generator ranks of a host, or of an engine."""
+    """Says which ranks pass tensors on to which. `ranks` is the number of generator ranks of a host, or of an engine."""
 
     how: str  # INSIDE_HOSTS | BETWEEN_ENGINES
     ranks: int
 
 
 def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
-    """What the trainer writes of `map`, and what generator ranks pass on, proven to be the rest. Pure: equal on all ranks of a run.
-    Between engines nothing is passed on where that would make the busiest rank no less busy.
+    """The part of `map` that the trainer writes, and what generator ranks pass on, proven to be the rest. Pure: equal on all ranks.
 
-    Raises ValueError where replicas are not spread alike over the hosts.
+    Between engines nothing is passed on unless that relieves the busiest rank. Raises ValueError if replicas are spread unevenly over the
+    hosts.
     """
     begin = time.perf_counter()
     by_host = rule.how == INSIDE_HOSTS
     forwarding = inside_hosts(map.destination, rule.ranks) if by_host else between_engines(map, rule.ranks)
     if not by_host and busiest_bytes(replace(map, destination=forwarding.leaders), forwarding) >= busiest_bytes(map, None):
-        forwarding = passed_on(map.destination, rule.ranks, *[map.destination.world_size // rule.ranks] * 2)  # nothing
+        forwarding = passed_on(map.destination, rule.ranks, *[map.destination.world_size // rule.ranks] * 2)  # no relays
     forwarding.prove()
     return replace(map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin), forwarding
 
 
 def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
-    """As `relayed`, as far as it is settled before a run: `relay` is weights.relay, `tp` the ranks of an engine. What is passed on inside
-    hosts hangs on where engines come to run."""
+    """The result of `relayed`, as far as it is known before a run. `relay` is weights.relay, `tp` the ranks of an engine. Relays inside
+    hosts depend on where engines will run, so they are not included."""
     return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
 
 
 def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
-    """Of both parts together; copies and writes are the trainer's."""
+    """The summary of both parts together; copies and writes count only the trainer's."""
     if forwarding is None:
         return map.summary()
     (_, written), (given, taken) = map.rank_bytes(), forwarding.rank_bytes()
@@ -59,6 +59,6 @@ def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
 
 
 def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
-    """Of the rank that sends or receives most while the trainer writes, and then of that which does while engines pass on."""
+    """The bytes of the rank that sends or receives most while the trainer writes, plus those of the busiest while engines pass on."""
     written = max(int(side.max()) for side in map.rank_bytes())
     return written if forwarding is None else written + max(int(side.max()) for side in forwarding.rank_bytes())

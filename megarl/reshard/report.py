@@ -1,4 +1,4 @@
-"""A reshard map's numbers as one JSON object; one rank's part as text; all copies as JSON lines. (The table: `table`.)"""
+"""Reports a reshard map: its numbers as one JSON object, one rank's part as text, all copies as JSON lines. (`table` has the table.)"""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megarl.reshard.rows import QUANTISE, SCALE, ZEROS
 from megarl.reshard.schedule import batches_from, batches_to
 from megarl.reshard.table import size, sum_messages
 
-LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC a rank
+LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC per rank
 
 
 def to_json(map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_per_s: float = LINK_BYTES_PER_S) -> dict[str, Any]:
-    """Summary numbers of a map, once proven, and of what is passed on beside it.
+    """The summary numbers of a map, after proving it, and of relays beside it.
 
-    `build_s`: planning and proof. `predicted_s`: the busiest rank's bytes, sent or received, over `link_bytes_per_s` (`busiest_bytes`); no
-    latency, and nothing of quantising. `sender_bound`: the least `sender_max_over_mean` that the sizes of the
-    trainer's stages allow. `messages`: see `schedule.messages`.
+    `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or receives (`busiest_bytes`), divided by
+    `link_bytes_per_s`; without latency or quantisation. `sender_bound`: the least `sender_max_over_mean` that the sizes of the trainer's
+    stages allow. `messages`: see `schedule.messages`.
 
-    Raises ProofError when the map does not write every destination byte exactly once.
+    Raises ProofError if the map does not write every destination byte exactly once.
     """
     begin = time.perf_counter()
     prove_exactly_once(map)
@@ -47,28 +47,28 @@ def to_json(map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_pe
 
 
 def copies_of(map: ReshardMap, rank: str) -> list[Copy]:
-    """The copies of "trainer:17", which it sends, or of "generator:3", which it receives. Raises ConfigError for anything else."""
+    """The copies that "trainer:17" sends, or that "generator:3" receives. Raises ConfigError for anything else."""
     sends, number = _parsed(map, rank)
     return map.copies_from(number) if sends else map.copies_to(number)
 
 
 def own_part_s(map: ReshardMap, rank: str) -> float:
-    """How long a rank takes to write out its own part: all writes, joined, as the batches of a run. As in a run, it has built and
-    proven the map just before. The median of some times. Raises ConfigError as `copies_of` does."""
+    """Measures how long a rank takes to write out its own part, all writes in the batches of a run, right after it has built and proven the
+    map. Returns the median of several times, in seconds. Raises ConfigError as `copies_of` does."""
     sends, number = _parsed(map, rank)
     batches, times = batches_from if sends else batches_to, []
     for _ in range(5):
-        fresh = dataclasses.replace(map)  # which remembers no part
+        fresh = dataclasses.replace(map)  # a copy without cached parts
         prove_exactly_once(fresh)
         begin = time.perf_counter()
         part = batches(fresh, number)
         times.append(time.perf_counter() - begin)
-        del part  # kept in a run: to take it apart again is no part of the time
+        del part  # a run keeps it, so the time to free it does not count
     return statistics.median(times)
 
 
 def _parsed(map: ReshardMap, rank: str) -> tuple[bool, int]:
-    """Whether it is a trainer's, and its number."""
+    """(whether it is a trainer rank, its number)"""
     side, _, number = rank.partition(":")
     layouts = {"trainer": map.source, "generator": map.destination}
     if side not in layouts or not number.isdecimal():
@@ -79,7 +79,7 @@ def _parsed(map: ReshardMap, rank: str) -> tuple[bool, int]:
 
 
 def render_copies(rank: str, copies: list[Copy], part_s: float) -> Iterator[str]:
-    """One line per copy, then their sum, and how long the rank takes to work them out."""
+    """One line per copy, then their sum, and how long the rank takes to write them out."""
     sends = rank.startswith("trainer")
     for copy in copies:
         peer = f"to generator {copy.destination_rank}" if sends else f"from trainer {copy.source_rank}"
@@ -94,7 +94,7 @@ def render_copies(rank: str, copies: list[Copy], part_s: float) -> Iterator[str]
 
 
 def dump_lines(map: ReshardMap) -> Iterator[str]:
-    """The whole map as JSON lines: one of the map itself, then one per copy, sender by sender in forward order."""
+    """The whole map as JSON lines: one for the map itself, then one per copy, sender by sender in forward order."""
     head = {"plan_hash": map.plan_hash, "trainer_ranks": map.source.world_size, "generator_ranks": map.destination.world_size}
     yield json.dumps(head)
     for rank in range(map.source.world_size):

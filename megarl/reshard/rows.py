@@ -1,9 +1,8 @@
-"""The template of a reshard map: the join of two layouts, per parameter and pair of shards.
+"""Builds the template of a reshard map: the join of two layouts, per parameter and pair of shards.
 
-A row says: this box of shard t of a destination kind comes from that box of shard s of a source kind. It holds for every
-layer and for every replica on both sides, so the number of rows depends on tensor and expert parallelism alone, not on layers,
-experts or replicas. Which replica sends to which is worked out (`turns.Turns.service`) only when a rank's own list, or a
-total, is written out.
+A row says that one box of shard t of a destination kind comes from one box of shard s of a source kind. It holds for every layer and for
+every replica on both sides, so the number of rows depends only on tensor and expert parallelism, not on layers, experts or replicas. Which
+replica sends to which is worked out (`turns.Turns.service`) only when a rank's own list, or a total, is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["CAST", "IDENTITY", "QUANTISE", "SCALE", "ZEROS", "Holder", "Row", "c
 
 
 def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
-    """All rows between two layouts. Raises ValueError when the source lacks a logical tensor or the layouts disagree on layers."""
+    """All rows between two layouts. Raises ValueError if the source lacks a logical tensor, or the layouts disagree on layers."""
     stripes = {key: SortedStripes(boxes) for key, boxes in stripes_of(source).items()}
     rows: list[Row] = []
     for k, kind in enumerate(destination.kinds):
@@ -53,7 +52,7 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
 
 
 def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows whose boxes continue each other on both sides, between the same two ranks, become one row."""
+    """Joins rows between the same two ranks whose boxes are contiguous on both sides."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
         groups[(row.route, row.transform)].append(row)
@@ -74,7 +73,7 @@ def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
-    """Of shards that hold the same elements, those that face destination shard `shard` of `shards`; per kind."""
+    """Among shards that hold the same elements, picks those that face destination shard `shard` of `shards`, for each kind."""
     if len(holders) == 1:
         return holders
     by_kind: dict[int, list[Holder]] = defaultdict(list)
@@ -100,18 +99,18 @@ def _span(kind: Kind) -> str:
 
 
 def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
-    """Rows of zeros for what no piece covers. They travel with the largest row of their shard."""
+    """Rows of zeros for elements that no piece covers. They have the same sender as the largest row of their shard."""
     rows = []
     for t, tensor in enumerate(kind.shards):
         if sum([piece.local.numel for piece in tensor.pieces]) == math.prod(tensor.shape):
-            continue  # the common case, without looking at boxes
+            continue  # the common case: no need to look at boxes
         empty = [whole_box(tensor.shape)]
         for piece in tensor.pieces:
             empty = [rest for box in empty for rest in box.subtract(piece.local)]
         own = [row for row in found if row.shard == t]
         if own:
             holders = max(own, key=lambda row: row.box.numel).holders
-        else:  # all padding: the source shard that faces it
+        else:  # all padding: sent by the source shard that faces it
             first = found[0].holders[0]
             holders = (Holder(first.kind, t * len(source.kinds[first.kind].shards) // len(kind.shards), None),)
         rows += [Row(k, t, box, tuple(Holder(h.kind, h.shard, None) for h in holders), ZEROS) for box in empty]
@@ -133,7 +132,7 @@ def _with_fan(rows: list[Row]) -> tuple[Row, ...]:
 
 def _joined(a: Row, b: Row) -> Row | None:
     target = a.box.join(b.box)
-    if target is None or a.logical_name != b.logical_name or a.cut != b.cut:  # amax is exchanged of cut rows alone
+    if target is None or a.logical_name != b.logical_name or a.cut != b.cut:  # only cut rows take part in the exchange of amax
         return None
     dim, box = target
     logical = a.logical

@@ -1,4 +1,4 @@
-"""Rows of quantised kinds: which tiles are cut, and which row writes which scale."""
+"""Rows of quantised kinds: marks cut tiles, and decides which row writes which scale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.reshard.template import SCALE, Holder, Row
 
 
 def with_cuts(kind: Kind, found: list[Row]) -> list[Row]:
-    """Marks rows of which a tile reaches beyond the row."""
+    """Marks rows with a tile that reaches beyond the row."""
     rule = kind.rule
     assert rule is not None
     extents: dict[str, Box] = {}
@@ -34,7 +34,7 @@ def _hull(a: Box, b: Box) -> Box:
 
 
 def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
-    """Each tile's scale is written by whoever writes the tile's first element on that shard."""
+    """The rows of scales: each scale is written by the row that writes its tile's first element on that shard."""
     assert kind.rule is not None and kind.scales is not None
     scales = destination.kinds[kind.scales]
     rows = []
@@ -53,7 +53,7 @@ def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
 
 
 def _owned(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Box, Box] | None:
-    """(what of `logical` lies in tiles whose scale this row writes, those tiles); None where it writes no scale."""
+    """(the part of `logical` in tiles whose scale this row writes, those tiles); None if it writes no scale."""
     start, shape = list(logical.start), list(logical.shape)
     if of_whole_tensor(rule) and number:
         return None

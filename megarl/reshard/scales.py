@@ -1,12 +1,12 @@
-"""Quantised parameters of an engine and the tensors of their scales.
+"""The quantised parameters of an engine and the tensors of their scales.
 
-The tiles that share a scale are those of the logical tensor, as a quantised checkpoint has them, whatever the cuts on either side:
+Tiles that share a scale are those of the logical tensor, as in a quantised checkpoint, whatever the cuts on either side:
 
     fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
-    fp8_channel  <weight>_scale      a scale for each row of a logical tensor, also where an engine's rank holds part of the row
-    fp8_tensor   <weight>_scale      one scale for all that an engine fuses into one parameter (of an expert: into that expert's)
+    fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an engine's rank holds only part of the row
+    fp8_tensor   <weight>_scale      one scale for everything that an engine fuses into one parameter (for experts: one per expert)
 
-After loading, SGLang keeps the weights of the latter two transposed (dense layers only): same memory, other strides.
+After loading, SGLang keeps the weights of the last two transposed (dense layers only): the same memory with other strides.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
 
 
 def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
-    """`kinds` with those called `names` quantised by `rule`, and after each the kind of its scales.
+    """Returns `kinds` with those called `names` quantised by `rule`, each followed by the kind of its scales.
 
-    Raises ConfigError where a cut of the engine goes through a block, as SGLang itself refuses, or a padded tensor would be quantised.
+    Raises ConfigError if a cut of the engine goes through a block, which SGLang refuses too, or if a padded tensor would be quantised.
     """
     known = {kind.name for kind in kinds}
     if missing := [name for name in names if name not in known]:
@@ -43,7 +43,7 @@ def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical
 
 
 def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, strides in elements) in which the live engine shows a tensor of its layout."""
+    """The (shape, strides in elements) that the live engine shows for a tensor of its layout."""
     shape = tensor.engine_shape
     if shape is None:
         return tensor.shape, contiguous_strides(tensor.shape)

@@ -1,8 +1,8 @@
-"""A reshard map in the order it is carried out: batches per pair of ranks, wave by wave through the layers.
+"""The schedule of a reshard map: batches per pair of ranks, wave by wave through the layers.
 
-A *wave* is a run of tensors that follow each other in the forward pass, the same on every rank. A *batch* is what one rank
-sends to one other in one wave, as joined writes. Every rank works out only its own batches, and both ends of a batch arrive at
-the same one. Layers go in forward order; within a wave every sender starts with a receiver of its own.
+A *wave* is a run of consecutive tensors of the forward pass, the same on every rank. A *batch* holds the joined writes from one rank to
+one other in one wave. Every rank works out only its own batches, and both ends of a batch come to the same result. Layers go in forward
+order; within a wave each sender starts with a different receiver.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megarl.reshard.kinds import ITEM_BYTES, Kind
 from megarl.reshard.lists import put_received, put_sent
 from megarl.reshard.map import Copy, ReshardMap
 
-# Of contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): rows of 64 KiB
-# take twice as long one by one as packed and spread, rows of 128 KiB as long, longer ones less.
+# The least contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): rows of
+# 64 KiB take twice as long one by one as packed and spread, rows of 128 KiB equally long, longer ones less.
 SHORTEST_RUN_BYTES = 128 << 10
 DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 
@@ -31,7 +31,7 @@ _Writes = dict[tuple[int, int], list[Copy]]  # by depth and peer
 
 
 class Batch(Struct, frozen=True, gc=False):
-    """All writes of one wave from one rank to one other, in forward order."""
+    """All writes of one wave from one rank to another, in forward order."""
 
     wave: int
     source_rank: int
@@ -44,7 +44,7 @@ class Batch(Struct, frozen=True, gc=False):
 
 
 def run_bytes(box: Box, shape: Sequence[int], item_bytes: int) -> int:
-    """Bytes of each contiguous run of a box of a contiguous tensor of `shape`."""
+    """The bytes of each contiguous run of a box, in a contiguous tensor of `shape`."""
     elements = 1
     for extent, whole in zip(reversed(box.shape), reversed(shape)):
         elements *= extent
@@ -54,23 +54,23 @@ def run_bytes(box: Box, shape: Sequence[int], item_bytes: int) -> int:
 
 
 def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
-    """Whether a box of a destination tensor travels packed, as one contiguous tile that the receiver spreads (landing memory).
+    """Whether a box of a destination tensor is sent packed, as one contiguous piece that the receiver spreads (landing memory).
 
-    The rule, for both sides alike: packed is what would be several messages of less than SHORTEST_RUN_BYTES. All else goes straight to
-    its place, a message per contiguous run.
+    Both sides use the same rule: a box is packed if it would otherwise be several messages of less than SHORTEST_RUN_BYTES. All other
+    boxes go straight to their places, with one message per contiguous run.
     """
     run = run_bytes(box, shape, item_bytes)
     return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
 
 
 def landings(map: ReshardMap, rank: int) -> list[Copy]:
-    """What `lands` of all that destination rank `rank` is written."""
+    """The copies to destination rank `rank` whose boxes land."""
     shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
     return [copy for copy in map.writes_to(rank) if lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])]
 
 
 def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
-    """What a one-sided transport sends for a box: one per contiguous run, or one in all where it lands."""
+    """The number of messages that a one-sided transport sends for a box: one if it lands, otherwise one per contiguous run."""
     return 1 if lands(box, shape, item_bytes) else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
 
 
@@ -85,7 +85,7 @@ def depth_bytes(map: ReshardMap) -> list[int]:
 
 
 def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:
-    """Wave of each depth: depths are put together until a receiver gets `wave_bytes` in one."""
+    """The wave of each depth. Depths share a wave until a receiver gets `wave_bytes` in it."""
     result, wave, filled = [], 0, 0
     for size in depth_bytes(map):
         if filled and filled + size > wave_bytes:
@@ -100,7 +100,7 @@ def _bytes_of_the_largest(kind: Kind) -> int:
 
 
 def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
-    """What source rank `rank` sends, in the order it sends."""
+    """The batches that source rank `rank` sends, in sending order."""
     writes: _Writes = defaultdict(list)
     put_sent(map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, receiver])
     receivers = map.destination.world_size
@@ -108,19 +108,19 @@ def batches_from(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTE
 
 
 def scheduled_writes(map: ReshardMap, rank: int) -> list[Copy]:
-    """The same, write by write."""
+    """The writes of `batches_from`, in the same order."""
     return [write for batch in batches_from(map, rank) for write in batch.writes]
 
 
 def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[Batch, ...]:
-    """What destination rank `rank` receives, wave by wave."""
+    """The batches that destination rank `rank` receives, wave by wave."""
     writes: _Writes = defaultdict(list)
     put_received(map.turns, rank, map.write_rows, lambda depth, sender, receiver: writes[depth, sender])
     return _batches(writes, waves(map, wave_bytes), 0, map.source.world_size)
 
 
 def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) -> tuple[Batch, ...]:
-    """Wave by wave, within one from peer `first` on, around `peers`; of each wave and peer one depth after the other."""
+    """Batches wave by wave. Within a wave they go around the `peers` from peer `first` on; each holds one depth after the other."""
     ordered = sorted([(wave_of[depth], (peer - first) % peers, depth, peer) for depth, peer in writes])
     batches = []
     for (wave, _), parts in groupby(ordered, key=itemgetter(0, 1)):

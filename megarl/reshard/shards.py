@@ -1,4 +1,4 @@
-"""What one shard holds of a parameter: cut by tensor and expert parallelism, and again over data-parallel ranks (FSDP)."""
+"""The part of a parameter that one shard holds: cut by tensor and expert parallelism, and for FSDP over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.reshard.kinds import Kind, LocalTensor, Piece
 
 
 def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str) -> LocalTensor:
-    """Shard number `shard` of (expert shards, shards of each tensor) = `cut`: contiguous chunks, the latter running faster."""
+    """Shard number `shard` of `cut` = (expert shards, shards of each tensor). Shards are contiguous chunks; the second index runs faster."""
     expert_shard, tensor_shard = divmod(shard, cut[1])
     tensor = _whole(parameter, logical, dtype) if parameter.dim is None else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
     if not parameter.of_expert:
@@ -25,14 +25,14 @@ def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], sha
 
 
 def flat_shards(kind: Kind, by_rows: bool) -> Kind:
-    """The kind with each shard cut once more over its replicas: a run of rows (torch's chunks), or of elements, for each."""
+    """The kind with each shard cut once more over its replicas, into runs of rows (torch's chunks) or of elements."""
     stages, shards, replicas = kind.ranks.shape
     cut = [_flat(tensor, number, replicas, by_rows) for tensor in kind.shards for number in range(replicas)]
     return replace(kind, shards=tuple(cut), ranks=kind.ranks.reshape(stages, shards * replicas, 1))
 
 
 def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Elements first .. end of the flattened tensor as boxes: at most three for two dims (two cut rows and those between)."""
+    """Splits elements first .. end of the flattened tensor into boxes; in two dims at most three (two cut rows and those between)."""
     if first >= end:
         return
     if len(shape) <= 1:
@@ -51,7 +51,7 @@ def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
 
 
 def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: str) -> LocalTensor:
-    """All parts, one below the other."""
+    """The whole parameter, with its parts one below the other."""
     shapes = [logical[part.logical_name].shape for part in parameter.parts]
     pieces, row = [], 0
     for part, shape in zip(parameter.parts, shapes):
@@ -62,7 +62,7 @@ def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: st
 
 
 def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str) -> LocalTensor:
-    """The shard-th of `shards` contiguous chunks of the parameter's groups (see models.parameters)."""
+    """Chunk `shard` of `shards` contiguous chunks of the parameter's groups (see models.parameters)."""
     dim, groups = parameter.dim, parameter.groups
     assert dim is not None
     tensors = [logical[part.logical_name] for part in parameter.parts]

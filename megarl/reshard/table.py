@@ -1,4 +1,4 @@
-"""A reshard map in short, as a table for a person."""
+"""Summarises a reshard map as a readable table."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ run       bytes that lie together in the receiver's memory; messages: what one-s
 
 
 def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | None = None) -> str:
-    """One line per destination parameter, totals over all ranks, how evenly ranks share them, and what is meant by it all.
+    """One line per destination parameter, totals over all ranks, how evenly ranks share them, and an explanation of the terms.
 
-    The lines are of what the trainer writes; what engines pass on (`forwarding`) is summed up behind them.
+    The lines show what the trainer writes; a sum after them shows what engines pass on (`forwarding`).
     """
     rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))  # kind → its rows, its joined rows
     for n, found in enumerate((map.rows, map.write_rows)):
@@ -92,18 +92,18 @@ def _shared(of_ranks: np.ndarray) -> str:
 
 
 def sum_messages(map: ReshardMap, joined: Sequence[Row]) -> int:
-    """Messages of joined rows, over all ranks."""
+    """The number of messages of joined rows, over all ranks."""
     return sum(map.times(row) * messages(*_in_memory(map, row)) for row in joined)
 
 
 def _run(map: ReshardMap, joined: list[Row]) -> str:
-    """Such as `27 MiB`, or `2 KiB packed`; of the row with the shortest run."""
+    """The shortest contiguous run, such as `27 MiB` or `2 KiB packed`."""
     run, packed = min((run_bytes(*memory), lands(*memory)) for memory in (_in_memory(map, row) for row in joined))
     return size(run) + (" packed" if packed else "")
 
 
 def _in_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
-    """A written box of the row, the tensor it lies in, and bytes of an element."""
+    """(a written box of the row, shape of the tensor it lies in, bytes of an element)"""
     tensor, box = map.destination.kinds[row.kind].shards[row.shard], row.box
     if tensor.experts is not None and row.transform != ZEROS:  # written expert by expert
         box = Box(box.start, (1, *box.shape[1:]))
@@ -111,24 +111,24 @@ def _in_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
 
 
 def _short(name: str) -> str:
-    """Without what all names of a layer begin with."""
+    """The name without the prefix that all names of a layer share."""
     _, layered, rest = name.partition(LAYER_FIELD + ".")
     return rest if layered else name
 
 
 def _shards(kind: Kind) -> str:
-    """Such as `8 x 18x64 bf16`; the first shard speaks for all."""
+    """The shards, such as `8 x 18x64 bf16`, with the shape of the first one."""
     tensor = kind.shards[0]
     return f"{len(kind.shards)} x {'x'.join(map(str, tensor.shape))} {_SHORT.get(tensor.dtype, tensor.dtype)}"
 
 
 def _aligned(cells: Line, widths: list[int]) -> str:
-    """Four columns of text, then numbers."""
+    """Aligns a line: four columns of text, then numbers."""
     return "  ".join(cell.ljust(width) if i < 4 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths))).rstrip()
 
 
 def size(count: float) -> str:
-    """Such as `47.76 GiB`."""
+    """A number of bytes, such as `47.76 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""What the template of a reshard map is made of: rows, and the stripes of the source that they are cut from."""
+"""The parts of a reshard map's template: rows, and the stripes of the source that they are cut from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
 
 
 class Holder(Struct, frozen=True, gc=False):
-    """A shard of a source kind that holds the elements, in `box`. For zeros only the sender matters: no box."""
+    """A shard of a source kind that holds the elements, in `box`. It is None for zeros, where only the sender matters."""
 
     kind: int  # index into source.kinds
     shard: int
@@ -27,7 +27,7 @@ class Holder(Struct, frozen=True, gc=False):
 
     @property
     def held_box(self) -> Box:
-        """`box`, of anything but zeros."""
+        """`box`, which must not be None: not for zeros."""
         assert self.box is not None
         return self.box
 
@@ -35,9 +35,9 @@ class Holder(Struct, frozen=True, gc=False):
 class Row(Struct, frozen=True, gc=False):
     """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
 
-    `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them.
-    Of a quantised kind, `logical` is the box in the logical tensor, which knows the tiles; `cut` says that some tile reaches
-    beyond it, so that its amax must be known from elsewhere. A row of scales has the box of the weights it makes them from.
+    `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them. For a
+    quantised kind, `logical` is the box in the logical tensor, which defines the tiles; `cut` says that some tile reaches beyond it, so
+    that its amax needs other ranks. A row of scales has the box of the weights that they are made from.
     """
 
     kind: int  # index into destination.kinds
@@ -54,23 +54,23 @@ class Row(Struct, frozen=True, gc=False):
 
     @property
     def weights(self) -> int:
-        """The row's kind; of a row of scales, the kind of their weights."""
+        """The row's kind; for a row of scales, the kind of their weights."""
         return self.kind if self.travels_with is None else self.travels_with
 
     @property
     def logical_box(self) -> Box:
-        """`logical`, of a row that quantises or makes scales."""
+        """`logical`, which must not be None: only for rows that quantise or make scales."""
         assert self.logical is not None
         return self.logical
 
     @property
     def route(self) -> tuple:
-        """Rows of equal route have the same senders and receivers."""
+        """A key: rows with equal routes have the same senders and receivers."""
         return self.weights, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
 
 
 def stripes_of(source: Layout) -> Stripes:
-    """Logical tensor → logical box → everyone who holds exactly that box."""
+    """Logical tensor → logical box → all holders of exactly that box."""
     stripes: Stripes = defaultdict(lambda: defaultdict(list))
     for k, kind in enumerate(source.kinds):
         for s, tensor in enumerate(kind.shards):
@@ -80,7 +80,7 @@ def stripes_of(source: Layout) -> Stripes:
 
 
 class SortedStripes:
-    """The stripes of one logical tensor, sorted, so that those within a box are found without looking at all."""
+    """The stripes of one logical tensor, sorted so that those within a box are found without looking at all of them."""
 
     def __init__(self, boxes: dict[Box, list[Holder]]):
         self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)
@@ -94,7 +94,7 @@ class SortedStripes:
         self.ordered = len(cut) == 1 and all(a <= b for a, b in zip(self.ends, self.starts[1:]))
 
     def within(self, box: Box) -> Iterator[tuple[Box, list[Holder], Box]]:
-        """(stripe, its holders, what it has in common with `box`)"""
+        """Yields (stripe, its holders, its intersection with `box`)."""
         candidates = self.sorted
         if self.ordered:
             start = box.start[self.dim]

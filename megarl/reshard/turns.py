@@ -1,7 +1,7 @@
-"""Who sends: replicas of a source shard take turns, in orders that every rank works out for itself.
+"""Decides who sends: replicas of a source shard take turns, in orders that every rank works out for itself.
 
-Instances (layers) that are served alike form a *class*: senders are worked out per class, so that their cost grows with pipeline stages
-and receivers, not with layers.
+Instances (layers) that are served alike form a *class*. Senders are worked out per class, so the cost grows with pipeline stages and
+receivers, not with layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.reshard.template import Row
 class Service:
     """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first instance is `first[class_of[i]]`."""
 
-    class_of: np.ndarray  # [instances]; -1: not asked for
+    class_of: np.ndarray  # [instances]; -1 where not asked for
     first: np.ndarray  # [classes]
     holders: np.ndarray  # [classes, replicas]: index into row.holders
     senders: np.ndarray  # [classes, replicas]: source rank
@@ -28,13 +28,13 @@ class Service:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Instances of each class, [classes]."""
+        """The number of instances of each class, [classes]."""
         return np.bincount(self.class_of, minlength=len(self.first))
 
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Of two layouts."""
+    """The turns between two layouts."""
 
     source: Layout
     destination: Layout
@@ -42,7 +42,7 @@ class Turns:
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def service(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Service:
-        """Of all destination replicas, or of one; of all instances, or of those that these stages of the first holder's kind hold."""
+        """Senders and receivers of `row`: of all destination replicas or one; of all instances, or those on `stages` of its first holder."""
         target, held = self.destination.kinds[row.kind], row.holders[0].kind
         orders = self._ordering.of(row)
         class_of, first = self._classes_of(row, orders)
@@ -58,7 +58,7 @@ class Turns:
         return Service(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
 
     def alike(self, row: Row) -> tuple:
-        """Rows of which this is equal are served alike: every instance and replica by the same senders."""
+        """A key: rows with equal keys are served alike, every instance and replica by the same senders."""
         target, places = self.destination.kinds[row.kind], []
         for holder in row.holders:
             kind = self.source.kinds[holder.kind]
@@ -66,7 +66,7 @@ class Turns:
         return self._ordering.group(row), id(target.stages), id(target.ranks), row.shard, tuple(places), row.fan, row.index
 
     def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
-        """(class of each instance, first instance of each class): alike are equal stages on both sides and turns of equal place."""
+        """(class of each instance, first instance of each class). A class shares its stages on both sides and the places of its turns."""
         target = self.destination.kinds[row.kind]
         held = tuple([holder.kind for holder in row.holders])
         key = held, id(target.stages), target.replicas, orders.ahead.tobytes()
@@ -82,7 +82,7 @@ class Turns:
 
     @cached_property
     def _ordinals(self) -> list[np.ndarray]:
-        """Per source kind and instance, its number among the kind's instances on its stage."""
+        """For each source kind and instance, its number among the kind's instances on its stage."""
         return [_rank_within(kind.stages) for kind in self.source.kinds]
 
     @cached_property
@@ -91,7 +91,7 @@ class Turns:
 
 
 def _rank_within(stages: np.ndarray) -> np.ndarray:
-    """Number of earlier entries with the same value."""
+    """For each entry, the number of earlier entries with the same value."""
     order = np.argsort(stages, kind="stable")
     begins = np.searchsorted(stages[order], stages[order])
     result = np.empty(len(stages), dtype=np.int64)
