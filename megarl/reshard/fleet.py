@@ -60,8 +60,8 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
 
 
 def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
-    """The layer bytes that the busiest engine passes on, as a multiple of the layer bytes that it holds. Engines take turns, layer by layer;
-    if there are more engines than layers, some lead one layer and others none."""
+    """The layer bytes that the busiest engine passes on, as a multiple of those that it holds. Engines take turns, layer by layer; if there
+    are more engines than layers, some lead one layer and others none."""
     layers = max((kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1)
     led = -(-layers * of_layers // engines)  # layers
     return led * -(-(engines - of_layers) // of_layers) / layers

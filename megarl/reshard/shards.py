@@ -13,7 +13,7 @@ from megarl.reshard.kinds import Kind, LocalTensor, Piece
 
 
 def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str) -> LocalTensor:
-    """Shard number `shard` of `cut` = (expert shards, shards of each tensor). Shards are contiguous chunks; the second index runs faster."""
+    """Shard number `shard` of `cut` = (expert shards, shards of each tensor). Contiguous chunks; the second index runs faster."""
     expert_shard, tensor_shard = divmod(shard, cut[1])
     tensor = _whole(parameter, logical, dtype) if parameter.dim is None else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
     if not parameter.of_expert:

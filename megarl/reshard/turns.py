@@ -42,7 +42,7 @@ class Turns:
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def service(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Service:
-        """Senders and receivers of `row`: of all destination replicas or one; of all instances, or those on `stages` of its first holder."""
+        """Senders and receivers of `row`: all destination replicas or one; all instances, or those on `stages` of its first holder."""
         target, held = self.destination.kinds[row.kind], row.holders[0].kind
         orders = self._ordering.of(row)
         class_of, first = self._classes_of(row, orders)
