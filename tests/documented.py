@@ -65,7 +65,7 @@ LONG = {
     "megarl bench sync --model-size small": "--repeats 1",
     "megarl bench sync --model-size small --picture sync.png": "--repeats 1",
     "megarl bench faults": ONE_FAULT,
-    "megarl bench faults --faults 52 --seed 2": ONE_FAULT,
+    "megarl bench faults --faults 120 --seed 3": ONE_FAULT,
 }
 
 GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these tests"
