@@ -1,4 +1,4 @@
-"""Which cores a rank should use: those of its GPU's NUMA node, so that memory it pins lies next to the GPU and to its NIC."""
+"""Chooses the cores of a rank: those of its GPU's NUMA node, so that memory it pins lies near the GPU and its NIC."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Gpu:
-    name: str  # in CUDA_VISIBLE_DEVICES: an index, or a UUID
-    address: str  # on PCI, such as 0000:1b:00.0; empty where unknown
+    name: str  # as in CUDA_VISIBLE_DEVICES: an index or a UUID
+    address: str  # on PCI, such as 0000:1b:00.0; empty if unknown
 
 
 @functools.cache
 def gpus() -> tuple[Gpu, ...]:
-    """Those that this launch may use, in CUDA's order. Asked without torch."""
+    """The GPUs that this launch may use, in CUDA's order, found without torch."""
     shown = nvidia_smi("--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
     return visible([tuple(line.split(", ")) for line in shown.splitlines()], os.environ.get(VISIBLE))
 
 
 def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
-    """Of what the driver shows, (index, UUID, bus id) each, what CUDA_VISIBLE_DEVICES=`wanted` leaves; None: it is not set.
+    """Those of the driver's GPUs, (index, UUID, bus id) each, that CUDA_VISIBLE_DEVICES=`wanted` admits; None: it is not set.
 
-    As CUDA reads it: indices, or beginnings of UUIDs, up to the first that is neither.
+    The variable is read as CUDA does: indices or prefixes of UUIDs, up to the first entry that is neither.
     """
     if wanted is None:
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
@@ -45,7 +45,7 @@ def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, 
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What the driver's tool prints; nothing on a machine without it, or without a driver or a GPU for it (it then says so, and fails).
+    """Output of nvidia-smi; empty on a machine without it, or without a driver or a GPU (it then prints that, and fails).
 
     Raises TimeoutError.
     """
@@ -59,19 +59,19 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def sysfs_address(bus_id: str) -> str:
-    """The driver writes the domain with eight digits, the kernel with four, in small letters."""
+    """Converts a bus id from the driver's form (domain of eight digits) to the kernel's (four digits, lower case)."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
-    """Cores of the NUMA node that the PCI device hangs on; () where the kernel does not know."""
+    """The cores of the NUMA node that the PCI device is attached to; () if the kernel does not know them."""
     path = devices / address / "local_cpulist"
     return parse_cpulist(path.read_text()) if path.exists() else ()
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:
-    """The kernel's way to write a set of cores: 0-3,8,10-11"""
+    """Parses the kernel's notation for a set of cores: 0-3,8,10-11"""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

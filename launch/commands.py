@@ -1,4 +1,4 @@
-"""The commands that start processes: what each runs, and what it says before and after."""
+"""The commands that start processes: what each runs, and what it prints before and after."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megarl.trainer.hf_files import fingerprint
 
 
 def train(plan: RunPlan) -> None:
-    """Runs or resumes the RL run of `plan`; ends with the summary on stdout. Raises ProcessFailed."""
+    """Runs or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed."""
     config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
     resume = latest_checkpoint(run_dir)
     if resume.step < config.max_steps:
@@ -74,7 +74,7 @@ def _report(run_dir: Path) -> None:
 
 
 def note_beginning(plan: RunPlan, resume: Resume) -> None:
-    """Notes in a run's folder what it begins with. Raises ConfigError where a resumed run needs that as a reference and it has changed."""
+    """Records the weights that a run begins with. Raises ConfigError if a resumed run needs them as its reference and they have changed."""
     config, weights = plan.config, plan.weights
     now = fingerprint(Path(weights.path)) if Path(weights.path).is_dir() else ""
     if not resume.checkpoint:
@@ -85,7 +85,7 @@ def note_beginning(plan: RunPlan, resume: Resume) -> None:
 
 
 def mend_records(run_dir: Path, resume: Resume) -> None:
-    """Says what the records of a run that goes on have lost, and writes again what the checkpoint knows."""
+    """Prints what a resumed run's records have lost, and restores what the checkpoint knows."""
     consumed = Ledger.load(resume.checkpoint).consumed()
     for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recover_ordinals(run_dir, resume.step, consumed)):
         if lost:
@@ -93,7 +93,7 @@ def mend_records(run_dir: Path, resume: Resume) -> None:
 
 
 def sft(plan: RunPlan) -> None:
-    """Supervised warm start; leaves an HF checkpoint at `sft.output`. A finished one is kept as it is."""
+    """Runs the supervised warm start, which writes an HF checkpoint to `sft.output`. A finished one is kept."""
     config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
     if (Path(config.sft.output) / "config.json").exists():
         if node.is_head:
@@ -113,7 +113,7 @@ def sft(plan: RunPlan) -> None:
 
 
 def evaluate(plan: RunPlan, json_output: bool) -> None:
-    """The held-out scores of `model.path` on `data.eval` and `eval.suites`, through SGLang."""
+    """Evaluates `model.path` on `data.eval` and `eval.suites` through SGLang, and prints the scores."""
     node = this_node()
 
     def prepare(_: Path) -> None:
@@ -169,7 +169,7 @@ def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
 def _launch_showing(
     plan: RunPlan, job: Job, node: Node, prepare: Callable[[Path], None], run_dir: Path, steps: int, resume: Resume = Resume()
 ) -> None:
-    """With the live display, on the node where people look."""
+    """Launches `job` with the live display, which the head node shows."""
     if not node.is_head:
         launch(plan, job, node, prepare, resume=resume)
         return

@@ -1,4 +1,4 @@
-"""What a launch would start where, as text. Starts nothing, writes nothing."""
+"""Describes what a launch would start where. Starts nothing, and writes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_NODES = 4096
 
 
 def nodes_needed(plan: RunPlan, job: Job) -> int:
-    """The fewest nodes of launch.ranks_per_node slots that hold the plan; 1 where that is not set."""
+    """The fewest nodes of launch.ranks_per_node slots that hold the plan; 1 if that is not set."""
     slots = plan.config.launch.ranks_per_node or len(gpus())
     if not slots:
         return 1
@@ -31,7 +31,7 @@ def nodes_needed(plan: RunPlan, job: Job) -> int:
 
 
 def render_launch(plan: RunPlan) -> str:
-    """Nodes that run alike are one line; of each role one command, as its node would start it."""
+    """One line per group of nodes that run the same, and for each role one command, as its node would start it."""
     job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")
     placed = placement(plan, job, nodes_needed(plan, job), len(gpus()))
     lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
@@ -46,7 +46,7 @@ def render_launch(plan: RunPlan) -> str:
 
 
 def _runs(placed: list[NodePlan]) -> Iterable[list[NodePlan]]:
-    """Neighbours that hold as many trainer ranks and engines as each other."""
+    """Groups of neighbouring nodes with equal numbers of trainer ranks and engines."""
     run: list[NodePlan] = []
     for node in placed:
         if run and _shape(node) != _shape(run[0]):
@@ -92,7 +92,7 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
         interface = plan.config.launch.interface or (interface_with(LOOPBACK) if alone else None)
         return NodePart(plan, node, report, unknown, folder, interface, Path("SCRATCH"), alone)
 
-    assert job.trainer_role and job.driver_role  # a dry run is of `megarl train`, which has both
+    assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
     for node in placed:
         if 0 in node.serves:

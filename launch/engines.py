@@ -1,9 +1,9 @@
-"""The engines of one node, kept alive: one that dies, or answers nothing for too long, is started again on the same port.
+"""Keeps the engines of one node alive: one that dies, or does not answer for too long, is started again on the same port.
 
-While a worker is at a command of a weight update, which may take as long as timeouts.weights_s, its scheduler answers nothing: then it
-beats (generator.beats).
+A worker that is busy with a command of a weight update, for up to timeouts.weights_s, keeps its scheduler from answering. It beats
+meanwhile (weight_sync.engine.beats).
 
-What an engine that was started again must be given before it serves is the driver's business (generator.returns).
+The driver gives a restarted engine its weights before it serves (generator.returns).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class KeptEngine:
     key: str  # for requests
     restarts: int = 0
     started: float = field(default_factory=time.monotonic)
-    answered: float | None = None  # when it last did; None: not since it was started
+    answered: float | None = None  # time of its last answer; None: none since it was started
     ever_answered: bool = False
-    beaten: float = 0.0  # when it was last seen to have beaten
-    beat: int = 0  # what the file of its beats said then
+    beaten: float = 0.0  # when a new beat was last seen
+    beat: int = 0  # modification time of its file of beats then
     looked: float = 0.0
 
     def ask(self, timeout_s: float) -> None:
-        """Asks for what SGLang's schedulers themselves must answer, also while they stand still for an update."""
+        """Sends a request that SGLang's schedulers themselves must answer, even while they are paused for an update."""
         started = self.started
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
@@ -45,12 +45,12 @@ class KeptEngine:
             if connection.getresponse().status == 200 and started == self.started:
                 self.answered = time.monotonic()
         except (OSError, http.client.HTTPException):
-            pass  # that nothing was answered is seen by `answered`
+            pass  # `answered` shows that no answer came
         finally:
             connection.close()
 
     def look(self, now: float) -> None:
-        """For beats. Its own clock counts, not that of a server of files."""
+        """Looks for a new beat. Times are this process's own, not those of a file server."""
         if now - self.looked < LOOK_UP_S or BEATS not in self.spec.env:
             return
         self.looked, path = now, Path(self.spec.env[BEATS])
@@ -59,18 +59,18 @@ class KeptEngine:
 
 
 class EngineKeeper:
-    """`policy` is generator.on_failure; under `fail` nothing is kept, and the death of an engine ends the run like any other's."""
+    """`policy` is generator.on_failure. With `fail` it keeps no engines: the death of one ends the run, as that of any process does."""
 
     def __init__(self, processes: ProcessGroup, policy: str, max_restarts: int, health_s: float, startup_s: float):
         self._processes, self._policy, self._max_restarts = processes, policy, max_restarts
         self._health_s, self._startup_s = health_s, startup_s
         self._engines: dict[str, KeptEngine] = {}
         self._polled = time.monotonic()
-        self._broken: Exception | None = None  # what asking has died of
+        self._broken: Exception | None = None  # the error that ended the asking thread
 
     @property
     def names(self) -> set[str]:
-        """Of the engines whose death does not end the run by itself."""
+        """The names of engines whose death does not in itself end the run."""
         return set(self._engines)
 
     def keep(self, spec: ProcessSpec, host: str, port: int, key: str) -> None:
@@ -81,7 +81,7 @@ class EngineKeeper:
         threading.Thread(target=self._ask_on, args=[engine], name=f"health of {spec.name}", daemon=True).start()
 
     def poll(self) -> None:
-        """Raises ProcessFailed, with the end of its log, for an engine that has died once more than it may."""
+        """Restarts engines. Raises ProcessFailed, with the end of its log, for one that has died more often than it may."""
         if self._broken is not None:
             raise RuntimeError(f"the engines cannot be asked whether they live: {self._broken!r}") from self._broken
         self._forgive_own_silence()
@@ -93,7 +93,7 @@ class EngineKeeper:
                 self._replace(name, engine, failure)
 
     def _forgive_own_silence(self) -> None:
-        """While this launcher itself stood still (SIGSTOP, a server of files that did not answer), nobody could have answered it."""
+        """Forgives silent engines if this launcher itself stood still (SIGSTOP, a hanging file server): it could not notice answers."""
         before, self._polled = self._polled, time.monotonic()
         still_s = self._polled - before
         if still_s < STILL_S:
@@ -118,7 +118,7 @@ class EngineKeeper:
             del self._engines[name]
             self._processes.forget(name)
             return
-        useless = not engine.ever_answered and not failure.signalled  # it would end as it has
+        useless = not engine.ever_answered and not failure.signalled  # it would fail the same way again
         if useless or engine.restarts == self._max_restarts:
             raise failure
         engine.restarts += 1

@@ -1,4 +1,4 @@
-"""Environment variables of a run's processes, all in one place, with the reason for each."""
+"""All environment variables of a run's processes, with the reason for each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None) -> dict[str, str]:
-    """torchrun's variables, so that the trainer does not care who launched it, and what Megatron-core wants set. `store` is a file where
-    the ranks meet if they are all on this node."""
+    """torchrun's variables, so that the trainer need not care who launched it, and those that Megatron-core asks for. `store` is the file
+    through which ranks meet if all of them are on this node."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.trainer_topology.world_size),
@@ -23,28 +23,29 @@ def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str,
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         **({"MEGARL_TRAINER_STORE": str(store)} if store else {}),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: keeps communication kernels behind the compute they wait for
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it, to order communication kernels after the compute they wait for
         **one_thread(),
         **binding(local_rank),
     }
 
 
 def one_thread() -> dict[str, str]:
-    """One compute thread per process, waiting passively: processes share the cores, and spinning threads cost 7x."""
+    """One compute thread per process, which waits passively: processes share the cores, and spinning threads cost a factor of 7."""
     return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def binding(slot: int) -> dict[str, str]:
-    """Cores of the rank, near its GPU; the worker takes them before it imports anything (launch/worker.py)."""
+    """The cores of the rank, near its GPU; the worker moves to them before it imports anything (launch/worker.py)."""
     here = gpus()
     cores = cores_near(here[slot].address) if slot < len(here) and here[slot].address else ()
     return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
 def network(interface: str | None, wanted: bool) -> dict[str, str]:
-    """`interface` is where this node is reached, `wanted` whether NCCL must be told too: launch.interface says so, or nobody else should.
+    """Sets the network interface at which this node is reached; `wanted` sets it for NCCL too.
 
-    gloo by itself takes what the host's own name resolves to, often 127.0.1.1; NCCL looks at the interfaces, and need not be told.
+    By default gloo uses the address that the host's name resolves to, often 127.0.1.1; NCCL looks at the interfaces itself. NCCL needs the
+    setting only if launch.interface is set, or on a single node, where it should not listen on the network.
     """
     if interface is None:
         return {}
@@ -52,22 +53,22 @@ def network(interface: str | None, wanted: bool) -> dict[str, str]:
 
 
 def scratch(folder: Path) -> dict[str, str]:
-    """`folder`, for what libraries put under TMPDIR. Compiled code is kept elsewhere, for the next launch to find."""
+    """Makes `folder` the TMPDIR. Compiled code is kept elsewhere, so that the next launch finds it."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     return {"TMPDIR": str(folder), name: os.environ.get(name, os.path.expanduser("~/.cache/torchinductor"))}
 
 
 def weight_group(transport: str) -> dict[str, str]:
-    """Of trainer ranks and engines that `transport` (weights.transport) joins in a group of NCCL's.
+    """Settings for trainer ranks and engines that `transport` (weights.transport) joins in an NCCL group.
 
-    SGLang turns cuMem off in its engines unless told; elsewhere it is on. Ranks that differ cannot open each other's buffers, and without
-    it, sends of several ranks of a node to one of another may hang (NVIDIA/nccl issue 1721).
+    SGLang turns cuMem off in its engines by default; elsewhere it is on. Ranks that differ in it cannot open each other's buffers, and
+    without it, sends from several ranks of a node to one of another may hang (NVIDIA/nccl issue 1721).
     """
     return {CUMEM: os.environ.get(CUMEM, "1")} if transport == "nccl" else {}
 
 
 def engine_devices(part: EnginePart) -> dict[str, str]:
-    """By the names under which this launch itself was given them."""
+    """The part's GPUs, by the names under which this launch was given them."""
     names = [gpu.name for gpu in gpus()]
     slots = range(part.first_slot, part.first_slot + part.ranks)
     return {VISIBLE: ",".join(names[slot] if slot < len(names) else str(slot) for slot in slots)}

@@ -1,4 +1,4 @@
-"""What a command says before it starts: what it does, with which weights, and what is other than before."""
+"""The lines that a command prints before it starts: what it does, with which weights, and which settings have changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
 
 
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
-    """Which weights a run starts from; of one that goes on, also the settings that are not those of its last start."""
+    """Says which weights a run starts from; for a resumed one also which settings differ from its last start."""
     if not resume.checkpoint:
         return [f"Weights: {plan.weights}"]
     lines = [f"Weights: the checkpoint {resume.checkpoint}"]

@@ -1,5 +1,5 @@
-"""What a command reads and runs beside its settings, looked at before anything starts: rows, tokenizer, weights, the functions and classes
-of the user's own, and room on the disk."""
+"""Checks what a command needs beside its settings, before anything starts: datasets, tokenizer, weights, the user's own functions and
+classes, and room on the disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.plan.resolve import RunPlan
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.trainer.hf_files import check_checkpoint, check_config
 
-COMMANDS = {"train": "train", "dry-run": "train", "sft": "sft", "eval": "eval"}  # and as which one each reads its inputs
+COMMANDS = {"train": "train", "dry-run": "train", "sft": "sft", "eval": "eval"}  # command → the command whose inputs it reads
 
 
 def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand: bool = False) -> list[Checked]:
-    """Returns what was looked at of the datasets. `plan`: None where the settings alone stand in the way of one.
+    """Checks all inputs, and returns what was checked of the datasets. `plan` is None if the settings do not give a valid one.
 
-    `at_hand`: what is on this machine alone, and of long datasets the first prompts only: in seconds, and also where a run could not run.
-    Raises ConfigError with all problems.
+    With `at_hand` only files on this machine are checked, and only the first prompts of long datasets: that takes seconds, and works
+    where a run could not. Raises ConfigError with all problems.
     """
     datasets: list[Checked] = []
     reads = COMMANDS[command]
@@ -42,7 +42,7 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
 
 
 def check_weights(plan: RunPlan) -> None:
-    """Raises ConfigError where the checkpoint that the command begins with, if it is a folder, is damaged or of another model."""
+    """Raises ConfigError if the checkpoint that the command begins with is a folder, and damaged or of another model."""
     folder = Path(plan.weights_path)
     if folder.is_dir() and not plan.weights.are_gone:
         check_config(plan.spec, folder)
@@ -50,14 +50,14 @@ def check_weights(plan: RunPlan) -> None:
 
 
 def check_rule(name: str) -> None:
-    """Raises ConfigError where an algorithm of the user's own cannot be used."""
+    """Raises ConfigError if the user's own algorithm cannot be used."""
     from megarl.algorithms.registry import find_rule  # not at the top: it imports torch
 
     find_rule(name)
 
 
 def check_weights_transport(setting: str, at_hand: bool = False) -> None:
-    """Raises ConfigError where it cannot work on this host, or, `at_hand`, where there is none of that name."""
+    """Raises ConfigError if the transport cannot work on this host; with `at_hand` only if there is none of that name."""
     from megarl.weight_sync.transports.choice import AUTO, check_transport, transport_class  # not at the top: it imports torch
 
     if not at_hand:

@@ -1,6 +1,6 @@
-"""One launcher per node: meet the others, start this node's processes, watch them, end together.
+"""The launcher of a node: it meets the others, starts this node's processes, watches them, and ends together with the others.
 
-On one host it is the whole of the launch; under srun or torchrun the same program runs once on every node.
+On one host it is the whole launch; under srun or torchrun it runs once on every node.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megarl.plan.resolve import RunPlan
 
 @dataclass(frozen=True)
 class Job:
-    """A command as processes."""
+    """The processes of a command."""
 
-    command: str  # of the command line: train | sft | eval | export
+    command: str  # as on the command line: train | sft | eval | export
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines
-    stops: bool = False  # SIGTERM lets it finish the running step and save
+    stops: bool = False  # whether it finishes the running step and saves on SIGTERM
 
 
 def launch(
@@ -50,10 +50,10 @@ def launch(
 ) -> Path:
     """Runs `job` to its end on all nodes; returns the launch folder.
 
-    `prepare` is called with that folder, on the head alone, before anything is started; `poll` about ten times a second.
+    `prepare` is called with that folder, only on the head, before anything is started; `poll` about ten times a second.
 
-    Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError when the nodes cannot run the plan,
-    Stopped when SIGTERM or Ctrl-C stopped it (at the first for a job that `stops`; at the second it ends at once).
+    Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError if the nodes cannot run the plan, and
+    Stopped when SIGTERM or Ctrl-C has stopped a job that `stops` (a second signal ends it at once).
     """
     raise_limits()
     folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
@@ -101,7 +101,7 @@ def launch(
 
 @contextlib.contextmanager
 def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan) -> Iterator[StopOrder]:
-    """SIGTERM and Ctrl-C as an order to stop; what goes wrong on the way is told with it."""
+    """Turns SIGTERM and Ctrl-C into an order to stop. An error while stopping becomes the `problem` of Stopped."""
     order = StopOrder(meeting, processes, plan.config.checkpoint.on_termination_s)
     with termination_as_exit(first=order.order):
         try:
@@ -114,14 +114,14 @@ def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan) -> It
 
 @contextlib.contextmanager
 def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callable[[Path], None]) -> Iterator[None]:
-    """On the head: what this launch's processes read, apart from what the run keeps; and no other launch beside this one."""
+    """On the head: writes what this launch's processes read, and keeps other launches of the run out meanwhile."""
     if not node.is_head:
         yield
         return
     refusal = f"run_dir={plan.config.run_dir}: megarl {job.command} is running there already"
     with held(folder.parent / "lock", refusal):
         if node.count == 1:
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch
+            shutil.rmtree(folder, ignore_errors=True)  # from an earlier launch
             folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(plan.config))
         prepare(folder)
@@ -137,12 +137,12 @@ def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[No
 
 
 def _drives(node: NodePlan, job: Job) -> bool:
-    """The driver runs beside the first engine."""
+    """Whether the driver runs on this node: it runs beside the first engine."""
     return job.driver_role is not None and 0 in node.serves
 
 
 def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, resume: Resume) -> Rendezvous:
-    """Everybody reports; the head checks the reports, and decides."""
+    """Every node reports; the head checks the reports and publishes the rendezvous."""
     meeting.announce(mine)
     reports = meeting.reports()
     if not meeting.node.is_head:
@@ -164,7 +164,7 @@ def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
 
 
 def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:
-    """Fresh keys for one launch, and where everything is."""
+    """The rendezvous of one launch: fresh keys, and where everything is."""
     keys = EngineKeys.generate()
     key_file = folder / "message_key.json"
     RunKey.generate().save(key_file)
@@ -189,12 +189,12 @@ def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport],
 
 def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job) -> EngineKeeper:
     generator = plan.config.generator
-    policy = generator.on_failure if job.stops else "fail"  # only training can go on with other engines than it began with
+    policy = generator.on_failure if job.stops else "fail"  # only training can go on with a changed set of engines
     return EngineKeeper(processes, policy, generator.max_restarts, generator.health_s, generator.startup_timeout_s)
 
 
 def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job) -> tuple[set[str], set[str]]:
-    """Returns the names of those whose end is the end of the job (engines are not among them), and of the trainer ranks of them."""
+    """Starts this node's processes. Returns the names of the workers, with whose end the job ends, and of the trainer ranks among them."""
     trainers = here.trainers(job.trainer_role) if job.trainer_role else []
     drivers = [here.driver(job.driver_role)] if job.driver_role and _drives(here.placed, job) else []
     workers = [*trainers, *drivers]
@@ -202,6 +202,6 @@ def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: J
     for spec in [*engines, *workers]:
         processes.start(spec)
     for part, spec in zip(here.placed.engines, engines):
-        if part.parts == 1:  # the parts of one that spans nodes could only be started again together
+        if part.parts == 1:  # the parts of an engine that spans nodes could only be restarted together
             keeper.keep(spec, here.report.address, here.rendezvous.engine_ports[part.engine], here.rendezvous.engine_key)
     return {spec.name for spec in workers}, {spec.name for spec in trainers}

@@ -1,4 +1,4 @@
-"""One launch at a time of a command in a run's folder."""
+"""Allows only one launch at a time of a command in a run's folder."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 
 HELD = (errno.EACCES, errno.EAGAIN)
-NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by this file system, or as it is mounted
+NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system, or its mount, has no locks
 
 
 @contextlib.contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
     """Holds the lock file `path` against every process of every host that shares its file system.
 
-    It is a POSIX record lock, so the kernel, or the file server when a host is gone, takes it back however its holder ends, and
-    children do not inherit it. Raises ConfigError where another process holds it: `refusal`, and who that is.
+    It is a POSIX record lock, which children do not inherit, and which the kernel, or the file server if the host is gone, releases
+    however its holder ends. Raises ConfigError if another process holds it: `refusal`, and who that is.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(path, "a+") as file:

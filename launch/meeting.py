@@ -1,18 +1,18 @@
-"""Where the launchers of one launch meet: a folder on the file system they share, which a run needs anyway for its checkpoints.
+"""The launchers of one launch meet in a folder on their shared file system, which a run needs anyway for its checkpoints.
 
-    meeting.announce(report)              every node, once: where it can be reached
-    meeting.reports()                     every node: waits for all
+    meeting.announce(report)              every node, once: says where it can be reached
+    meeting.reports()                     every node: waits for all reports
     meeting.publish / await_rendezvous    the head decides, the others read
-    meeting.poll()                        every node, again and again: alive; raises when another node failed or fell silent
-    meeting.ask_to_stop()                 any node; meeting.asked_to_stop() on the others
-    meeting.finish()                      every node with work, when that is done; meeting.all_finished() for those that only serve
+    meeting.poll()                        every node, repeatedly: shows that it is alive; raises when another node failed or fell silent
+    meeting.ask_to_stop()                 any node; the others learn of it by meeting.asked_to_stop()
+    meeting.finish()                      every node with work, when that is done; nodes that only serve wait for meeting.all_finished()
 
-Files appear by rename, so nobody reads half of one; signs of life are overwritten in place, as a file that another has taken the place of
-while it is read is an error on NFS.
+Files appear by rename, so nobody reads half of one. Signs of life are overwritten in place, because on NFS it is an error if a file is
+replaced while it is read.
 
-Hundreds of launchers may look at this folder, on one server of files. So each looks at what is there by listing it, twice a second at
-most (which also makes NFS ask the server: it may answer for a single file, for a minute, by what it knew). The head listens to
-all nodes, the others to the head.
+Hundreds of launchers may look at this folder on one file server. So each only lists it, at most twice a second. (Listing also makes NFS
+ask the server, whereas it may answer for a single file from a cache that is a minute old.) The head listens to all nodes, the others to
+the head.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ BEAT_S = 2.0
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """What a node tells the others about itself."""
+    """A node's report to the others about itself."""
 
     node: int
     host: str
     address: str
     gpus: int
-    ports: dict[str, int]  # by what they are for: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
+    ports: dict[str, int]  # by purpose: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
     versions: dict[str, str]
-    problems: list[str]  # that keep this node from taking part
-    infiniband: dict[str, bool] = {}  # ports, and whether they are up
+    problems: list[str]  # reasons why this node cannot take part
+    infiniband: dict[str, bool] = {}  # by port: whether it is up
 
 
 class PeerFailed(RuntimeError):
-    """Another node ended the run. The message is its own."""
+    """Another node ended the run. The message comes from that node."""
 
 
 class Meeting:
@@ -59,19 +59,19 @@ class Meeting:
         self._beats = 0
         self._beat_at = 0.0
         self._heard: dict[int, tuple[str, float]] = {}  # node → its last beat, and when this process first saw it
-        self._names: set[str] = set()  # in the folder
+        self._names: set[str] = set()  # of the files in the folder
         self._looked_at = -LOOK_S
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def announce(self, report: NodeReport) -> None:
-        """Raises ConfigError where there was a launch of this name before: what it has left would be taken for this one's."""
+        """Reports this node. Raises ConfigError if the launch's name was used before: its leftovers would be taken for this one's."""
         if self.node.count > 1 and self._path_of_report(self.node.rank).exists():
             how = "torchrun needs a new --rdzv-id for every launch, srun a step of its own"
             raise ConfigError(f"{self.folder}: launch {self.node.launch} was used before; {how}")
         self._write(self._path_of_report(self.node.rank).name, msgspec.json.encode(report))
 
     def reports(self) -> list[NodeReport]:
-        """Of all nodes, in order. Raises TimeoutError that names those that are missing."""
+        """The reports of all nodes, in order. Raises TimeoutError that names those that are missing."""
         deadline = time.monotonic() + self._timeout_s
         found: dict[int, NodeReport] = {}
         while missing := [rank for rank in range(self.node.count) if rank not in found]:
@@ -100,7 +100,7 @@ class Meeting:
         return Rendezvous.load(self.folder)
 
     def poll(self) -> None:
-        """Shows that this node is alive. Raises PeerFailed when another has failed, or not been heard of for `silence_s`."""
+        """Shows that this node is alive. Raises PeerFailed if another has failed, or shown no sign of life for `silence_s`."""
         now = time.monotonic()
         if self.node.count == 1 or now - self._beat_at < BEAT_S:
             return
@@ -113,7 +113,7 @@ class Meeting:
 
     def _listen(self, rank: int, now: float) -> None:
         last, since = self._heard.setdefault(rank, ("", now))
-        with contextlib.suppress(OSError):  # no news: it is not there yet, or cannot be read just now
+        with contextlib.suppress(OSError):  # no news: the file is not there yet, or cannot be read now
             if (beat := self._path_of_beats(rank).read_text()) != last:
                 self._heard[rank] = (beat, now)
                 return
@@ -121,8 +121,8 @@ class Meeting:
             raise PeerFailed(f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher or its host is gone")
 
     def fail(self, message: str) -> None:
-        """The first failure counts: later ones are mostly its consequences. Where the folder cannot be written to (a full disk), this
-        node's silence must do."""
+        """Reports a failure. Only the first counts: later ones are mostly its consequences. If the folder cannot be written to (a full
+        disk), the other nodes will notice this one's silence."""
         with contextlib.suppress(OSError):  # FileExistsError: another was first
             path = self.folder / f".failure.{self.node.rank}"
             path.write_text(message)
@@ -154,7 +154,7 @@ class Meeting:
         return self.folder / f"alive.{rank}"
 
     def _there(self) -> set[str]:
-        """Names of the files in the folder, as they were LOOK_S ago at the earliest; our own at once."""
+        """The names of the files in the folder, at most LOOK_S old; this node's own appear at once."""
         if (now := time.monotonic()) - self._looked_at >= LOOK_S:
             self._names, self._looked_at = set(os.listdir(self.folder)), now
         return self._names

@@ -1,4 +1,4 @@
-"""Which node of the run this process is, by whoever started it: srun, torchrun, or nobody."""
+"""Finds out which node of the run this process is, from srun's or torchrun's environment, if either started it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import psutil
 from megarl.config.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-_ELSEWHERE = ("192.0.2.1", 9)  # an address of RFC 5737 that is nobody's; asking for the way there sends nothing
+_ELSEWHERE = ("192.0.2.1", 9)  # an unassigned address (RFC 5737); looking up the route to it sends nothing
 
 
 @dataclass(frozen=True)
 class Node:
-    """One launcher per node. `launch` names this launch, alike on all of its nodes and never used before or after."""
+    """One node, with one launcher. `launch` names this launch: the same on all of its nodes, and never used again."""
 
     rank: int
     count: int
@@ -30,7 +30,7 @@ class Node:
 
 
 def this_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """Raises ConfigError when several tasks were started on a node: the launcher starts a node's processes itself."""
+    """The node of this process. Raises ConfigError if several tasks were started on a node: the launcher starts its processes itself."""
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         return _slurm_node(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -45,13 +45,13 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
 
 
 def speaks(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this launcher is the one that tells people: the head."""
+    """Whether this launcher is the head, which prints for people."""
     rank = environment.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in environment else environment.get("GROUP_RANK")
     return rank in (None, "0")
 
 
 def _slurm_node(environment: Mapping[str, str]) -> Node:
-    """Of a heterogeneous job's step, SLURM_PROCID counts over all components."""
+    """The node of a Slurm task. In a heterogeneous job's step SLURM_PROCID counts over all components."""
     tasks, nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
     if tasks != nodes:
         raise ConfigError(f"srun --ntasks={tasks}: must be one task per node, and there are {nodes} nodes: use --ntasks-per-node=1")
@@ -61,9 +61,9 @@ def _slurm_node(environment: Mapping[str, str]) -> Node:
 
 
 def address_of(interface: str | None, nodes: int) -> str:
-    """IPv4 address at which the other nodes reach this one: of `interface` (a pattern such as ib*), else of the default route.
+    """The IPv4 address at which the other nodes reach this one: that of `interface` (a pattern such as ib*), or of the default route.
 
-    Raises ConfigError when no interface matches, or there is no way out of the host.
+    Raises ConfigError if no interface matches, or the host has no default route.
     """
     if interface is not None:
         return _address_on(interface)

@@ -1,4 +1,4 @@
-"""Which process runs on which node. Pure arithmetic, from the topologies and the shape of the allocation alone."""
+"""Decides which process runs on which node: pure arithmetic on the topologies and the shape of the allocation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class EnginePart:
 
     @property
     def name(self) -> str:
-        """Of its process, and of the port it listens on."""
+        """The name of its process, and of the port that it listens on."""
         return f"engine.{self.engine}.{self.part}" if self.part else f"engine.{self.engine}"
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What one node runs. A slot is a GPU, or on a machine without any the place of one rank."""
+    """The ranks and engines of one node. A slot is a GPU, or the place of one rank on a machine without GPUs."""
 
     node: int
     trainer_ranks: range  # on slots 0, 1, …
@@ -33,7 +33,7 @@ class NodePlan:
 
     @property
     def serves(self) -> tuple[int, ...]:
-        """Engines that answer requests from this node."""
+        """The engines that answer requests on this node."""
         return tuple(part.engine for part in self.engines if part.part == 0)
 
     @property
@@ -44,8 +44,8 @@ class NodePlan:
 def place(trainer_ranks: int, engines: int, tp: int, nodes: int, slots: int) -> list[NodePlan]:
     """Fills the nodes' slots in order: trainer ranks first, then engines of `tp` ranks each.
 
-    An engine that fits into a node is never cut; a larger one takes whole nodes. Neighbouring trainer ranks share a node, so
-    that the innermost axes (tp, then cp) stay on its fast links. Raises ConfigError when the nodes do not suffice.
+    An engine that fits into a node is never split; a larger one takes whole nodes. Neighbouring trainer ranks share a node, so that the
+    innermost axes (tp, then cp) stay on its fast links. Raises ConfigError if there are too few nodes.
     """
     if tp > slots and tp % slots:
         raise ConfigError(f"generator.tp={tp}: an engine larger than a node must fill whole nodes of {slots} slots")
@@ -73,9 +73,9 @@ def place(trainer_ranks: int, engines: int, tp: int, nodes: int, slots: int) -> 
 
 
 def slots_per_node(ranks: int, nodes: int, gpus: int, wanted: int | None) -> int:
-    """`wanted` (launch.ranks_per_node), or the node's GPUs, or without any as few as spread `ranks` over all nodes.
+    """The slots of a node: `wanted` (launch.ranks_per_node), or its GPUs, or without GPUs the fewest that hold `ranks` on all nodes.
 
-    Raises ConfigError when a node has fewer GPUs than wanted.
+    Raises ConfigError if a node has fewer GPUs than wanted.
     """
     if wanted is not None and gpus and wanted > gpus:
         raise ConfigError(f"launch.ranks_per_node={wanted}: must be at most the GPUs of a node, {gpus}")

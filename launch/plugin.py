@@ -1,4 +1,4 @@
-"""SGLang's plugin door: the entry point `sglang.srt.plugins` calls `activate` in every process of an engine."""
+"""The plugin for SGLang, which calls `activate` in every process of an engine (entry point `sglang.srt.plugins`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a port that a launch chose while it was free has been taken by others before its own process came to it."""
+"""Finds ports that were free when a launch chose them, but that others have taken before its own process could."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def taken(ports: Mapping[str, int], address: str, own: Mapping[str, int]) -> Iterator[str]:
-    """A line for each of `ports`, by what it is for, on which others listen at `address` than the processes `own` and their descendants."""
+    """A line for each of `ports` (by purpose) on which a process listens at `address` that is neither in `own` nor a descendant of one."""
     ours = {process.pid for pid in own.values() for process in _family(pid)}
     for connection in psutil.net_connections("tcp"):
         if not connection.laddr:

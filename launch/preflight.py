@@ -1,4 +1,4 @@
-"""What each node checks about itself before anything is started, and what must be alike on all of them."""
+"""Checks that each node makes of itself before anything is started, and of what must be equal on all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def versions() -> dict[str, str]:
-    """Of everything that must be the same on all nodes."""
+    """The versions of everything that must be the same on all nodes."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -29,27 +29,27 @@ def versions() -> dict[str, str]:
 
 
 def problems_here(plan: RunPlan) -> list[str]:
-    """What keeps this node from running its part."""
+    """The reasons why this node cannot run its part."""
     return [*_missing_files(plan), *dead_nvlinks(nvidia_smi("nvlink", "--status"))]
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
-    """A path on the head's own disk is found by the head alone."""
+    """Files that this node lacks, such as those that only the head has, on its own disk."""
     path = plan.weights_path
     if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
         yield f"{path} is not there: is it on a file system that all nodes share?"
 
 
 def infiniband_ports(devices: Path = INFINIBAND) -> dict[str, bool]:
-    """Ports by name, such as mlx5_0:1, and whether they are up."""
+    """By name of a port, such as mlx5_0:1: whether it is up."""
     states = sorted(devices.glob("*/ports/*/state"))
     return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip().endswith("ACTIVE") for state in states}
 
 
 def dead_nvlinks(status: str) -> Iterator[str]:
-    """From what `nvidia-smi nvlink --status` prints. NCCL goes around a link that is down, by PCIe where it must, without a word.
+    """Finds NVLinks that are down in the output of `nvidia-smi nvlink --status`. NCCL silently routes around them, if need be over PCIe.
 
-    GPUs without any NVLink are fine, as long as none on the node has one.
+    GPUs without any NVLink are fine, as long as no GPU of the node has one.
     """
     up = [len(re.findall(r"Link \d+: [\d.]+ GB/s", gpu)) for gpu in re.split(r"^GPU \d+:", status, flags=re.MULTILINE)[1:]]
     for gpu, count in enumerate(up):
@@ -58,8 +58,8 @@ def dead_nvlinks(status: str) -> Iterator[str]:
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:
-    """One line per problem of a node, per version or number of GPUs in which it differs from node 0, and per InfiniBand port that is down
-    on it and up on others: NCCL and Mooncake would fall back, or hang, without a word. (One that is down everywhere has no cable.)"""
+    """One line for each problem of a node, each version or number of GPUs in which it differs from node 0, and each InfiniBand port that is
+    down on it but up on others: NCCL and Mooncake would silently fall back, or hang. (A port that is down everywhere has no cable.)"""
     first, lines = reports[0], []
     up = {port for report in reports for port, is_up in report.infiniband.items() if is_up}
     for report in reports:

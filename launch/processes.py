@@ -1,4 +1,4 @@
-"""Child processes of a run: started in sessions of their own, watched together, ended together."""
+"""The child processes of a run: started in sessions of their own, watched together and ended together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megarl import deaths
 from megarl.files import log_tail
 
 FILES = 65_536
-LAST_WORDS = "the run ends: "  # in a log, what comes after it is for the terminal, and says all
+LAST_WORDS = "the run ends: "  # in a log: the text after it is the whole message for the terminal
 _WAITED = re.compile(r"^(?:\[rank\d+\]: )?TimeoutError: .* waited \d+ s for ", re.MULTILINE)
-STACKS_S = 0.5  # until all have written them
+STACKS_S = 0.5  # for all children to write their stacks
 KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL
 
 
@@ -41,34 +41,34 @@ TORCHRUN = frozenset(
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to start. `name` is "<role>.<rank>"; its output goes to logs/<name>.log."""
+    """A process to start. `name` is "<role>.<rank>"; its output goes to logs/<name>.log."""
 
     name: str
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's environment
-    dumps_stacks: bool = False  # SIGUSR1 makes it write its Python stacks
+    dumps_stacks: bool = False  # whether it writes its Python stacks on SIGUSR1
 
 
 class ProcessFailed(RuntimeError):
-    """A child ended before its work was done. The message carries its last words, or else what its host knows of the cause, and the end
-    of its log."""
+    """A child ended before its work was done. The message has its last words; without any, the cause as far as its host knows it, and the
+    end of its log."""
 
     def __init__(self, name: str, returncode: int, log: Path, ended_before: int):
         """`ended_before`: see deaths.cause."""
         self.name, self.how, self.signalled = name, f"{name} {deaths.how(returncode)}", returncode < 0 or returncode > 128
         self.cause = deaths.cause(returncode, ended_before)
         tail, why = log_tail(log), f" ({self.cause})" if self.cause else ""
-        self.waited = _WAITED.search(tail) is not None  # in vain, for another
+        self.waited = _WAITED.search(tail) is not None  # whether it had waited in vain for another process
         _, told, words = tail.rpartition(LAST_WORDS)
         super().__init__(f"{words}\n({self.how}{why}; its log is {log})" if told else f"{self.how}{why}; the end of {log}:\n{tail}")
 
     def add(self, text: str) -> None:
-        """To the message."""
+        """Appends `text` to the message."""
         self.args = (f"{self}\n{text}",)
 
 
 def inherited() -> dict[str, str]:
-    """The launcher's environment, but for what torchrun told it: by that a rank would look to the agent's store for its own group's."""
+    """The launcher's environment without torchrun's variables, which would make a rank use the agent's store for its own group."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_") and name not in TORCHRUN}
 
 
@@ -91,7 +91,7 @@ class ProcessGroup:
     def start(self, spec: ProcessSpec) -> None:
         if spec.dumps_stacks:
             self._dumps_stacks.add(spec.name)
-        again = spec.name in self._children  # then what its predecessor said stays, and that one's descendants go
+        again = spec.name in self._children  # then its predecessor's log is kept, and that one's descendants end
         if again:
             self._signal(self._children[spec.name], signal.SIGKILL)
         with open(self.log_path(spec.name), "ab" if again else "wb") as log:
@@ -101,7 +101,7 @@ class ProcessGroup:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its own children end with it, and Ctrl-C reaches the launcher alone
+                start_new_session=True,  # so that its own children end with it, and Ctrl-C reaches only the launcher
             )
 
     def log_path(self, name: str) -> Path:
@@ -111,7 +111,7 @@ class ProcessGroup:
         return [name for name, child in self._children.items() if child.poll() is None]
 
     def process_ids(self) -> dict[str, int]:
-        """Of those that run."""
+        """The process ids of the children that run, by name."""
         return {name: self._children[name].pid for name in self.running()}
 
     @property
@@ -123,7 +123,7 @@ class ProcessGroup:
         self._signal(self._children[name], signal.SIGKILL)
 
     def failure(self, name: str) -> ProcessFailed | None:
-        """Of a child that has ended; None while it runs."""
+        """The failure of a child that has ended; None while it runs."""
         code = self._children[name].poll()
         return None if code is None else self._failed(name, code)
 
@@ -131,7 +131,7 @@ class ProcessGroup:
         return ProcessFailed(name, code, self.log_path(name), self._ended_for_memory)
 
     def forget(self, name: str) -> None:
-        """Ends what is left of a child, and counts it no more."""
+        """Ends what is left of a child, and no longer counts it."""
         self.kill(name)
         del self._children[name]
 
@@ -141,11 +141,11 @@ class ProcessGroup:
             self._children[name].send_signal(signal.SIGTERM)
 
     def check(self, may_finish: set[str] | frozenset[str] = frozenset(), among: set[str] | None = None) -> None:
-        """Raises ProcessFailed if a child (one of `among`, where given) died, or ended well although it is not among `may_finish`.
+        """Raises ProcessFailed if a child (one of `among`, if given) died, or ended well although it is not among `may_finish`.
 
-        Of several dead children the one that died of itself is named, not those that fell with it: a process killed by
-        a signal or with a Python error of its own comes before one that only lost its peer, and last comes one that was asked for its
-        stack when it was about to end, and ended of that. First of all comes one with last words: it may still be about to end.
+        If several children have died, it names the cause, not those that died as a consequence. A child with last words comes first, even
+        if it has not ended yet. Then come those killed by a signal or by a Python error of their own, then those that lost a peer, and
+        last those that ended because they were asked for their stack while they were exiting.
         """
         dead = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
         watched = dead.keys() if among is None else dead.keys() & among
@@ -156,7 +156,7 @@ class ProcessGroup:
             raise self._failed(first, failed.get(first, 1))
 
     def dump_stacks(self) -> dict[str, str]:
-        """Asks the children that can for their Python stacks, which land in their logs. What each wrote there within a moment."""
+        """Asks children for their Python stacks, which go to their logs. Returns what each has written there after a moment."""
         asked = self._dumps_stacks & set(self.running())
         before = {name: self.log_path(name).stat().st_size for name in asked}
         for name in asked:
@@ -165,10 +165,10 @@ class ProcessGroup:
         return {name: self.log_path(name).read_bytes()[before[name] :].decode(errors="replace") for name in asked}
 
     def stop(self, grace_s: float = 1.0) -> None:
-        """Ends every child at once, and what is left of its descendants after `grace_s`.
+        """Kills every child at once, and the remaining descendants after `grace_s`.
 
-        Nobody has anything to save by now. Descendants that die with their parent have done so by then, and those that tidy up after it
-        (multiprocessing's, of what lies in /dev/shm) have done that. SIGTERM to all would have engines report a crash of their schedulers.
+        At this point no process has anything to save. In the grace period descendants end with their parents, or clean up after them (as
+        multiprocessing's resource tracker does in /dev/shm). SIGTERM is not used, since engines would report a crash of their schedulers.
         """
         for child in self._children.values():
             child.kill()
@@ -186,11 +186,11 @@ class ProcessGroup:
 
     def _signal(self, child: subprocess.Popen, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)  # also when the child is gone: its descendants may be left
+            os.killpg(child.pid, number)  # even if the child is gone: its descendants may be left
 
 
 def _lives(child: subprocess.Popen) -> bool:
-    """It, or any process of the session that it leads."""
+    """Whether it, or any process of the session that it leads, still runs."""
     if child.poll() is None:
         return True
     try:
@@ -201,8 +201,8 @@ def _lives(child: subprocess.Popen) -> bool:
 
 
 def raise_limits() -> None:
-    """Of this process and its children, as far as the system admits. FILES files: each request to an engine is a connection of its own,
-    thousands of them on the generator, and shells mostly begin with 1024. All memory that RDMA wants to lock."""
+    """Raises the limits of this process and its children as far as the system allows: open files to FILES, since each request to an engine
+    has its own connection, thousands on the generator, and shells mostly start with 1024; and locked memory, which RDMA needs."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)

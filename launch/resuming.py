@@ -1,4 +1,4 @@
-"""Where a run goes on from, and whether what lies there can be gone on from: looked at before anything starts."""
+"""Finds the checkpoint that a run resumes from, and checks before anything starts that it is usable."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 from megarl.rollouts.ledger import Ledger
 from megarl.trainer.checkpoint_index import CheckpointError, check_checkpoint_files
 
-_LINKED_AGAIN = 5  # times, while a run prunes
+_LINKED_AGAIN = 5  # attempts, since a run may prune meanwhile
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on from."""
+    """The point that a run resumes from."""
 
     step: int = 0
     checkpoint: str = ""  # folder; empty for a fresh run
@@ -31,7 +31,7 @@ def latest_checkpoint(run_dir: Path | str) -> Resume:
 
 
 def check_resume_point(run_dir: Path | str, resume: Resume) -> None:
-    """Raises ConfigError where a file of the checkpoint is missing, or visibly damaged: which, and what to do."""
+    """Raises ConfigError if a file of the checkpoint is missing or visibly damaged; it says which one, and what to do."""
     if not resume.checkpoint:
         return
     if problem := _damage(Path(resume.checkpoint)):
@@ -41,7 +41,7 @@ def check_resume_point(run_dir: Path | str, resume: Resume) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """All but that of bytes in the files of tensors, which are hashed when they are read."""
+    """Finds any damage, except to bytes in files of tensors, which are hashed when they are read."""
     try:
         check_checkpoint_files(folder)
         Ledger.load(folder)
@@ -54,12 +54,12 @@ def _damage(folder: Path) -> str:
 
 @contextlib.contextmanager
 def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
-    """A checkpoint (the newest, or that of `step`) that stays whole while it is read, even if its run removes it: a folder of hard links
-    to its files. Raises ConfigError where there is none.
+    """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files, so that it stays whole while it is read,
+    even if its run removes it. Raises ConfigError if there is none.
 
-    On a file system without hard links it is the checkpoint itself, which may be removed under its reader; that is said.
+    On a file system without hard links it yields the checkpoint itself, which may be removed meanwhile, and prints a warning.
     """
-    for left in (run_dir / "export").glob("step_*"):  # by an export that was killed
+    for left in (run_dir / "export").glob("step_*"):  # left by an export that was killed
         shutil.rmtree(left)
     held = _linked(run_dir, step)
     try:
@@ -84,7 +84,7 @@ def _linked(run_dir: Path, step: int | None) -> Resume:
         try:
             for file in found[chosen].iterdir():
                 os.link(file, links / file.name)
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # the run has removed it meanwhile
             shutil.rmtree(links)
             continue
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What each role's process builds and runs: executors and channels wired as in LlamaRL, Algorithm 2."""
+"""Builds and runs the process of each role: executors and channels, wired as in LlamaRL, Algorithm 2."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
-    """The generator executor of a run. When a run is stopped it goes on while trainer ranks need it, and is then ended."""
+    """The generator executor of a run. When the run is stopped, it goes on as long as trainer ranks need it, and is then ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from megarl.executors.generator import GeneratorExecutor
     from megarl.messaging.link import Hub
@@ -79,7 +79,7 @@ def sft(rank: int, launch_dir: Path) -> None:
 
 
 def evaluate(rank: int, launch_dir: Path) -> None:
-    """Greedy pass@1 of the weights the engines were started with; leaves result.json in the launch folder."""
+    """Evaluates the weights that the engines were started with; writes result.json to the launch folder."""
     from megarl.executors.evaluate import evaluate_engines
 
     result = asyncio.run(evaluate_engines(load_plan(launch_dir), Rendezvous.load(launch_dir)))
@@ -99,7 +99,7 @@ def export(rank: int, launch_dir: Path) -> None:
 
 
 def prepare_megatron(plan: RunPlan) -> None:
-    """Must come before anything imports the trainer: see megarl.trainer.cpu_support. Raises RuntimeError of `check_gpus`."""
+    """Must run before anything imports the trainer: see megarl.trainer.cpu_support. Raises RuntimeError as `check_gpus` does."""
     from megarl.trainer import cpu_support
 
     check_gpus(plan)
@@ -107,8 +107,8 @@ def prepare_megatron(plan: RunPlan) -> None:
 
 
 def check_gpus(plan: RunPlan) -> None:
-    """A trainer that finds no CUDA trains on the CPU. Raises RuntimeError where that is a mistake: the node has GPUs, and the run is
-    planned for them, but PyTorch is built without CUDA or for a newer driver."""
+    """Raises RuntimeError if the trainer would train on the CPU by mistake: the node has GPUs and the run is planned for them, but PyTorch
+    was built without CUDA or for a newer driver."""
     import torch
 
     here = len(gpus())
@@ -122,7 +122,7 @@ def check_gpus(plan: RunPlan) -> None:
 
 
 def load_plan(launch_dir: Path, command: str | None = None) -> RunPlan:
-    """As the launcher of `command` has resolved it, with the weights that it begins with."""
+    """Loads the plan that the launcher of `command` has resolved, with the weights that it begins with."""
     plan = resolve(load_config(launch_dir / "config.yaml", []))
     return dataclasses.replace(plan, weights=find_weights(plan.config, command))
 

@@ -1,4 +1,4 @@
-"""Whether the disk has room for what a command is going to write: asked before it computes for hours. All nodes see the same disk."""
+"""Checks that the disk has room for what a command will write, before it computes for hours. All nodes see the same disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.plan.resolve import RunPlan
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import parameter_count
 
-OPTIMIZER_BYTES = 4 + 4 + 4  # for a parameter, in a checkpoint: the float32 it is trained in, and both of Adam's moments
+OPTIMIZER_BYTES = 4 + 4 + 4  # per parameter of a checkpoint: the float32 master weight and both of Adam's moments
 
 
 def check_room(plan: RunPlan, command: str) -> None:
-    """Raises ConfigError where there is too little for what `command` (train, sft, …) writes."""
+    """Raises ConfigError if there is too little room for what `command` (train, sft, …) writes."""
     if command == "train":
         check_room_for_checkpoints(plan)
     elif command == "sft":
@@ -23,7 +23,7 @@ def check_room(plan: RunPlan, command: str) -> None:
 
 
 def check_room_for_checkpoints(plan: RunPlan) -> None:
-    """Raises ConfigError where run_dir cannot take those that are still to come: a new one is whole before the oldest goes."""
+    """Raises ConfigError if run_dir has no room for the checkpoints to come: each is complete before the oldest one is removed."""
     config = plan.config
     there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
     number = max(1, most - there)
@@ -33,7 +33,7 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
 
 
 def check_room_for_weights(plan: RunPlan, option: str, folder: str | Path) -> None:
-    """Raises ConfigError where `folder`, which the user named by `option`, cannot take the model as an HF checkpoint."""
+    """Raises ConfigError if `folder`, which the user gave as `option`, has no room for the model as an HF checkpoint."""
     _check(option, folder, parameter_count(plan.spec) * ITEM_BYTES[plan.config.model.dtype], "the weights")
 
 

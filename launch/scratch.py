@@ -1,6 +1,6 @@
-"""A folder of this node's part of a launch, under TMPDIR: for the sockets, stores and caches that its processes put there.
+"""A folder under TMPDIR for this node's part of a launch, where its processes put sockets, stores and caches.
 
-This user alone can look into it, and it goes with the launch. One whose launcher was killed goes with the next launch on the node.
+Only this user can look into it, and it goes with the launch. The folder of a killed launcher goes with the next launch on the node.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 _PREFIX = "megarl-"
 _LOCK = "lock"
-_LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes: of a Unix socket's path, less what multiprocessing's adds
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes: the limit of a Unix socket's path, minus what multiprocessing adds
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """On a disk of this node: sockets and locks are not for every file system that nodes share."""
+    """Makes the folder on a disk of this node, since not every shared file system has sockets and locks."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) + len(f"/{_PREFIX}12345678") > _LONGEST:
         base = Path("/tmp")
@@ -28,7 +28,7 @@ def scratch_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     with open(folder / f".{_LOCK}", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(lock.name, folder / _LOCK)  # now that it is held
+        os.rename(lock.name, folder / _LOCK)  # now that the lock is held
         try:
             yield folder
         finally:
@@ -36,9 +36,9 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_leftovers(base: Path) -> None:
-    """Of launchers of this user that were killed: the kernel has taken their locks back."""
+    """Removes the folders of this user's launchers that were killed: the kernel has released their locks."""
     for path in base.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another's, held, or gone by now
+        with contextlib.suppress(OSError):  # another user's, still held, or already gone
             if path.parent.lstat().st_uid == os.getuid():
                 with open(path, "rb") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a node starts: engines, trainer ranks, the driver of the engines."""
+"""The processes that a node starts: engines, trainer ranks, the driver of the engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.weight_sync.engine.beats import BEATS
 
 @dataclass(frozen=True)
 class NodePart:
-    """One node's part of a launch: which of the plan's processes run here, and what those of all nodes have agreed on."""
+    """One node's part of a launch: which processes of the plan run here, and what all nodes have agreed on."""
 
     plan: RunPlan
     placed: NodePlan
@@ -28,11 +28,11 @@ class NodePart:
     rendezvous: Rendezvous
     folder: Path  # of the launch
     interface: str | None  # by which processes reach each other
-    scratch: Path  # of this node: its processes' TMPDIR
-    alone: bool  # there are no other nodes
+    scratch: Path  # the TMPDIR of this node's processes
+    alone: bool  # whether this is the only node
 
     def engines(self, device: str | None = None) -> list[ProcessSpec]:
-        """One process per engine, or part of one, in the order of `placed.engines`. `device`: cuda | cpu; None: what the node has."""
+        """One process per engine, or per part of one, in the order of `placed.engines`. `device`: cuda | cpu | None (what the node has)."""
         keys = EngineKeys(api=self.rendezvous.engine_key, admin=self.rendezvous.engine_admin_key)
         server_args, specs = self.plan.config.generator.server_args, []
         for part in self.placed.engines:
@@ -51,7 +51,7 @@ class NodePart:
         return specs
 
     def driver(self, role: str) -> ProcessSpec:
-        """Of the engines, in the given role."""
+        """The driver of the engines, in the given role."""
         return self._worker(role, 0, one_thread())
 
     def _network(self) -> dict[str, str]:

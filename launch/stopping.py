@@ -1,7 +1,7 @@
-"""A run that is asked to stop (by Ctrl-C, or SIGTERM as from Slurm's preemption): its trainer ranks finish the running step, save, and end.
+"""Stops a run on request (by Ctrl-C, or by SIGTERM as from Slurm's preemption): its trainer ranks finish the running step, save, and end.
 
-The request reaches all nodes through the folder where their launchers meet. Engines and their driver are not needed for it, and
-are ended when the trainer ranks are done.
+The request reaches all nodes through the folder where their launchers meet. Engines and their driver are not needed for it, and are ended
+when the trainer ranks are done.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMES: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Stopped(Exception):
-    """The run was stopped, by request (the signal `number`), before its end. `problem` is what kept it from stopping cleanly, or empty."""
+    """The run was stopped on request (by signal `number`) before its end. `problem` says what kept it from stopping cleanly."""
 
     def __init__(self, problem: str = "", number: int = signal.SIGTERM):
         super().__init__(problem)
@@ -24,24 +24,25 @@ class Stopped(Exception):
 
 
 class StopOrder:
-    """Of one launcher. `deadline_s` is how long its trainer ranks may take."""
+    """The order to stop, as one launcher follows it. `deadline_s` is how long its trainer ranks may take."""
 
     def __init__(self, meeting: Meeting, processes: ProcessGroup, deadline_s: float):
         self._meeting, self._processes, self._deadline_s = meeting, processes, deadline_s
         self._trainers: set[str] | None = None
         self._since: float | None = None
-        self._signalled = False  # this launcher itself, not only one of another node
+        self._signalled = False  # whether this launcher itself got a signal, not only one on another node
         self._told = False
-        self.signal: int = signal.SIGTERM  # that gave the order; of another node's, this
+        self.signal: int = signal.SIGTERM  # the signal that gave the order; this one if another node did
 
     def arm(self, trainers: set[str]) -> None:
-        """From now on there is something to save: the trainer ranks of this node."""
+        """Called once there is something to save: `trainers` are the trainer ranks of this node."""
         self._trainers = trainers
 
     def order(self, number: int = signal.SIGTERM) -> bool:
-        """In the handler of the signal `number`. False when it is too early, or the second time: then everything is to end at once.
+        """Called by the handler of signal `number`. Returns False if it comes too early, or a second time: then all processes must end at
+        once.
 
-        Slurm signals all nodes: an order that another node has passed on already is the same one, not a second.
+        Slurm signals all nodes: an order that another node has already passed on is the same one, not a second.
         """
         if self._trainers is None or self._signalled:
             return False
@@ -58,7 +59,7 @@ class StopOrder:
         if self._since is None and self._meeting.asked_to_stop():
             self._begin(self._trainers)
         if self._since is not None and not self._told:
-            self._told = True  # here, as a signal's handler may have come into the middle of another print
+            self._told = True  # printed here, because a signal handler may interrupt another print
             within = f"the running step is finished and saved, within {self._deadline_s:g} s (checkpoint.on_termination_s)"
             print(f"{NAMES[self.signal]}: {within}. Once more ends everything at once.", flush=True)
         if self._since is not None and time.monotonic() - self._since > self._deadline_s:
@@ -67,7 +68,7 @@ class StopOrder:
             raise Stopped(f"{alive} did not finish and save within checkpoint.on_termination_s={self._deadline_s:g}", self.signal)
 
     def among(self) -> set[str] | None:
-        """The processes that still matter; None while all do."""
+        """The names of the processes that still matter; None while all do."""
         return self._trainers if self._since is not None else None
 
     @property

@@ -1,4 +1,4 @@
-"""Watching a run's processes until they are done, with the display alive, and ending them whatever happens."""
+"""Watches a run's processes until they are done, keeps the display alive, and ends them whatever happens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RunWatch:
     show: Callable[[], None]
 
     def follow(self, workers: set[str], working: list[int]) -> None:
-        """Until the workers of all nodes, those that are `working`, are done: engines serve the last of them.
+        """Watches until the workers of all nodes in `working` are done: engines serve the last of them.
 
-        Where the run is stopped, only trainer ranks matter.
+        When the run is stopped, only trainer ranks matter.
         """
         watch(self.processes, workers, self._poll, among=self._among)
         self.meeting.finish()
@@ -55,10 +55,10 @@ def watch(
     until: Callable[[], bool] = lambda: True,
     among: Callable[[], set[str] | None] = lambda: None,
 ) -> None:
-    """Returns when every one of `workers` has ended well and `until` holds. All other processes (engines) must outlive them.
+    """Returns when all `workers` have ended well and `until` holds. All other processes (engines) must outlive them.
 
-    `among`, asked every time, may name the only processes that still matter; None: all. Calls `poll` about ten times a second.
-    Raises ProcessFailed as soon as any process dies, after asking the others for their stacks, so that a hang can be read in the logs.
+    `among` is called every time, and may name the only processes that still matter (None: all). Calls `poll` about ten times a second.
+    Raises ProcessFailed as soon as any process dies, after asking the others for their stacks, so that the logs explain a hang.
     """
     while (_of(workers, among()) & set(processes.running())) or not until():
         _check(processes, workers, among)
@@ -79,7 +79,7 @@ def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[s
         stacks = processes.dump_stacks()
         named = failure
         try:
-            processes.check(workers, among())  # that took a moment, in which it may have turned out that this one does not matter
+            processes.check(workers, among())  # meanwhile it may have turned out that this process does not matter
         except ProcessFailed as another:
             named = another
         if named.waited:
@@ -89,8 +89,8 @@ def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[s
 
 @contextlib.contextmanager
 def termination_as_exit(first: Callable[[int], bool] = lambda _: False) -> Iterator[None]:
-    """SIGTERM and SIGINT (Ctrl-C) end the launcher by an exception, so that its children are ended too; unless `first`, asked before, says
-    that it has made something else of the signal. A SIGINT that is ignored, as in a shell's background, stays ignored."""
+    """Makes SIGTERM and SIGINT (Ctrl-C) end the launcher by an exception, so that its children are ended too, unless `first` says that it
+    has handled the signal. If SIGINT is ignored, as in the background of a shell, it stays ignored."""
 
     def terminate(number: int, _: object) -> None:
         if not first(number):

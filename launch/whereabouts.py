@@ -1,4 +1,4 @@
-"""What every process of a run was doing when one of them had waited in vain for another: its status line, its state, its stack."""
+"""Reports what every process of a run was doing when one had waited in vain for another: its status line, state and stack."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import psutil
 
 from megarl.observe.status import read_statuses
 
-# The stack that faulthandler writes on SIGUSR1, of the thread that has got the signal: the main one.
+# The stack that faulthandler writes on SIGUSR1 for the thread that got the signal, which is the main one.
 _STACK = re.compile(r"^Current thread .*\(most recent call first\):\n((?:  File .*\n)+)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (\S+)')
-_WAITS = ("torch/distributed/", "megarl/messaging/", "selectors.py")  # where a process stands that waits for another
-_OUTERMOST = ("<module>", "_run_module_as_main")  # of a main thread that runs a program
+_WAITS = ("torch/distributed/", "megarl/messaging/", "selectors.py")  # where a process is that waits for another
+_OUTERMOST = ("<module>", "_run_module_as_main")  # the first frames of a program's main thread
 _STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
 def whereabouts(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: Path) -> str:
-    """`running`: the process of each name that runs on this host; `stacks`: what those have written that were asked for their stacks.
+    """One line per process. `running` has the processes on this host by name, `stacks` what each wrote when asked for its stack.
 
-    Marked, and first, are those that neither wait for others nor serve: the others may wait for them. A process that is ending, as one
-    does that has lost its peer, or that gives no stack, since it may be about to end, is marked only where nobody else is.
+    Processes that neither wait for others nor serve come first and are marked, since the others may wait for them. A process that is
+    ending, as after losing its peer, or that wrote no stack, and so may be about to end, is marked only if no other is.
     """
     lines = {status.name: str(status) for status in read_statuses(run_dir)}
     busy, ending, waiting = [], [], []
@@ -41,14 +41,13 @@ def whereabouts(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: 
 
 
 def _frames(written: str) -> list[re.Match[str]]:
-    """Of the main thread's stack, the innermost first."""
+    """The frames of the main thread's stack, innermost first."""
     stack = _STACK.search(written)
     return [frame for line in stack[1].splitlines() if (frame := _FRAME.match(line))] if stack else []
 
 
 def _is_ending(written: str) -> bool:
-    """Whether the main thread, whose stack is there, was in the handlers of the interpreter's exit, which no module's code has called, or
-    told of an error."""
+    """Whether the main thread was running the interpreter's exit handlers, which no module's code calls, or printing an error."""
     stack = _STACK.search(written)
     assert stack is not None
     frames = _frames(written)
@@ -57,19 +56,19 @@ def _is_ending(written: str) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Of a process that does not get on, or has a child that does not; empty else."""
+    """Says if a process, or a descendant of it, is stopped; otherwise empty."""
     try:
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
             if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 return _STOPPED if each == process else f"has process {each.pid} ({each.name()}), which {_STOPPED}"
     except psutil.NoSuchProcess:
-        pass  # it has ended since
+        pass  # it has ended meanwhile
     return ""
 
 
 def _where(frames: list[re.Match[str]]) -> str:
-    """The innermost call, and the last of our own that led there."""
+    """The innermost call, and the innermost one of MegaRL's own that led there."""
     if not frames:
         return ""
     own = next((frame for frame in frames if "megarl/" in frame[1]), frames[0])

@@ -18,18 +18,18 @@ from megarl.config.errors import ConfigError, RunError
 from megarl.launch.processes import LAST_WORDS
 from megarl.parent import end_with_parent
 
-CORES = "MEGARL_CORES"  # environment: the cores this process keeps to
-PARENT = "MEGARL_PARENT"  # environment: the process that has started this one
+CORES = "MEGARL_CORES"  # environment variable: the cores this process keeps to
+PARENT = "MEGARL_PARENT"  # environment variable: the process that has started this one
 
 
 def die_with_parent() -> None:
-    """Whoever has started this process; and those that a library spawns from it end with it."""
+    """Ends this process with the one that has started it, and processes that a library spawns here with this one."""
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
-    os.environ[PARENT] = str(os.getpid())  # of what this process spawns
+    os.environ[PARENT] = str(os.getpid())  # for the processes that this one spawns
 
 
 def end_with_any_thread() -> None:
-    """A thread that dies of an error ends the process: else whoever waits for what it was to do would wait to his deadline."""
+    """Makes a thread that dies of an error end the process: otherwise whoever waits for it would wait until a deadline."""
 
     def end(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
@@ -41,7 +41,7 @@ def end_with_any_thread() -> None:
 
 
 def keep_to_cores() -> None:
-    """To those of CORES that this process may use; a job's own limits come first."""
+    """Restricts this process to those of CORES that it may use; a job's own limits come first."""
     wanted = {int(core) for core in os.environ.get(CORES, "").split(",") if core}
     if allowed := wanted & os.sched_getaffinity(0):
         os.sched_setaffinity(0, allowed)
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
     except (ConfigError, RunError, TimeoutError) as error:
-        traceback.print_exc()  # for the log; what follows is for people
+        traceback.print_exc()  # for the log; the next line is for people
         raise SystemExit(f"{LAST_WORDS}{error}") from None
 
 

@@ -1,13 +1,13 @@
-"""Checkpoints by the pieces of the trainer's layout: saved under one topology, loaded under any other.
+"""Saves and loads checkpoints by the pieces of the trainer's layout, so that one saved under any topology loads under any other.
 
-A checkpoint is a folder. It holds, of every logical tensor of the model, the fp32 master weights and both of Adam's moments, cut into the
-boxes that the ranks held of them: each rank writes its own (`rank_00003.bin`), without a word to the others, and without padding,
-which no box covers. `state.json` has the position of the schedule and the caller's state; `index.msgpack` says what lies where. The
-folder is written under another name and renamed when all ranks are done and everything is on the disk.
+A checkpoint is a folder. For every logical tensor of the model it holds the fp32 master weights and both of Adam's moments, cut into the
+boxes that the ranks held: each rank writes its own (`rank_00003.bin`), without communication, and without padding, which no box covers.
+`state.json` has the position of the schedule and the caller's state; `index.msgpack` says what lies where. The folder is written under
+another name, and renamed when all ranks are done and everything is on the disk.
 
-What must agree before a checkpoint counts as saved, and again before a loaded one is used: what is on the disk and what is in memory,
-by the hash of every box; the model's weights and the masters they are rounded from; and all ranks that hold the same, by the hash of
-every logical tensor, which does not depend on how it is cut.
+Three things must agree before a checkpoint counts as saved, and again before a loaded one is used: the data on the disk and in memory, by
+the hash of every box; the model's weights and the master weights that they are rounded from; and all ranks that hold the same elements, by
+the hash of every logical tensor, which does not depend on how it is cut.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ STATE = "state.json"
 
 
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
-    """Weights, optimizer, random generators, schedule, the caller's JSON-able `state` and rank 0's `files` (name → content).
+    """Saves weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and rank 0's `files` (name → content).
 
-    Raises WriteError that names `path` and the bytes where they cannot be written, or are not what is held; there is then nothing at
-    `path`. Raises RuntimeError, before it writes, where the state is not what it must be between two steps.
+    Raises WriteError, which names `path` and the bytes, if they cannot be written or differ from memory afterwards; then nothing is left
+    at `path`. Raises RuntimeError, before it writes, if the state is not consistent, as it must be between two steps.
     """
     together(lambda: _check_between_steps(trainer))
     totals = _totals(trainer)
@@ -64,9 +64,9 @@ def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], file
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
-    """Restores what `save` wrote, under any topology; returns the caller's state.
+    """Restores what `save` wrote, under any topology, and returns the caller's state.
 
-    Raises CheckpointError, on every rank, where there is no complete checkpoint at `path`, or a damaged one.
+    Raises CheckpointError, on every rank, if the checkpoint at `path` is missing, incomplete or damaged.
     """
     folder = Path(path)
     index, saved = together(lambda: _read(trainer, folder), failures=(OSError, CheckpointError), raises=CheckpointError)
@@ -83,7 +83,7 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
 
 
 def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]]:
-    """Fills this rank's master weights and moments, and what is not trained; padding is zero. Also (index, what state.json says)."""
+    """Fills this rank's master weights, moments and untrained tensors; padding is zero. Returns (index, content of state.json)."""
     index = Index.read(folder)
     index.check(folder, index.files[dist.get_rank() :: dist.get_world_size()])
     saved = json.loads(index.content(folder, STATE))
@@ -95,7 +95,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
         for values in run.values.values():
             values.zero_()
     read_boxes(folder, index, held.held_boxes(trainer))
-    # Random states belong to ranks; under another topology there is nobody to give them to, and the seed of the start holds.
+    # Random states belong to ranks. Under another topology they fit no rank, so the generators stay as seeded at the start.
     if saved["topology"] == dataclasses.asdict(trainer.topology):
         own = {name: tensor.boxes[0] for name, tensor in index.tensors.items() if name.startswith(held.random_prefix())}
         held.set_random({name: read_box(folder, index, name, box) for name, box in own.items()})
@@ -103,7 +103,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
 
 
 def _check_between_steps(trainer: MegatronTrainer) -> None:
-    """Raises RuntimeError where the model is not its masters, rounded, or where optimizer and schedule have made other steps."""
+    """Raises RuntimeError if the model does not equal its rounded master weights, or if optimizer and schedule differ in their steps."""
     names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
     for shard in optimizer_shards(trainer.optimizer):
         bits = BITS[shard.live.element_size()]
@@ -115,12 +115,12 @@ def _check_between_steps(trainer: MegatronTrainer) -> None:
 
 
 def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
-    """(elements, hash) of all that all ranks hold, the model's own weights by whole pieces. Collective."""
+    """(elements, hash) of each tensor over all ranks, including the model's own weights, by whole pieces. Collective."""
     return held.totals(trainer, [*held.held_boxes(trainer), *held.live_boxes(trainer)])
 
 
 def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> str | None:
-    """What is wrong where the `totals` that the ranks hold are not a whole number of times what the index has."""
+    """Says what is wrong if the ranks' `totals` are not a whole multiple of those in the index; None if they are."""
     shapes = held.logical_shapes(trainer)
     for name, (count, total) in totals.items():
         tensor, of_model = index.tensors.get(name), torch.Size(shapes[name.partition("/")[2]]).numel()
@@ -134,5 +134,5 @@ def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], in
 
 
 def _size_bytes(trainer: MegatronTrainer) -> int:
-    """Of the tensors, over all ranks."""
+    """The bytes of the tensors, over all ranks."""
     return len(held.SAVED) * 4 * sum(torch.Size(shape).numel() for shape in held.logical_shapes(trainer).values())

@@ -1,8 +1,8 @@
-"""What a checkpoint folder holds, by which its files can be told whole from damaged. No torch: the launcher asks too.
+"""The index of a checkpoint folder, which tells whole files from damaged ones. It needs no torch, since the launcher uses it too.
 
-`index.msgpack` is written last. It lists every other file with its size; of the small ones it has a digest, and of those with tensors it
-says which box of which tensor lies where, with that box's share in the tensor's hash (kernels/audit.py). It begins with a digest
-of itself. So every byte of a checkpoint is accounted for.
+`index.msgpack` is written last. It lists every other file with its size. For small files it has a digest; for those with tensors it says
+which box of which tensor lies where, with that box's share in the tensor's hash (kernels/audit.py). It begins with a digest of itself. So
+every byte of a checkpoint is accounted for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DIGEST_BYTES = 32
 
 
 class CheckpointError(RunError):
-    """A checkpoint is damaged, or none. The message names it, the file, and what to do; `problem` is the middle of it."""
+    """A checkpoint is damaged or missing. The message names it, the file, and what to do; `problem` is the middle part."""
 
     def __init__(self, message: str, problem: str = ""):
         super().__init__(message)
@@ -35,19 +35,19 @@ def unusable(folder: Path | str, problem: str) -> CheckpointError:
 
 
 class StoredBox(msgspec.Struct, frozen=True, array_like=True):
-    """Elements of a tensor: those of the box at `start` of shape `shape`, row by row, at `offset` of file number `file`."""
+    """The elements of a tensor's box at `start` of shape `shape`, stored row by row at `offset` of file number `file`."""
 
     file: int
     offset: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    share: int  # in the tensor's hash
+    share: int  # its part of the tensor's hash
 
 
 class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
     dtype: str  # "float32" | "uint8"
     shape: tuple[int, ...]
-    boxes: list[StoredBox]  # of all ranks; together every element once
+    boxes: list[StoredBox]  # of all ranks; together they hold every element once
 
     @property
     def elements(self) -> int:
@@ -61,11 +61,11 @@ class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
 class StoredFile(msgspec.Struct, frozen=True, array_like=True):
     name: str
     size_bytes: int
-    digest: bytes = b""  # of the whole file; empty where all of it is boxes
+    digest: bytes = b""  # of the whole file; empty if it consists of boxes
 
 
 class _Head(msgspec.Struct):
-    """Of the index of any version."""
+    """The part of the index that every version has."""
 
     format: int
 
@@ -75,7 +75,7 @@ class Index(msgspec.Struct, frozen=True):
     dtype: str  # of the model that was trained
     files: list[StoredFile]
     tensors: dict[str, StoredTensor]
-    live: dict[str, int]  # the hash of every logical tensor as the model held it, in its own dtype, by name with the kind `live`
+    live: dict[str, int]  # hash of every logical tensor in the model's own dtype, by name with the kind `live`
 
     def write(self, folder: Path) -> None:
         body = msgspec.msgpack.encode(self)
@@ -83,7 +83,7 @@ class Index(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, folder: Path | str) -> Index:
-        """Raises CheckpointError where it is missing or damaged."""
+        """Reads the index of `folder`. Raises CheckpointError if it is missing or damaged."""
         path = Path(folder) / INDEX_FILE
         if not path.exists():
             there = "it was written by an earlier version of MegaRL" if (path.parent / ".metadata").exists() else "it is not complete"
@@ -97,16 +97,16 @@ class Index(msgspec.Struct, frozen=True):
         return msgspec.msgpack.decode(body, type=cls)
 
     def check(self, folder: Path | str, files: Iterable[StoredFile] | None = None) -> None:
-        """That `files` (all of them, by default) are there, each of its size, and the small ones as they were written.
+        """Checks that `files` (by default all) exist with their sizes, and that the small ones have their contents.
 
-        Raises CheckpointError that names those which are not.
+        Raises CheckpointError that names those that do not.
         """
         problems = [problem for file in (self.files if files is None else files) if (problem := _problem(Path(folder), file))]
         if problems:
             raise unusable(folder, "; ".join(problems))
 
     def content(self, folder: Path | str, name: str) -> bytes:
-        """Of a small file. Raises CheckpointError where it is missing or damaged."""
+        """The content of a small file. Raises CheckpointError if it is missing or damaged."""
         file = next((file for file in self.files if file.name == name and file.digest), None)
         if file is None:
             raise unusable(folder, f"{name} is not among its files")
@@ -115,18 +115,18 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def check_checkpoint_files(folder: Path | str) -> None:
-    """All that can be told without reading the tensors. Raises CheckpointError."""
+    """Makes all checks that need not read the tensors. Raises CheckpointError."""
     Index.read(folder).check(folder)
 
 
 def small_file(folder: Path, name: str, content: bytes) -> StoredFile:
-    """Writes it."""
+    """Writes a small file, and returns its entry in the index."""
     write_durably(folder / name, content)
     return StoredFile(name, len(content), digest(content))
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """When it returns the content is on the disk; its name is there when the folder is synchronised, too."""
+    """Returns when the content is on the disk; the file's name is only there once the folder is synchronised too."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()

@@ -1,7 +1,7 @@
-"""What the ranks of a trainer hold of the state that checkpoints keep: as boxes of logical tensors, without padding.
+"""The state that checkpoints keep, as trainer ranks hold it: boxes of logical tensors, without padding.
 
 A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, which training
-and generation compute with: the master rounded to the model's dtype. It is not saved, and hashed all the same.
+and generation compute with: the master weight rounded to the model's dtype. It is hashed, but not saved.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megarl.trainer.step import MegatronTrainer
 
 MASTER, EXP_AVG, EXP_AVG_SQ, LIVE = "master", "exp_avg", "exp_avg_sq", "live"
 SAVED = (MASTER, EXP_AVG, EXP_AVG_SQ)
-RUN = 1 << 26  # elements of a parameter that go to the disk, and come from it, at a time: 256 MiB of host memory
+RUN = 1 << 26  # elements of a parameter that are written or read at a time: 256 MiB of host memory
 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements first .. end of a flattened local tensor."""
+    """The elements first .. end of a flattened local tensor."""
 
     first: int
-    values: dict[str, torch.Tensor]  # by kind: each [end - first]; what is not trained has no moments
-    is_share: bool  # other replicas hold the other elements; otherwise, the same
+    values: dict[str, torch.Tensor]  # by kind, each [end - first]; untrained tensors have no moments
+    is_share: bool  # whether replicas hold different elements; otherwise all hold the same
 
     @property
     def end(self) -> int:
@@ -41,7 +41,7 @@ class Run:
 
 
 def runs(trainer: MegatronTrainer) -> dict[str, Run]:
-    """By the layout's names. A tensor that this rank's optimizers hold nothing of is missing."""
+    """The runs of this rank by the layout's names. Tensors of which its optimizers hold nothing are missing."""
     parameters = parameters_by_name(trainer.chunks)
     names = {parameter: name for name, parameter in parameters.items()}
     found = {}
@@ -56,7 +56,7 @@ def runs(trainer: MegatronTrainer) -> dict[str, Run]:
 
 
 def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[HeldBox]:
-    """What this rank answers for: over all ranks every element once. Replicas that hold the same have an equal part of it each."""
+    """The boxes that this rank saves: over all ranks every element once. Replicas that hold the same elements share them equally."""
     shapes, held = logical_shapes(trainer), runs(trainer)
     for tensor, piece, replica, replicas in trainer.layout.shared_pieces(dist.get_rank()):
         if run := held.get(tensor.name):
@@ -65,7 +65,7 @@ def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[Hel
 
 
 def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
-    """All that this rank's optimizers hold."""
+    """All boxes that this rank's optimizers hold."""
     shapes, held = logical_shapes(trainer), runs(trainer)
     for tensor in trainer.layout.tensors(dist.get_rank()):
         if run := held.get(tensor.name):
@@ -74,7 +74,7 @@ def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
 
 
 def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
-    """All of the model that this rank holds, by whole pieces, as the weights channel reads it."""
+    """All of the model's weights that this rank holds, by whole pieces, as the weights channel reads them."""
     shapes, parameters = logical_shapes(trainer), trainer.local_parameters()
     for tensor in trainer.layout.tensors(dist.get_rank()):
         for piece in tensor.pieces:
@@ -87,7 +87,7 @@ def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
 
 
 def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
-    """Of each tensor (elements, hash), summed over what all ranks hold: one that is held k times counts k times. Collective."""
+    """(elements, hash) of each tensor, summed over all ranks: one that is held k times counts k times. Collective."""
     names = [f"{kind}/{name}" for kind in (*SAVED, LIVE) for name in logical_shapes(trainer)]
     sums = {name: [0, 0, 0] for name in names}
     for part in held:
@@ -102,7 +102,7 @@ def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple
 def _boxes(
     run: Run, first: int, end: int, tensor: LocalTensor, piece: Piece, shape: tuple[int, ...], kinds: Iterable[str]
 ) -> Iterator[HeldBox]:
-    """What the elements first .. end of the flattened `tensor` have of the piece, of a logical tensor of shape `shape`."""
+    """The boxes of a logical tensor of shape `shape` that lie in `piece` and in elements first .. end of the flattened `tensor`."""
     for begin in range(first, end, RUN):
         for box in flat_boxes(tensor.shape, begin, min(begin + RUN, end)):
             if (common := piece.local.intersect(box)) is None:
@@ -115,7 +115,7 @@ def _boxes(
 
 
 def _position(box: Box, shape: tuple[int, ...]) -> int:
-    """Of its first element in the flattened tensor."""
+    """The position of the box's first element in the flattened tensor."""
     position = 0
     for index, extent in zip(box.start, shape):
         position = position * extent + index
@@ -123,7 +123,7 @@ def _position(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def random_boxes() -> Iterator[HeldBox]:
-    """The states of this rank's random generators: tensors of bytes that no other rank has."""
+    """The states of this rank's random generators, as tensors of bytes that only this rank has."""
     states = {"torch": torch.get_rng_state(), **{f"tracker/{name}": s for name, s in _tracker().get_states().items()}}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -132,7 +132,7 @@ def random_boxes() -> Iterator[HeldBox]:
 
 
 def set_random(states: dict[str, torch.Tensor]) -> None:
-    """`states`: what `random_boxes` gave, by name."""
+    """Restores the generators from `states`: what `random_boxes` yielded, by name."""
     found = {name.removeprefix(random_prefix()): state for name, state in states.items()}
     torch.set_rng_state(found.pop("torch"))
     if (cuda := found.pop("cuda", None)) is not None and torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint on the disk: each rank writes a file of the boxes it answers for, and reads of all files the boxes it needs.
+"""Writes and reads the tensors of a checkpoint: each rank writes a file with its own boxes, and reads the boxes it needs from all files.
 
-Nothing is gathered: a box goes to the disk by itself, and what has been written is read again and hashed before it counts as written.
-A box that is read is hashed before it is used.
+Nothing is gathered. Each box is written by itself, then read again and hashed before it counts as written. A box that is loaded is hashed
+before it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class HeldBox:
-    """Elements of a tensor in this rank's memory."""
+    """A box of a tensor in this rank's memory."""
 
     name: str  # of the tensor
     shape: tuple[int, ...]  # of the whole tensor
@@ -35,14 +35,14 @@ class HeldBox:
 
     @property
     def share(self) -> int:
-        """In the tensor's hash."""
+        """The box's share in the tensor's hash."""
         return hash_slice(self.values, self.box, self.shape)
 
 
 def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Writes them to `path`, which is to be file number `file` of the index; (the file, what it holds).
+    """Writes the boxes to `path`, file number `file` of the index. Returns (the file's entry, the tensors it holds).
 
-    Raises OSError where that is not possible, or where the file then holds something else.
+    Raises OSError if it cannot be written, or does not hold what was written.
     """
     stored: dict[str, StoredTensor] = {}
     with open(path, "w+b") as out:
@@ -53,7 +53,7 @@ def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> tuple[StoredF
         size_bytes = out.tell()
         out.flush()
         os.fsync(out.fileno())
-        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read again from the disk
     for name, tensor in stored.items():
         for box in tensor.boxes:
             if hash_slice(_read(path, tensor, box), Box(box.start, box.shape), tensor.shape) != box.share:
@@ -62,7 +62,7 @@ def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> tuple[StoredF
 
 
 def merged(parts: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """What all ranks have written."""
+    """Merges the tensors that all ranks have written."""
     found: dict[str, StoredTensor] = {}
     for part in parts:
         for name, tensor in part.items():
@@ -71,7 +71,7 @@ def merged(parts: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
 
 
 def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
-    """Fills their values. Raises CheckpointError where the checkpoint lacks an element of them, or is damaged."""
+    """Fills the values of the `wanted` boxes. Raises CheckpointError if the checkpoint lacks any of their elements, or is damaged."""
     by_name: dict[str, list[HeldBox]] = defaultdict(list)
     for part in wanted:
         by_name[part.name].append(part)
@@ -95,7 +95,7 @@ def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
 
 
 def read_box(folder: Path, index: Index, name: str, stored: StoredBox) -> torch.Tensor:
-    """Raises CheckpointError where its bytes are not those that were written."""
+    """Reads one box. Raises CheckpointError if its bytes are not those that were written."""
     file, tensor = index.files[stored.file], index.tensors[name]
     index.check(folder, [file])
     try:
@@ -108,7 +108,7 @@ def read_box(folder: Path, index: Index, name: str, stored: StoredBox) -> torch.
 
 
 def tensor_file(rank: int) -> str:
-    """Its name."""
+    """The name of a rank's file."""
     return f"rank_{rank:05d}.bin"
 
 
@@ -119,5 +119,5 @@ def _read(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tensor:
 
 
 def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Index of `box` in a tensor of `outer`'s elements."""
+    """The index of `box` in a tensor that holds `outer`."""
     return tuple(slice(s - o, s - o + n) for s, o, n in zip(box.start, outer.start, box.shape))

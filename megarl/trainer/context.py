@@ -1,7 +1,7 @@
 """Context parallelism: every sequence is cut into 2n chunks, and rank r of n holds chunks r and 2n - 1 - r.
 
-So each rank has early positions, which look back on little, and late ones: under a causal mask all have the same work.
-It is Megatron's own order (megatron/core/utils.py, get_batch_on_this_cp_rank), which its rotary embedding follows.
+So each rank has early positions, which attend to few tokens, and late ones: under a causal mask all ranks have the same work. It is
+Megatron's own order (megatron/core/utils.py, get_batch_on_this_cp_rank), which its rotary embedding follows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def held_positions(length: int, ranks: int, rank: int) -> torch.Tensor:
 
 
 def all_positions(length: int, ranks: int) -> torch.Tensor:
-    """[length] int64: the positions of all ranks' parts, one rank's after another's."""
+    """[length] int64: the positions that all ranks hold, rank after rank."""
     return torch.cat([held_positions(length, ranks, rank) for rank in range(ranks)])
 
 
@@ -31,9 +31,9 @@ def cut(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def join(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s] on all ranks from every rank's part x [b, s / n]; differentiable.
+    """Joins every rank's part x [b, s / n] to [b, s] on all ranks; differentiable.
 
-    All ranks must go on to the same function of the result: its gradient is then theirs alike, and each takes back its part.
+    All ranks must compute the same function of the result: then its gradient is the same on all, and each takes its own part of it.
     """
     if group.size() == 1:
         return x
@@ -43,7 +43,7 @@ def join(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[s, ...] from x [s / n, ...], in the order of `all_positions`; differentiable. Gradients of all ranks are summed."""
+    """Gathers x [s / n, ...] to [s, ...], in the order of `all_positions`; differentiable. The ranks' gradients are summed."""
     return x if group.size() == 1 else _Gather.apply(x, group, True)
 
 

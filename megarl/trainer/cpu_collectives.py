@@ -1,4 +1,4 @@
-"""Two collectives that gloo refuses where ranks bring different numbers of rows, as tokens of an expert do under etp > 1."""
+"""Two collectives that gloo refuses if ranks have different numbers of rows, as with an expert's tokens under etp > 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 def gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """For megatron.core.tensor_parallel.mappings._gather_along_first_dim: sends all parts at the length of the longest."""
+    """Replaces megatron.core.tensor_parallel.mappings._gather_along_first_dim: pads all parts to the length of the longest."""
 
     @functools.wraps(original)
     def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
@@ -27,7 +27,7 @@ def gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """For megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim: sums everything, and takes this rank's part."""
+    """Replaces megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim: sums everything, and takes this rank's part."""
 
     @functools.wraps(original)
     def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Runs megatron-core 0.16.1 on CPU over gloo. Does nothing when CUDA is there.
+"""Runs megatron-core 0.16.1 on CPU over gloo. Does nothing if CUDA is present.
 
-`install()` must run before anything else of megatron.core is imported. It changes Megatron's own modules only: the
-name `torch` in each of them becomes a thin proxy (`_CpuTorch`) that answers for CUDA devices and allocators. The two
-exceptions are `torch.Tensor.cuda` and `torch.nn.Module.cuda`, which return the object itself, and `torch.Tensor.type`
-while one of the functions in `_CHECK_TYPE_NAMES` runs.
+`install()` must run before anything else of megatron.core is imported. It changes only Megatron's own modules: the name `torch` in each of
+them becomes a thin proxy (`_CpuTorch`) that stands in for CUDA devices and allocators. The exceptions are `torch.Tensor.cuda` and
+`torch.nn.Module.cuda`, which return the object itself, and `torch.Tensor.type` while one of the functions in `_CHECK_TYPE_NAMES` runs.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
 
 
 class _NullStream:
-    """Stands for a CUDA stream or event: on CPU every operation is done when it returns."""
+    """Stands in for a CUDA stream or event: on a CPU every operation is done when it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -170,9 +169,9 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _no_compilation() -> Iterator[None]:
-    """Functions that Megatron decorates with torch.compile while it is imported stay as they are.
+    """Leaves functions uncompiled that Megatron decorates with torch.compile while it is imported.
 
-    Compiled, they would call a C++ compiler in the middle of the first step; the decorator alone costs seconds of imports.
+    Compiled, they would call a C++ compiler in the middle of the first step; even the decorator costs seconds of imports.
     """
     original = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else lambda function: function
@@ -191,14 +190,14 @@ def _patch_type_checks() -> None:
 
 
 def _patch_experts() -> None:
-    """Slips of Megatron's mixture of experts where there is no Transformer Engine, no CUDA tensor, no NCCL."""
+    """Fixes places in Megatron's mixture of experts that fail without Transformer Engine, CUDA tensors or NCCL."""
     utils = _module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
-        utils.te_general_gemm = None  # read to choose between two kernels
+        utils.te_general_gemm = None  # Megatron chooses between two kernels by it
     original = utils.maybe_move_tensor_to_cpu
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor  # the original converts CUDA's only
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor  # the original converts only CUDA tensors
 
     _replace_everywhere(original, maybe_move_tensor_to_cpu)
     mappings = _module("megatron.core.tensor_parallel.mappings")
@@ -207,26 +206,26 @@ def _patch_experts() -> None:
 
 
 def _patch_latent_attention() -> None:
-    """It takes Transformer Engine for installed, because Megatron's extension for it can be imported, and asks for its classes."""
+    """Fixes latent attention, which takes Transformer Engine for installed, because Megatron's extension for it can be imported."""
     latent = _module("megatron.core.transformer.multi_latent_attention")
     latent.HAVE_TE = isinstance(latent.TELinear, type)
 
 
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """For a function, which other modules imported by name."""
+    """Replaces a function also in the modules that imported it by name."""
     for module in _megatron_modules():
         if module.__dict__.get(original.__name__) is original:
             setattr(module, original.__name__, replacement)
 
 
 def _patch_random() -> None:
-    """The random tracker and activation recomputation keep the state of the CPU generator instead of a GPU's."""
+    """Makes the random tracker and activation recomputation keep the state of the CPU generator instead of a GPU's."""
     random = _module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
     class CpuRngStatesTracker(random.CudaRNGStatesTracker):
-        """The original also restores the CPU state it found, which here would undo what `fork` is for."""
+        """The original also restores the CPU generator's state, which here would undo the effect of `fork`."""
 
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
@@ -242,7 +241,7 @@ def _patch_random() -> None:
 
 
 def _module(name: str) -> Any:
-    """Of Megatron, to be patched: no type knows what is put into it."""
+    """A module of Megatron to be patched, as Any, since no type knows what is put into it."""
     return sys.modules[name]
 
 
@@ -251,7 +250,7 @@ def _megatron_modules() -> list[types.ModuleType]:
 
 
 def installed() -> bool:
-    """True if Megatron can run here: CUDA is present, or `install()` has been called."""
+    """Whether Megatron can run here: CUDA is present, or `install()` has been called."""
     utils = sys.modules.get("megatron.core.utils")
     return torch.cuda.is_available() or (utils is not None and isinstance(utils.__dict__.get("torch"), _CpuTorch))
 
@@ -259,16 +258,16 @@ def installed() -> bool:
 def install() -> None:
     """Makes megatron.core run on this machine's CPU; call it before importing megatron.core. Repeated calls do nothing.
 
-    Raises RuntimeError when parts of megatron.core that compile functions at import were imported before.
+    Raises RuntimeError if parts of megatron.core that compile functions at import were imported before.
     """
     if installed():
         return
     if "megatron.core.tensor_parallel" in sys.modules:
         raise RuntimeError("cpu_support.install() must be called before megatron.core is imported")
-    # Read by Megatron to warn about kernel order on GPUs; there is none to keep here.
+    # Megatron reads it to warn about the order of kernels on GPUs, which does not matter here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _no_compilation(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # CUDA-only, so nothing is amiss
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # they are for CUDA only, so nothing is wrong
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
     sys.modules["megatron.core.jit"].disable_jit_fuser()  # type: ignore[attr-defined]  # for what is imported later

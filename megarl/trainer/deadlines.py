@@ -1,6 +1,6 @@
-"""Collectives that a peer does not come to: gloo says how long it waited; this says who waited for whom, and in what.
+"""Explains collectives that a peer never joined. gloo says how long it waited; this says who waited for whom, and in which call.
 
-(NCCL's watchdog ends the process itself; the launcher then says what every other one was doing: launch.whereabouts.)
+(NCCL's watchdog ends the process itself. The launcher then reports what every other process was doing: launch.whereabouts.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FROM_ONE = {"broadcast": "src", "recv": "src", "irecv": "src", "send": "dst", "
 
 @contextlib.contextmanager
 def naming_peers(role: str, rank: int) -> Iterator[None]:
-    """Raises TimeoutError in the place of what gloo raises at the end of a collective's deadline, inside or outside of other errors."""
+    """Replaces the error that gloo raises when a collective's deadline expires, even inside other errors, with a TimeoutError."""
     try:
         yield
     except Exception as error:
@@ -31,7 +31,7 @@ def naming_peers(role: str, rank: int) -> Iterator[None]:
 
 
 def _expired(error: BaseException) -> tuple[BaseException, float] | None:
-    """The error of gloo's deadline that `error` is or comes from, and the deadline in seconds."""
+    """The error of gloo's deadline that `error` is, or was caused by, and the deadline in seconds."""
     seen: list[BaseException] = []
     within = [error]
     while within:
@@ -47,7 +47,7 @@ def _expired(error: BaseException) -> tuple[BaseException, float] | None:
 
 
 def _awaited(late: BaseException, role: str) -> str:
-    """Whom, and in what: from the call of torch.distributed, in the traceback, that the deadline ended."""
+    """Whom the rank waited for, and in which call, from the torch.distributed call in the traceback that the deadline ended."""
     frames = [frame for frame, _ in traceback.walk_tb(late.__traceback__)]
     for frame in reversed(frames):
         if frame.f_globals.get("__name__") == distributed_c10d.__name__ and "group" in frame.f_locals:
@@ -69,7 +69,7 @@ def _description(frame: FrameType) -> str:
 
 
 def _called_from(frames: list[FrameType]) -> str:
-    """The last of our own functions on the way."""
+    """The innermost of MegaRL's own functions on the way."""
     ours = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("megarl.")]
     calls = [frame.f_code.co_name for frame in ours if frame.f_globals["__name__"] != __name__]
     return f"called by {calls[-1]}" if calls else "called outside of megarl"

@@ -1,6 +1,6 @@
-"""torch.distributed of one trainer rank, from torchrun's environment variables.
+"""Sets up torch.distributed for one trainer rank, from torchrun's environment variables.
 
-One of ours beside them: MEGARL_TRAINER_STORE is the file where ranks meet that are all on one host, instead of MASTER_ADDR:MASTER_PORT.
+MegaRL adds one of its own: MEGARL_TRAINER_STORE is a file through which ranks on a single host meet, instead of MASTER_ADDR:MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def init_distributed(timeout_s: float) -> torch.device:
 
 
 def groups_closed() -> contextlib.AbstractContextManager[None]:
-    """For a block that makes process groups: `members_only`, unless NCCL may be among them, which meets again later, and knows strangers
-    by a number that cannot be guessed."""
+    """For a block that makes process groups: `members_only`, unless some may use NCCL. That connects later, and keeps strangers out by a
+    number that cannot be guessed."""
     return contextlib.nullcontext() if torch.cuda.is_available() else members_only()
 
 
 def _store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Closed to others as far as there are means for it: see messaging.stores."""
+    """Opens the store, closed to others as far as possible: see messaging.stores."""
     timeout = datetime.timedelta(seconds=timeout_s)
     if path := os.environ.get("MEGARL_TRAINER_STORE"):
         store: dist.Store = dist.FileStore(path, world_size)
@@ -54,6 +54,6 @@ def _store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def shutdown_distributed() -> None:
-    """Leaves together: a rank that goes first would look like a lost peer to the others."""
+    """Makes all ranks leave together: one that leaves early would look like a lost peer to the others."""
     dist.barrier()
     dist.destroy_process_group()

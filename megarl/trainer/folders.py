@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class WriteError(RunError):
-    """A folder could not be written, and is not there. Others that were there before still are."""
+    """A folder could not be written, and does not exist. Those that existed before still do."""
 
 
 class RanksFailed(RunError):
-    """Some ranks failed at what all were to do. The message says which, and why; it is the same on every rank."""
+    """Some ranks failed at a common task. The message says which and why, and is the same on every rank."""
 
 
 def together(
@@ -29,12 +29,12 @@ def together(
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError),
     raises: type[RuntimeError] = RanksFailed,
 ) -> T:
-    """What `action` returns on this rank. Collective; `action` is not, so that a rank may fail at it alone.
+    """Runs `action` on every rank, and returns its result on this one. Collective; `action` itself must not be, so that one rank may fail.
 
-    `raises`, on every rank, where one of `failures` came up on any.
+    Raises `raises` on every rank if any of `failures` occurred on one.
     """
     failure: Exception | None = None
-    results: list[T] = []  # one, or none where it failed
+    results: list[T] = []  # one result, or none if it failed
     try:
         results.append(action())
     except failures as error:
@@ -52,11 +52,12 @@ def together(
 def written_together(path: str | Path, size_bytes: int | None = None) -> Iterator[Path]:
     """Yields `path`.partial to write into, on every rank; renames it to `path` when every rank has left the block.
 
-    Collective. A run that dies on the way leaves at most the .partial folder, which the next attempt replaces, and never
-    touches what lies at `path`. A folder already at `path` is replaced by two renames.
+    Collective. A run that dies meanwhile leaves at most the .partial folder, which the next attempt replaces, and never changes what is at
+    `path`. A folder already at `path` is replaced by two renames.
 
-    Raises WriteError where the block raises OSError or RanksFailed (a full disk), after removing what is half-written; `size_bytes`, all
-    that is to be written, is for its message. What only some ranks may fail at belongs into `together`: the others would wait for them.
+    Raises WriteError if the block raises OSError or RanksFailed (a full disk), after removing the partial folder; `size_bytes`, the size
+    of everything to be written, is for its message. Steps at which single ranks may fail belong into `together`: otherwise the others
+    would wait for them.
     """
     path = Path(path)
     partial, old = path.with_name(path.name + ".partial"), path.with_name(path.name + ".old")
@@ -68,7 +69,7 @@ def written_together(path: str | Path, size_bytes: int | None = None) -> Iterato
     try:
         yield partial
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)  # never to be taken for whole; and its bytes may be what is lacking
+        shutil.rmtree(partial, ignore_errors=True)  # it must never be taken for whole, and its space may be needed
         if isinstance(error, (OSError, RanksFailed)):
             size = f"of {size_bytes} bytes " if size_bytes is not None else ""
             raise WriteError(f"{path} {size}could not be written; {free_bytes} bytes were free there before: {error}") from error

@@ -1,4 +1,4 @@
-"""Which tensors the safetensors files of a HF checkpoint hold, by their headers alone: without torch, and no weights are read."""
+"""Checks the safetensors files of an HF checkpoint, mostly by their headers alone, and without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.reshard.layout import hf_layout
 
 INDEX = "model.safetensors.index.json"
 READ_DTYPES = ("F32", "BF16", "F16")
-EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # all of its bits: NaN or infinity
+EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # all bits set: NaN or infinity
 SAMPLES, SAMPLE_BYTES = 32, 64 << 10
 _CHUNK_BYTES = 64 << 20
 _LONGEST_HEADER_BYTES = 100 << 20  # the format's own limit
@@ -38,8 +38,8 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def check_checkpoint(spec: ModelSpec, folder: Path) -> dict[str, str]:
-    """`tensor_files`, after a look at all tensors of the model. Raises ConfigError naming every one that is missing, has another shape than
-    config.json says, or is quantised, and every file that is damaged."""
+    """Checks all tensors of the model, and returns `tensor_files`. Raises ConfigError naming every tensor that is missing, quantised, or of
+    another shape than config.json says, and every damaged file."""
     files = tensor_files(folder)
     if problems := list(_problems(spec, folder, files)):
         raise ConfigError(problems)
@@ -47,7 +47,7 @@ def check_checkpoint(spec: ModelSpec, folder: Path) -> dict[str, str]:
 
 
 def check_config(spec: ModelSpec, folder: Path) -> None:
-    """Raises ConfigError where the config.json beside the weights, by which an engine builds its model, cannot be read, or is of another
+    """Raises ConfigError if the config.json beside the weights, from which an engine builds its model, cannot be read, or describes another
     model than `spec`, which the run is planned for."""
     config = folder / "config.json"
     there = load_spec(folder, own_family=spec.family if is_own(spec) else None)
@@ -82,8 +82,8 @@ def not_finite(file: Path, tensor: str) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the weights in `folder`: equal for the same files wherever they lie, another for others. It looks at the files' sizes and at
-    SAMPLES pieces of each, which every training changes; hashing terabytes whole would take as long as loading them."""
+    """A fingerprint of the weights in `folder`: equal for equal files, wherever they lie, and different for others. It covers the files'
+    sizes and SAMPLES pieces of each, which any training changes; hashing terabytes whole would take as long as loading them."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -113,7 +113,7 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str]) -> Iterator[
             continue
         if tuple(entry["shape"]) != shape:
             yield f"{folder}: tensor {name} has shape {tuple(entry['shape'])}, config.json says {shape}"
-        if entry["dtype"] not in READ_DTYPES:  # its scales would be left out
+        if entry["dtype"] not in READ_DTYPES:  # its scales would be ignored
             yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}"
 
 

@@ -1,8 +1,8 @@
-"""HF checkpoints in and out, by the pieces of the trainer's layout. No rank ever holds more than its own part.
+"""Imports and exports HF checkpoints by the pieces of the trainer's layout. No rank ever holds more than its own part.
 
-Import: every rank reads its own boxes out of the safetensors files.
-Export: rank 0 writes the headers and sizes the files; then every rank writes its boxes at their offsets with pwrite, each
-element by one rank. (Not by memory mapping: two hosts that map one page of a file on NFS overwrite each other's half.)
+Import: every rank reads its own boxes from the safetensors files.
+Export: rank 0 writes the headers and sets the files' sizes; then every rank writes its boxes at their offsets with pwrite, each element by
+one rank. (Memory mapping would not do: on NFS two hosts that map the same page of a file overwrite each other's half.)
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, to
 def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str) -> None:
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
 
-    Every rank checks all tensors of the model, also those of others, so that all raise alike: ConfigError of `check_checkpoint`. A rank
-    that reads a value which is not finite raises ConfigError too, naming file and tensor.
+    Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError
+    (`check_checkpoint`). A rank that reads a value which is not finite raises ConfigError too, naming file and tensor.
     """
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder)
@@ -56,8 +56,8 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Normal with standard deviation 0.02 for matrices, ones for norms, zeros for biases. Every row of every HF tensor is a random stream
-    of its own, so the result does not depend on the layout, and a rank draws no rows but its own."""
+    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with ones, biases with zeros. Every row of every
+    HF tensor has its own random stream, so the result does not depend on the layout, and a rank draws only its own rows."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = _parameter(parameters, tensor)
@@ -103,7 +103,7 @@ def export_hf(
 def _write_headers(
     folder: Path, places: dict[str, _Place], headers: dict[str, bytes], hf_config_dir: str, dtype: str, files: Mapping[str, str]
 ) -> None:
-    """Everything but the tensors."""
+    """Writes everything except the tensors."""
     for name, header in headers.items():
         end = max(p.offset + p.nbytes for p in places.values() if p.file == name)
         (folder / name).write_bytes(header)
@@ -134,7 +134,7 @@ def _write_pieces(folder: Path, places: dict[str, _Place], layout: Layout, param
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a logical tensor lies: `nbytes` at `offset` of `file`."""
+    """The place of a logical tensor: `nbytes` at `offset` of `file`."""
 
     file: str
     offset: int
@@ -158,7 +158,7 @@ def _file_plan(spec: ModelSpec, dtype: str, max_file_bytes: int) -> tuple[dict[s
         file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):  # so that wide elements lie aligned
+        for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):  # so that wide elements are aligned
             nbytes = _bytes(tensor)
             offsets = [offset, offset + nbytes]
             entries[tensor.name] = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
@@ -175,7 +175,7 @@ def _bytes(tensor: LocalTensor) -> int:
 
 
 def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
-    """Writes `values` as the elements `box` of the tensor at `place`: one write, or one per row where columns are cut."""
+    """Writes `values` as the elements `box` of the tensor at `place`: in one write, or in one per row if columns are cut."""
     data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     row_bytes = place.nbytes // place.shape[0]
     rows = box.shape[0]

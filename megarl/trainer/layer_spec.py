@@ -1,4 +1,4 @@
-"""Which of Megatron's two layer specs a trainer on a machine like this one uses. No Megatron import: the generator asks too."""
+"""Says which of Megatron's layer specs a trainer on a machine like this one uses. Imports no Megatron: the generator asks too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two modules of the decoder that Megatron's own local layer spec lacks."""
+"""The decoder's modules that Megatron's own local layer spec lacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Read by finalize_model_grads: each tensor rank saw only its part of the sequence, so gradients are summed.
+        # finalize_model_grads reads it: each tensor rank saw only its part of the sequence, so gradients are summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention by PyTorch's fused kernel, grouped queries included; takes the place of DotProductAttention.
+    """Causal attention with PyTorch's fused kernel, including grouped queries; replaces DotProductAttention.
 
     Sequences are padded on the right, so the causal mask alone keeps padding out of every real position. Under context
     parallelism every rank gathers all keys and values, and masks by position (context.py).
@@ -78,9 +78,9 @@ class CausalAttention(MegatronModule):
 
 
 class LatentAttention(CausalAttention):
-    """Causal attention whose keys end in a part that all heads share, of all tensor ranks (DeepSeek-V2, section 2.1.3).
+    """Causal attention whose keys end in a part shared by all heads of all tensor ranks (DeepSeek-V2, section 2.1.3).
 
-    Megatron's local spec hands every rank the whole of that part, and would give each the gradient by its own heads alone.
+    Megatron's local spec gives every rank the whole of that part, but its gradient only from the rank's own heads.
     """
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -88,7 +88,7 @@ class LatentAttention(CausalAttention):
         assert isinstance(self.config, MLATransformerConfig)
         own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         if shared.requires_grad and self.config.tensor_model_parallel_size > 1:
-            # (Megatron's own copy_to_tensor_model_parallel_region sums a copy of what is not contiguous, and returns the unsummed.)
+            # (Megatron's own copy_to_tensor_model_parallel_region sums a copy if a tensor is not contiguous, and returns the unsummed one.)
             shared.register_hook(_summed_over_tensor_ranks)
         return super().forward(query, torch.cat([own, shared], dim=-1), value, *args, **kwargs)
 

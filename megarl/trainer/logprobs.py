@@ -32,6 +32,6 @@ def token_logprobs(
 def token_entropy(
     logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0, cp_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """[b, s] float32: entry i is the entropy, in nats, at the choice of token i, and 0 at i = 0. As `token_logprobs`; no gradient."""
+    """[b, s] float32: entry i is the entropy, in nats, at the choice of token i, and 0 at i = 0. No gradient; see `token_logprobs`."""
     entropy = vocab_parallel_entropy(logits, group, vocab_size, temperature)
     return F.pad(entropy if cp_group is None else context.join(entropy, cp_group), (1, 0))

@@ -1,4 +1,4 @@
-"""Microbatches: how sequences are shared out over data-parallel ranks and packed into padded [b, s] tensors.
+"""Distributes sequences over data-parallel ranks and packs them into microbatches of padded [b, s] tensors.
 
 `plan_microbatches` is pure arithmetic and the same on every rank; `build` makes the tensors of one microbatch.
 """
@@ -18,20 +18,20 @@ from megarl.types import TrainSequence
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """One microbatch: which sequences, padded to which length. Without sequences it is one row of masked padding."""
+    """One microbatch: its sequences and the length they are padded to. Without sequences it is one row of masked padding."""
 
     indices: tuple[int, ...]
     length: int  # s, columns of the tensors
 
     @property
     def positions(self) -> int:
-        """Length the model runs at: the last token of a sequence is predicted, and predicts nothing."""
+        """The length that the model runs at: the last token of a sequence is predicted, but predicts nothing."""
         return self.length - 1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Training data of one microbatch. Column i speaks of the prediction of token i; column 0 is always masked."""
+    """The training data of one microbatch. Column i belongs to the prediction of token i; column 0 is always masked."""
 
     tokens: torch.Tensor  # [b, s] int64, 0 where padded
     loss_mask: torch.Tensor  # [b, s] bool, False where padded
@@ -45,13 +45,12 @@ class MicroBatch:
 def plan_microbatches(
     lengths: Sequence[int], dp: int, max_tokens: int, multiple: int, count_multiple: int = 1
 ) -> list[list[MicrobatchPlan]]:
-    """Microbatches of every data-parallel rank: [dp][n], the same n, a positive multiple of `count_multiple`, for all ranks.
+    """The microbatches of every data-parallel rank: [dp][n], where n is the same positive multiple of `count_multiple` for all ranks.
 
-    Sequences go, longest first, to the rank with the fewest tokens so far, and each rank packs its own in that order,
-    so that neighbours in a microbatch are of similar length. A microbatch holds at most `max_tokens` padded tokens, or one
-    sequence longer than that, and its positions are a multiple of `multiple`. Ranks that need fewer microbatches than
-    others get empty ones: Megatron's pipeline schedules need the same number everywhere, and with virtual stages a multiple
-    of the stages. Deterministic.
+    Sequences go, longest first, to the rank with the fewest tokens so far. Each rank packs its own in that order, so that sequences of a
+    microbatch have similar lengths. A microbatch holds at most `max_tokens` padded tokens, or one sequence longer than that, and its
+    number of positions is a multiple of `multiple`. Ranks that need fewer microbatches than others get empty ones: Megatron's pipeline
+    schedules need the same number everywhere, and with virtual stages a multiple of the stages. Deterministic.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(dp)]
@@ -85,7 +84,7 @@ def build(
     reference_logprobs: Sequence[Sequence[float]] | None = None,
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
-    """The tensors of one microbatch, on `device`; `routing` is that of the sequences, where it is to be replayed."""
+    """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
     chosen = [sequences[i] for i in plan.indices]
 
     def padded(rows: list[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:

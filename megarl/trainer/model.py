@@ -1,4 +1,4 @@
-"""Builds Megatron's GPTModel for a model shape and a place on the trainer's mesh: one per virtual pipeline stage."""
+"""Builds Megatron's GPTModel for a model shape and a place on the trainer's mesh, one for each virtual pipeline stage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ YARN_KEYS = {  # MLATransformerConfig's → those of config.json
 def transformer_config(
     spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, sequence_parallel: bool, recompute: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of the decoder; fused CUDA kernels are asked for only where CUDA is."""
+    """Megatron's configuration of the decoder; it asks for fused CUDA kernels only if CUDA is present."""
     cuda, fused = torch.cuda.is_available(), layer_spec() == "te"
     recompute_all: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(
@@ -70,8 +70,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not cuda,
-        # Weights always come from a checkpoint or from hf_io.init_random, which does not depend on the topology. Megatron's
-        # own initialisation must still run: it is what marks parameters as split over tensor ranks.
+        # Weights always come from a checkpoint or from hf_io.init_random, which does not depend on the topology. Megatron's own
+        # initialisation must still run, because it marks parameters as split over tensor ranks.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         gradient_accumulation_fusion=False,
@@ -81,14 +81,14 @@ def transformer_config(
         bias_dropout_fusion=cuda,
         apply_rope_fusion=fused and not spec.kv_lora_rank,
         attention_softmax_in_fp32=True,
-        # Microbatches differ in shape, so pipeline stages exchange shapes first.
+        # Microbatches have different shapes, so pipeline stages exchange shapes first.
         variable_seq_lengths=topology.pp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
-        # Of the two ways to talk between virtual stages, the batched one gives wrong gradients on gloo.
+        # There are two ways to communicate between virtual stages; the batched one gives wrong gradients on gloo.
         overlap_p2p_comm=topology.vpp > 1,
         batch_p2p_comm=topology.vpp == 1,
-        # On gloo a send may still read the tensor when its storage is taken away; so it may where virtual stages overlap, on any
-        # backend: Megatron 0.16 does not wait for the send there (mended in 0.18, Megatron-LM#4047).
+        # On gloo a send may still be reading the tensor when its storage is freed. With overlapping virtual stages that holds for any
+        # backend: Megatron 0.16 does not wait for the send there (fixed in 0.18, Megatron-LM#4047).
         deallocate_pipeline_outputs=cuda and topology.vpp == 1,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
@@ -99,14 +99,14 @@ def transformer_config(
 
 
 def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, Any]:
-    """No loss but the algorithm's: neither load balancing nor a z-loss, and no token is dropped."""
+    """The settings of experts. The only loss is the algorithm's: no load balancing, no z-loss. No token is dropped."""
     limited = spec.topk_groups < spec.num_expert_groups
     return {
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.expert_intermediate_size,
         "moe_router_topk": spec.experts_per_token,
         "moe_router_score_function": spec.score_function,
-        "moe_router_pre_softmax": not spec.norm_topk_prob,  # softmax over all experts; else over the chosen ones
+        "moe_router_pre_softmax": not spec.norm_topk_prob,  # softmax over all experts; otherwise over the chosen ones
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -119,14 +119,14 @@ def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, An
         "moe_router_num_groups": spec.num_expert_groups if limited else None,
         "moe_router_group_topk": spec.topk_groups if limited else None,
         "moe_router_topk_scaling_factor": spec.routed_scaling_factor,
-        # The bias balanced the experts while the model was pretrained; here it stays as it is.
+        # The bias balanced the experts while the model was pretrained; here it does not change.
         "moe_router_enable_expert_bias": spec.router_bias,
         "moe_router_bias_update_rate": 0.0,
     }
 
 
 def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
-    """Latent attention, and its own rotary embedding: YaRN as DeepSeek has it, or a plain one."""
+    """The settings of latent attention and its own rotary embedding: DeepSeek's YaRN, or a plain one."""
     yarn = spec.rope_scaling
     return dict(
         q_lora_rank=spec.q_lora_rank,
@@ -141,7 +141,7 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig) -> list[GPTModel]:
-    """This rank's part of the model (its pipeline stage, its tensor slice), weights not yet set: a chunk per virtual stage."""
+    """This rank's part of the model (its pipeline stage and tensor slice), with unset weights: a chunk per virtual stage."""
     chunks = [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
     mend_marks((named for chunk in chunks for named in chunk.named_parameters()), layer_spec())
     return chunks
@@ -177,8 +177,8 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
 
 
 def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
-    """This rank's parameters, and the routers' biases, which no gradient moves; layers and experts are counted over the whole model,
-    not over the chunk and the rank."""
+    """This rank's parameters, and the routers' biases, which are not trained. Layers and experts have the numbers of the whole model, not
+    those of the chunk and the rank."""
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
@@ -196,7 +196,7 @@ _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))
 
 
 def _global_expert(name: str, layer: Any) -> str:
-    """`name`, a parameter of the layer, with the number of the expert among all."""
+    """The parameter `name` of a layer, with the expert's number among all experts."""
     found = _EXPERT.fullmatch(name)
     return f"{found[1]}{layer.mlp.local_expert_indices[int(found[2])]}{found[3]}" if found else name
 
@@ -215,7 +215,7 @@ def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -
 
 
 def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """One layer of Megatron's own modules, with our norms and attention."""
+    """The spec of a layer of Megatron's own modules, with the norms and attention of `layers`."""
     latent = spec.kv_lora_rank > 0
     layer = get_gpt_layer_local_spec(
         experts, config.moe_grouped_gemm, config.qk_layernorm, multi_latent_attention=latent, normalization="RMSNorm"

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule from our settings."""
+"""Builds Megatron's optimizer and learning-rate schedule from the run's settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             weight_decay=config.weight_decay,
-            # The norm is computed only where clipping is on, and we always report it: without clipping the bound is infinite.
+            # The norm is always reported, but computed only with clipping: so without clipping the bound is infinite.
             clip_grad=config.clip_grad or math.inf,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
@@ -46,7 +46,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
 
 
 def _allocate_state(part: MegatronOptimizer) -> None:
-    """Both moments of all that it holds. PyTorch's AdamW would allocate in its first step, and a checkpoint is loaded before that."""
+    """Allocates both moments of all its parameters. PyTorch's AdamW does so only in its first step, after a checkpoint is loaded."""
     if part.optimizer is None:  # this rank has no parameters of this mesh
         return
     part.init_state_fn(part.optimizer, part.config)
@@ -57,11 +57,11 @@ def _allocate_state(part: MegatronOptimizer) -> None:
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """What this rank's optimizer holds of a parameter: elements first .. end of it, flattened."""
+    """The part of a parameter that this rank's optimizer holds: its elements first .. end, flattened."""
 
     parameter: torch.nn.Parameter
     first: int
-    master: torch.Tensor  # [end - first] float32; where the model is float32, with zero=0, the parameter itself
+    master: torch.Tensor  # [end - first] float32; the parameter itself if the model is float32 and zero=0
     exp_avg: torch.Tensor  # [end - first] float32
     exp_avg_sq: torch.Tensor  # [end - first] float32
 
@@ -71,12 +71,12 @@ class OptimizerShard:
 
     @property
     def live(self) -> torch.Tensor:
-        """[end - first]: the same elements of the model."""
+        """[end - first]: the same elements of the model's own parameter."""
         return self.parameter.data.view(-1)[self.first : self.end]
 
 
 def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
-    """Of all that this rank's optimizers (one, or one of the dense mesh and one of the experts') hold; it may be nothing."""
+    """All shards that this rank's optimizers hold (one optimizer, or one for the dense mesh and one for experts); possibly none."""
     for part in optimizer.chained_optimizers:
         for parameter, first, master in _masters(part):
             state = part.optimizer.state[master]
@@ -84,7 +84,7 @@ def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
 
 
 def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """(parameter, first of its elements, their master weights)"""
+    """Yields (parameter, its first element held here, the master weights)."""
     if part.optimizer is None:
         return
     groups = part.optimizer.param_groups
@@ -100,7 +100,7 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
 
 
 def steps_made(optimizer: ChainedOptimizer) -> set[int]:
-    """By Adam's own count, of everything that this rank holds: one number, or none where it holds nothing."""
+    """The steps made by Adam's own count: one number, or none if this rank holds nothing."""
     adams = [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
     ours = {int(state["step"]) for adam in adams if isinstance(adam, torch.optim.AdamW) for state in adam.state.values()}
     groups = [group for adam in adams if not isinstance(adam, torch.optim.AdamW) for group in adam.param_groups if group["params"]]
@@ -118,7 +118,7 @@ def set_steps_made(optimizer: ChainedOptimizer, steps: int) -> None:
 
 
 class LearningRate:
-    """Warm-up, then constant or cosine, by Megatron's scheduler. Step k = 1, 2, … has the rate of scheduler position k.
+    """Warm-up, then constant or cosine, with Megatron's scheduler. Step k = 1, 2, … has the rate of scheduler position k.
 
     A run that is no longer than its warm-up ends in it. Raises ConfigError for an unknown schedule.
     """

@@ -1,4 +1,4 @@
-"""The trainer's process groups, and what travels between them beside Megatron's own traffic."""
+"""The trainer's process groups, and MegaRL's own communication in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.trainer.groups import data_group, pipeline_group
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
     """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and seeds its generators.
 
-    `timeout_s` bounds every collective of theirs.
+    `timeout_s` bounds every collective of these groups.
     """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -33,13 +33,13 @@ def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
             create_gloo_process_groups=True,
             distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
         )
-    for group in distributed_c10d._world.pg_map:  # Megatron forgets that of experts' replicas over gloo
+    for group in distributed_c10d._world.pg_map:  # Megatron sets no timeout for the gloo group of experts' replicas
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     model_parallel_cuda_manual_seed(seed)
 
 
 def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dict[str, float]:
-    """Sums over all microbatches of all ranks, the same on every rank.
+    """The sums over all microbatches of all ranks, the same on every rank.
 
     outputs: scalars of each microbatch of this rank; empty on all but the last pipeline stage, which alone knows the names.
     """

@@ -1,7 +1,7 @@
 """Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the experts that they went to when they were generated.
 
-Only the choice is replayed. The weights of the chosen experts come from this trainer's own scores of them, so that gradients reach
-the router. Where no choice is known (padding, the end of a sequence that an environment wrote) the router's own stands.
+Only the choice is replayed. The weights of the chosen experts come from this trainer's own scores, so that gradients reach the router.
+Where no choice is known (for padding, or the end of a sequence that an environment wrote) the router makes its own.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megarl.trainer.groups import context_group, tensor_group
 
 
 class LayerReplay(RouterReplay):
-    """What one router asks for its choice, instead of Megatron's own RouterReplay, which knows no token without a recorded choice.
+    """Gives one router its choices. It replaces Megatron's own RouterReplay, which needs a recorded choice for every token.
 
-    Where activations are recomputed, the backward passes of several microbatches ask again, in the order of their forward passes.
+    If activations are recomputed, the backward passes of several microbatches ask again, in the order of their forward passes.
     """
 
     def __init__(self) -> None:
-        # (The parent's own would enter this into a list that outlives the trainer.)
+        # (The parent's constructor would put this into a list that outlives the trainer.)
         self._ids: torch.Tensor | None = None
         self._again: deque[torch.Tensor] = deque()
         self.replayed: torch.Tensor | int = 0  # tokens
-        self.replaced: torch.Tensor | int = 0  # of these, with other experts than the router's own
+        self.replaced: torch.Tensor | int = 0  # those of them whose experts differ from the router's own choice
 
     def put(self, ids: torch.Tensor, recomputed: bool) -> None:
-        """Of the next forward pass: ids [tokens, experts per token], -1 where unknown. `recomputed`: of its backward pass, too."""
+        """Sets ids [tokens, experts per token] for the next forward pass, -1 where unknown; with `recomputed` for its backward pass too."""
         self._ids = ids
         if recomputed:
             self._again.append(ids)
@@ -50,7 +50,7 @@ class LayerReplay(RouterReplay):
         assert default_compute_topk is not None and self._ids is not None
         with torch.no_grad():
             _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        again = torch.is_grad_enabled() and bool(self._again)  # a first pass that is to be recomputed has no gradient
+        again = torch.is_grad_enabled() and bool(self._again)  # a forward pass that will be recomputed runs without gradients
         recorded = (self._again.popleft() if again else self._ids).long()
         known = recorded[:, :1] >= 0
         chosen = torch.where(known, recorded, own)
@@ -61,7 +61,7 @@ class LayerReplay(RouterReplay):
 
 
 class RoutingReplay:
-    """Of all routers of this rank."""
+    """The replay for all routers of this rank."""
 
     def __init__(self, format: RoutingFormat, chunks: Sequence[torch.nn.Module], sequence_parallel: bool, recompute: bool):
         """`chunks` are the model's virtual stages."""
@@ -74,12 +74,12 @@ class RoutingReplay:
                 layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
 
     def reset(self) -> None:
-        """Forgets what was counted."""
+        """Resets the counters."""
         for replay in self._replays():
             replay.replayed = replay.replaced = 0
 
     def put(self, chunk: torch.nn.Module, routing: torch.Tensor) -> None:
-        """What `chunk` is to use in its next forward pass: [b, positions, layers with experts, experts per token], -1 where unknown.
+        """Sets the experts for the next forward pass of `chunk`: [b, positions, layers with experts, experts per token], -1 where unknown.
 
         Each router gets the tokens of this rank, in Megatron's order: sequence first, cut by context and by sequence parallelism.
         """
@@ -92,8 +92,8 @@ class RoutingReplay:
             replay.put(tokens[:, layer], self._recompute and torch.is_grad_enabled())
 
     def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
-        """Since `reset`, in which `positions` went through the model, on all ranks together. Of all choices of experts, one for each
-        position and layer, the share that was replayed; of those, the share that this trainer's router would have made otherwise.
+        """The metrics since `reset`, over all ranks, after `positions` positions went through the model. There is one choice of experts for
+        each position and layer: the share of choices replayed, and of those the share that this trainer's router would have made otherwise.
 
         Collective: the same on every rank.
         """

@@ -1,10 +1,10 @@
 """The trainer: one optimizer step, and log-probs of given tokens, on Megatron's model, schedules and optimizer.
 
-Scaling of the gradient. A loss function returns a sum over tokens; the trainer divides it by `denominator` before the
-backward pass, and everything after that adds: microbatches (calculate_per_token_loss=True turns off Megatron's division
-by their number, and the 3-tuple that the schedule gets turns off the factor cp), data-parallel ranks (the same flag
-makes the reduction a plain sum), and finalize_model_grads is given no token count to divide by. So the gradient is that
-of sum(loss) / denominator over the global batch, whatever the topology and the microbatches.
+Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by `denominator` before the backward pass, and
+everything after that is a plain sum: over microbatches (calculate_per_token_loss=True turns off Megatron's division by their number, and
+returning a 3-tuple to the schedule turns off the factor cp) and over data-parallel ranks (the same flag makes the reduction a sum);
+finalize_model_grads gets no token count to divide by. So the gradient is that of sum(loss) / denominator over the global batch, whatever
+the topology and the microbatches.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ ENTROPY, ENTROPY_TOKENS = "entropy", "entropy tokens"  # among a step's sums, be
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     loss: float  # sum over the global batch / denominator
     grad_norm: float  # before clipping
     sums: dict[str, float]  # the loss function's sums over the global batch
-    entropy: float  # of the policy at the tokens of `loss_mask`, in nats, before the step; their mean, NaN without any
+    entropy: float  # the policy's mean over the tokens of `loss_mask`, in nats, before the step; NaN without any
     learning_rate: float
     routing: dict[str, float]  # metrics of routing replay; empty without it
 
@@ -94,8 +94,8 @@ class MegatronTrainer:
         self.dtype = DTYPES[dtype]
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.max_tokens = trainer.max_tokens_per_microbatch
-        # Tensor cores like multiples of 8. Context parallelism cuts a sequence into 2 cp chunks, sequence parallelism each rank's
-        # part of it into tp.
+        # Tensor cores work best on multiples of 8. Context parallelism cuts a sequence into 2 cp chunks, and sequence parallelism cuts
+        # each rank's part of it into tp.
         cut = topology.cp * math.lcm(2 if topology.cp > 1 else 1, topology.tp if trainer.sequence_parallel else 1)
         self.length_multiple = math.lcm(8 if torch.cuda.is_available() else 1, cut)
 
@@ -123,11 +123,11 @@ class MegatronTrainer:
         temperature: float = 1.0,
         reference_logprobs: Sequence[Sequence[float]] | None = None,
     ) -> StepResult:
-        """One optimizer step on the gradient of sum(loss) / denominator.
+        """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
         `temperature` is that of the behaviour policy; `reference_logprobs`, one list per sequence, becomes
         MicroBatch.reference_logprobs. Without sequences the gradient is zero and the optimizer still steps.
-        Raises RuntimeError when the gradient is not finite.
+        Raises RuntimeError if the gradient is not finite.
         """
         assert denominator > 0
         for chunk in self.ddp:
@@ -144,7 +144,7 @@ class MegatronTrainer:
         )
         learning_rate = self.learning_rate.advance()
         _, grad_norm, _ = self.optimizer.step()
-        assert grad_norm is not None  # only with a loss scale, which bf16 does not need, could there be none
+        assert grad_norm is not None  # it is None only with loss scaling, which bf16 does not need
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
@@ -160,7 +160,7 @@ class MegatronTrainer:
         out = loss(self._logprobs(logits, microbatch, temperature), microbatch)
         entropy = torch.where(microbatch.loss_mask, self._entropy(logits, temperature), 0.0).sum()
         sums = {"loss": out.loss.detach(), ENTROPY: entropy, ENTROPY_TOKENS: microbatch.loss_mask.sum(), **out.sums}
-        # The token count is Megatron's to divide by; see the head of this file.
+        # Megatron would divide by this token count; see the head of this file.
         return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), sums
 
     # -- scoring
@@ -168,7 +168,7 @@ class MegatronTrainer:
     def token_logprobs(
         self, sequences: Sequence[TrainSequence], model: Literal["policy", "reference"] = "policy", temperature: float = 1.0
     ) -> list[list[float]]:
-        """Log-prob of every token given those before it (0 for the first), one list per sequence; the same on every rank."""
+        """The log-prob of every token given those before it (0 for the first), one list per sequence; the same on every rank."""
         plan = self._plan(sequences)
         weights = self._reference_weights() if model == "reference" else contextlib.nullcontext()
         with torch.no_grad(), weights:
@@ -223,11 +223,11 @@ class MegatronTrainer:
     def _run(
         self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
-        """Megatron's schedule over the microbatches; `head(microbatch, logits)` on the last stage, whose results it returns."""
+        """Runs Megatron's schedule over the microbatches. The last stage calls `head(microbatch, logits)`, and its results are returned."""
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(batches)
-            # Rotary positions come from the shape, and causality from the attention itself: no ids, no mask.
+            # No ids or mask: rotary positions come from the shape, and causality from the attention itself.
             tokens = context.cut(microbatch.tokens[:, :-1], context_group())
             if self.replay is not None:
                 assert microbatch.routing is not None
@@ -252,20 +252,20 @@ class MegatronTrainer:
         return (parameter for chunk in self.chunks for parameter in chunk.parameters())
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters by their Megatron names, with the global layer index: the tensors of `layout`."""
+        """This rank's live parameters by Megatron's names with global layer numbers: the tensors of `layout`."""
         return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
 
     def init_random(self, seed: int) -> None:
-        """Random weights that depend on the seed alone, not on the topology."""
+        """Sets random weights, which depend only on the seed, not on the topology."""
         hf_io.init_random(self.spec, self.layout, self.local_parameters(), seed)
         self.optimizer.reload_model_params()
 
     def load_hf(self, path: str) -> None:
-        """Weights of a HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes."""
+        """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes."""
         hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path)
         self.optimizer.reload_model_params()
 
     def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:
-        """Writes the weights as a HF checkpoint folder, and `files` (name → text) beside them; configuration and tokenizer files come from
+        """Writes the weights as an HF checkpoint folder, and `files` (name → text) beside them. Configuration and tokenizer files come from
         `hf_config_dir`."""
         hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir, files=files)

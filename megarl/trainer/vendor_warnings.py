@@ -1,4 +1,4 @@
-"""Megatron warns that data may be corrupt, and goes on. Here that ends the run."""
+"""Ends the run when Megatron warns of corrupt data; Megatron itself would go on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class _Refuse(logging.Handler):
 
 
 def refuse_corruption() -> None:
-    """From now on a warning of Megatron's that speaks of corruption, logged or raised as one, is a RuntimeError or a Warning with its text,
-    where it was given. Repeated calls do nothing."""
+    """Makes every warning of Megatron about corruption an error with its text: a RuntimeError if it is logged, the Warning itself if it is
+    issued by `warnings`. Repeated calls do nothing."""
     logger = logging.getLogger("megatron")
     if not any(isinstance(handler, _Refuse) for handler in logger.handlers):
         logger.addHandler(_Refuse(logging.WARNING))
