@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class ConfigError(ValueError):
-    """One or more problems in configuration, arguments or data, the user's to mend; the command line turns it into exit status 2.
+    """One or more problems in configuration, arguments or data that the user can fix. The command line exits with status 2.
 
     Every problem is one line: the key, the value it has, what is allowed.
     """
@@ -17,19 +17,19 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run cannot go on. The message says all that a person needs, and is shown in the place of a traceback, which the log has."""
+    """A run cannot go on. The message says everything a user needs; it is shown instead of the traceback, which is in the log."""
 
 
 def unreadable(error: OSError) -> ConfigError:
-    """Of a path that cannot even be looked at: too long a name, or in a folder that this user may not read. Raises `error` if it is of no
-    path."""
+    """The ConfigError for a path that cannot be looked at: its name is too long, or it is in a folder that this user may not read. Raises
+    `error` if that does not name a path."""
     if error.filename is None:
         raise error
     return ConfigError(f"{error.filename}: cannot be looked at: {error.strerror}")
 
 
 def problems_of(*checks: Callable[[], object]) -> list[str]:
-    """Of all of them, each once: what a check raises a ConfigError about keeps no other from being asked."""
+    """The problems of all checks, each once. A check that raises ConfigError does not keep the others from running."""
     found: list[str] = []
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""The settings of a run as one flat tree of dotted keys, read off the dataclasses."""
+"""The settings of a run as a tree of dotted keys, derived from the dataclasses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from megarl.config.limits import Limit
 from megarl.config.schema import RunConfig
 
-NEAREST = 3  # suggestions at most
+NEAREST = 3  # the most suggestions
 CLOSE_ENOUGH = 0.6  # difflib's ratio of the last names
 TIE = 0.01  # suggestions this close to the best are shown too
-NAME = "NAME"  # stands for a name of the user's, in the keys of a section that there may be several of
+NAME = "NAME"  # stands for a name that the user chooses, in keys of a section that may occur several times
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """An inner node. An optional one may be null; of `many`, each stands under a name that the user gives it."""
+    """An inner node. An optional one may be null; if `many`, there may be several, each under a name that the user gives it."""
 
     key: str
     type: type
@@ -56,7 +56,7 @@ def sections() -> dict[str, Section]:
 
 
 def setting_of(key: str) -> Setting | None:
-    """The setting that `key` sets, under the names that `key` has: `eval.suites.algebra.source` is one of `eval.suites.NAME.source`."""
+    """The setting that `key` sets, with the user's names in it: `eval.suites.algebra.source` is a case of `eval.suites.NAME.source`."""
     found = settings().get(general(key))
     return dataclasses.replace(found, key=key) if found else None
 
@@ -67,7 +67,7 @@ def section_of(key: str) -> Section | None:
 
 
 def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
-    """Every setting of a whole configuration, as nested mappings; of those with names of the user's, each name's."""
+    """Every setting of a whole configuration, given as nested mappings; settings under the user's names once for each name."""
     for key, setting in settings().items():
         many, _, rest = key.partition(f".{NAME}.")
         if not rest:
@@ -78,14 +78,14 @@ def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
 
 
 def outer_sections(key: str) -> list[Section]:
-    """The sections that `key` stands in, or is, outermost first."""
+    """The sections that contain `key`, or that `key` itself names, outermost first."""
     names = key.split(".")
     prefixes = (".".join(names[:length]) for length in range(1, len(names) + 1))
     return [section for prefix in prefixes if (section := section_of(prefix))]
 
 
 def general(key: str) -> str:
-    """`key` with NAME in the place of the user's names."""
+    """`key` with NAME in place of the user's names."""
     for section in sections().values():
         if section.many and key.startswith(f"{section.key}."):
             _, *rest = key[len(section.key) + 1 :].split(".")
@@ -94,24 +94,24 @@ def general(key: str) -> str:
 
 
 def field_path(key: str) -> str:
-    """Where `key` lives in RunConfig: the same path, but for `async`, which Python keeps for itself."""
+    """The path of `key` in RunConfig. It differs only for `async`, which is a Python keyword."""
     return "async_" + key[len("async") :] if key == "async" or key.startswith("async.") else key
 
 
 def value_at(config: RunConfig, key: str) -> Any:
-    """The value of `key`, or None where an optional section above it is null."""
+    """The value of `key`, or None if an optional section above it is null."""
     return functools.reduce(lambda node, name: getattr(node, name, None), field_path(key).split("."), config)
 
 
 def nearest(key: str) -> list[str]:
-    """The known keys that look most like `key`, best first: of a like name in the same section, or the same name in another."""
+    """The known keys most similar to `key`, best first: a similar name in the same section, or the same name in another."""
     scored = [(_likeness(key, known), known) for known in settings() if _ratio(_name(key), _name(known)) >= CLOSE_ENOUGH]
     best = max(scored, default=(0.0, ""))[0]
     return [known for score, known in sorted(scored, reverse=True)[:NEAREST] if score >= best - TIE]
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """The length of the common prefix."""
     return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 

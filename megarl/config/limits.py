@@ -1,4 +1,4 @@
-"""What a setting's value may be. A limit's text completes "must be …" in messages and stands in the table of docs/config.md."""
+"""Limits on the values of settings. A limit's text completes "must be …" in messages, and appears in the table of docs/config.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_S = 2_000_000
 class Limit:
     text: str
     accepts: Callable[[Any], bool]
-    spelled: Mapping[str, str] = field(default_factory=dict)  # other ways to write a value, in small letters
+    spelled: Mapping[str, str] = field(default_factory=dict)  # other spellings of a value, in lower case
 
 
 def at_least(low: float) -> Limit:
@@ -36,7 +36,7 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
 
 
 def seconds(least: float = 0) -> Limit:
-    """Of a wait: above 0, or at least `least`, and no longer than the system calls take that wait: 2**31 milliseconds."""
+    """The limit of a wait: above 0, or at least `least`, and at most what system calls accept, 2**31 milliseconds."""
     lowest = f"at least {least}" if least else "above 0"
     return Limit(f"{lowest}, at most {_LONGEST_S}", lambda value: value >= least and 0 < value <= _LONGEST_S)
 

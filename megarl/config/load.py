@@ -1,4 +1,4 @@
-"""A YAML file and dotted overrides become one RunConfig, or one ConfigError that holds every problem found."""
+"""Loads a YAML file and dotted overrides into one RunConfig, or raises one ConfigError with all problems."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
               list[str]: "a list of texts"}  # fmt: skip
 
 
-_LARGEST = 10**15  # integer that any setting means something by
+_LARGEST = 10**15  # the largest integer that makes sense for any setting
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a file and overrides come to. With problems, `config` has defaults in the place of what cannot be used; it is None where that
-    does not make one."""
+    """The result of a file and overrides. If there are problems, `config` has defaults in place of unusable values; it is None if even that
+    is not possible."""
 
     config: RunConfig | None
     problems: list[str]
-    doubtful: frozenset[str]  # keys that a problem is about, and those that may have been meant
+    doubtful: frozenset[str]  # keys with problems, and keys that may have been meant instead
 
     def concerns(self, problem: str) -> bool:
-        """Whether a later problem is about a value that somebody meant, and no consequence of one that could not be used."""
+        """Whether a later problem is about a value that the user has set, and not a consequence of an unusable one."""
         return not any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in self.doubtful)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path`, apply `overrides` (`dotted.key=value`, the value in YAML), fill in defaults, resolve interpolations.
+    """Reads `path`, applies `overrides` (`dotted.key=value`, the value in YAML), fills in defaults, and resolves interpolations.
 
     Raises ConfigError with all problems: unknown keys, wrong types, values outside their limits, missing settings.
     """
@@ -51,7 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """As `load_config`, but with problems it goes on without what they are about. Raises ConfigError for a file that cannot be read."""
+    """Like `load_config`, but leaves out settings with problems and goes on. Raises ConfigError for a file that cannot be read."""
     problems: list[str] = []
     assignments = [*_read_file(Path(path), problems), *_read_overrides(overrides, problems)]
     tree = OmegaConf.structured(RunConfig)
@@ -78,7 +78,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
-    """The leaves of the file, dotted. A file that cannot be read at all raises: nothing else is worth saying then."""
+    """The leaves of the file with dotted keys. Raises for a file that cannot be read at all, since no other problem matters then."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
 
 
 def _plain_mapping(tree: DictConfig) -> dict[Any, Any]:
-    """As OmegaConf.to_container, which may return any container."""
+    """Like OmegaConf.to_container, but always a dict."""
     plain = OmegaConf.to_container(tree)
     assert isinstance(plain, dict)
     return plain
@@ -149,7 +149,7 @@ def _children(section: str) -> list[str]:
 
 
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
-    """Set one leaf; yields what is wrong with its key or its type."""
+    """Sets one leaf. Yields problems with its key or its type."""
     setting = setting_of(key)
     free = key.startswith(("generator.server_args.", "rollout.args."))
     if setting is None and not free and section_of(key) is None:
@@ -180,7 +180,7 @@ def _hint(key: str) -> str:
 
 
 def _right_kind(setting: Setting, value: Any) -> bool:
-    """What OmegaConf would convert in silence: a null, and booleans or collections to text."""
+    """False for values that OmegaConf would convert silently: null, and booleans or collections to text."""
     if value is None:
         return setting.optional
     return setting.type is not str or (isinstance(value, str | int | float) and not isinstance(value, bool))
@@ -192,7 +192,7 @@ def _wrong_type(setting: Setting, value: Any) -> str:
 
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
-    """Resolve interpolations, then hold every value against its setting's limit."""
+    """Resolves interpolations, then checks every value against its setting's limit."""
     written = _plain_mapping(tree)
     for setting in concrete(written):
         text = _dig(written, setting.key)
@@ -239,7 +239,7 @@ def _internal_interpolations(value: Any) -> Any:
 
 
 def _escape(value: Any) -> Any:
-    """A resolved value that looks like an interpolation is text, and must stay text."""
+    """Escapes a resolved value that looks like an interpolation, so that it stays text."""
     if isinstance(value, dict):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

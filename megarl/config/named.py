@@ -1,4 +1,4 @@
-"""Functions and classes that a configuration names, by package.module:name."""
+"""Finds functions and classes that a configuration names as package.module:name."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Call
 
 
 def find_module(name: str, setting: str) -> ModuleType:
-    """A module of the user's own, as `find_callable` finds it. Raises: ConfigError."""
+    """Imports a module of the user's own, as `find_callable` does. Raises: ConfigError."""
     try:
         return _import(name)
     except ImportError as error:
         raise ConfigError(f"{setting}: cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # the user's module, at its import
+    except (Exception, SystemExit) as error:  # raised by the user's module while it is imported
         raise ConfigError(f"{setting}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Whether what a command is to write can be written there: asked before it computes for minutes."""
+"""Checks that a command can write its output, before it computes for minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PICTURES = (".svg", ".png")
 
 
 def file_problems(option: str, path: str, endings: Sequence[str] = ()) -> Iterator[str]:
-    """Against a file at `path`, which may exist; `option` is how the user named it, for the message."""
+    """Problems with writing a file at `path`, which may exist. `option` is the user's name for it, for the message."""
     if endings and not path.endswith(tuple(endings)):
         yield f"{option} {path}: must end in {' or '.join(endings)}"
     elif Path(path).is_dir():
@@ -22,7 +22,7 @@ def file_problems(option: str, path: str, endings: Sequence[str] = ()) -> Iterat
 
 
 def folder_problems(option: str, path: str) -> Iterator[str]:
-    """Against a folder at `path` and all above it that is still to be made."""
+    """Problems with writing a folder at `path`, and any missing folders above it."""
     there = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
     if not there.is_dir():
         yield f"{option}{path}: {'is' if there == Path(path) else f'{there} is'} a file, must be a folder"
@@ -31,7 +31,7 @@ def folder_problems(option: str, path: str) -> Iterator[str]:
 
 
 def new_folder_problems(option: str, path: str) -> Iterator[str]:
-    """As `folder_problems`; and nothing may be there yet, since an export takes the place of all that is."""
+    """Like `folder_problems`, but nothing may exist at `path`, since an export replaces everything there."""
     if Path(path).is_dir() and any(Path(path).iterdir()):
         yield f"{option}{path}: is there already, and is not empty; remove it, or name another"
     else:

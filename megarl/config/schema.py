@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from megarl.config.limits import Limit, above, at_least, between, each, one_of, seconds, setting
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
 
-MAX_REWARD = 1e6  # in size: beyond it the trainer's float32 no longer tells rewards apart that differ by a tenth
+MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit
 IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
@@ -266,7 +266,7 @@ class WeightsConfig:
 
 @dataclass
 class SuiteConfig(DatasetConfig):
-    """One more held-out set, with a sampling of its own where it needs one."""
+    """One more held-out set, optionally with its own sampling."""
 
     samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
     temperature: float | None = setting(None, "of their sampling; null: eval.temperature", at_least(0))

@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, and which of them is the newest whole one. No torch: the launcher asks too."""
+"""Finds, names and removes a run's checkpoints. Needs no torch, since the launcher uses it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_path(run_dir: Path | str, step: int) -> Path:
-    """Folder of the checkpoint taken after `step` optimizer steps, that is of weight version `step`."""
+    """The folder of the checkpoint after `step` optimizer steps, which is of weight version `step`."""
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
 
 
@@ -25,14 +25,14 @@ def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
 
 
 def remove_leftovers(run_dir: Path | str) -> None:
-    """Removes what earlier processes of the run died over: half-written and half-removed checkpoints. While no process of it runs."""
+    """Removes half-written and half-removed checkpoints that dead processes of the run have left. Call it while none of them runs."""
     for pattern in ("step_*.partial", "step_*.removing"):
         for path in (Path(run_dir) / "checkpoints").glob(pattern):
             shutil.rmtree(path)
 
 
 def make_room(run_dir: Path | str) -> None:
-    """Where the disk would not take one more checkpoint of the newest one's size, older ones go before it is written. The newest stays."""
+    """Removes old checkpoints, but not the newest, if the disk has no room for one more of the newest one's size."""
     complete = [path for _, path in complete_checkpoints(run_dir)]
     if not complete:
         return
@@ -46,8 +46,8 @@ def make_room(run_dir: Path | str) -> None:
 
 
 def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints. What cannot be removed (on NFS a file that somebody else reads leaves a remnant until
-    it is closed) is told, and left to the next launch: it is no reason to end a run."""
+    """Removes all but the newest `keep` checkpoints. If one cannot be removed (on NFS a file that is still open leaves a remnant), that is
+    printed and left to the next launch, because it is no reason to end a run."""
     for _, path in complete_checkpoints(run_dir)[:-keep]:
         _remove(path)
 

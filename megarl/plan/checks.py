@@ -1,4 +1,4 @@
-"""What no key can be judged by alone: settings against each other. (Against the model: model_checks.)
+"""Checks settings against each other. (model_checks checks them against the model.)
 
 Each check is a small function that yields problems: the key, its value, what is allowed.
 """
@@ -27,7 +27,7 @@ ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
 def check_trainer_features(config: RunConfig) -> Iterable[str]:
-    """What can be planned and resharded, but not trained yet."""
+    """Refuses settings that can be planned and resharded, but not trained yet."""
     if config.trainer.fsdp is not None:
         yield f"trainer.fsdp={config.trainer.fsdp}: only null can be trained"
 
@@ -41,7 +41,7 @@ def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
 
 
 def check_ranks(config: RunConfig) -> Iterable[str]:
-    """More are no cluster, but a slip of the finger; and their layouts would fill the memory."""
+    """More ranks than this are a typing error, not a cluster; and their layouts would fill the memory."""
     trainer, generator = config.trainer, config.generator
     for section, axes in (("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
                           ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")})):  # fmt: skip
@@ -71,7 +71,7 @@ def check_batch(config: RunConfig) -> Iterable[str]:
 
 
 def check_partial_rollout(config: RunConfig) -> Iterable[str]:
-    """A cut that no response is long enough for cuts nothing."""
+    """Refuses a chunk size that no response is long enough for."""
     tokens = config.async_.chunk_tokens
     if config.async_.partial_rollout != "resume" and tokens is not None:
         yield f"async.chunk_tokens={tokens}: only async.partial_rollout=resume cuts; it is {config.async_.partial_rollout}"
@@ -132,7 +132,7 @@ _TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_blackwel
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_trainer_features, check_sft_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),
-    "dry-run": _TRAIN_CHECKS,  # on a machine that need not have the run's folder
+    "dry-run": _TRAIN_CHECKS,  # the machine need not have the run's folder
     "eval": (check_run_dir, check_evaluated_format, check_eval_command),
     "export": (check_run_dir, check_trainer_features),
 }

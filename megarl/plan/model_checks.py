@@ -1,4 +1,4 @@
-"""The model against the parallel sizes, and what can be trained. Each check yields problems: the key, its value, what is allowed."""
+"""Checks settings against the model. Each check yields problems: the key, its value, what is allowed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """SGLang on a CPU pads the rows of one expert, and makes the shared ones of as many times that: with several, no layout of ours."""
+    """On a CPU, SGLang pads the rows of one expert and multiplies that for shared experts; no layout here covers several of them."""
     rows, tp = spec.expert_intermediate_size, config.generator.tp
     shared = spec.shared_intermediate_size // rows if rows else 0
     if config.cluster.gpu == "cpu" and shared > 1 and rows % (SGLANG_CPU_PADDING * tp):
@@ -106,7 +106,7 @@ def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Latent attention has rotary embeddings of its own."""
+    """Latent attention has its own rotary embeddings."""
     allowed = ("default", "yarn") if spec.kv_lora_rank else ("default", "linear", "llama3")
     if spec.rope_type not in allowed:
         yield f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be one of {', '.join(allowed)}"
@@ -117,7 +117,7 @@ def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def _router_problems(spec: ModelSpec) -> Iterable[str]:
-    """Routers that Megatron computes otherwise than Hugging Face and SGLang, or cannot train."""
+    """Finds routers that Megatron cannot train, or computes differently from Hugging Face and SGLang."""
     if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
         # Megatron scores a group by num_experts_per_tok // topk_group of its experts, the others by two.
         yield f"num_experts_per_tok = {spec.experts_per_token} must be twice topk_group = {spec.topk_groups}"
@@ -152,5 +152,5 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_pipeline,
     check_lengths,
 )
-# Not of commands that only plan.
+# Commands that only plan do without these.
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_latent_format, check_expert_sequences)

@@ -1,4 +1,4 @@
-"""What a run with fp8 engines needs: sizes that SGLang's blocks fit, and settings that do not contradict the format."""
+"""Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.models.registry import family
 from megarl.topology import GeneratorTopology
 
 BLOCK = 128  # rows and columns of fp8_block
-_KEEP_BLOCKS = ("flashinfer_trtllm", "triton")  # of the backends that Blackwell has
-_DECIDED = ("json_model_override_args", "load_format")  # by which SGLang is told the format
+_KEEP_BLOCKS = ("flashinfer_trtllm", "triton")  # those of Blackwell's backends that keep blocks as they are
+_DECIDED = ("json_model_override_args", "load_format")  # arguments that tell SGLang the format
 
 
 def check_format_arguments(config: RunConfig) -> Iterable[str]:
@@ -24,7 +24,7 @@ def check_format_arguments(config: RunConfig) -> Iterable[str]:
 
 
 def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
-    """With DeepGEMM, its choice on Blackwell, SGLang rounds the scales of blocks to powers of two after loading and packs them."""
+    """With DeepGEMM, SGLang's choice on Blackwell, it rounds scales of blocks to powers of two after loading, and packs them."""
     backend = config.generator.server_args.get("fp8_gemm_runner_backend", "auto")
     if config.cluster.gpu == "B200" and config.generator.quantization == "fp8_block" and backend not in _KEEP_BLOCKS:
         needed = f"generator.server_args.fp8_gemm_runner_backend of {' or '.join(_KEEP_BLOCKS)}"
@@ -39,22 +39,22 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
 
 
 def check_latent_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """SGLang makes the tensors that latent attention computes with out of kv_b_proj, and does not expect to find it transposed."""
+    """SGLang derives the tensors that latent attention computes with from kv_b_proj, and does not expect it to be transposed."""
     quantization = config.generator.quantization
     if spec.kv_lora_rank and quantization not in (None, "fp8_block"):
         yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
 
 
 def check_blocks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """As SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod: what is fused or cut must be whole blocks."""
+    """Fused or cut tensors must consist of whole blocks, as in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod."""
     generator = config.generator
-    if generator.quantization != "fp8_block":  # of others the layout itself says so
+    if generator.quantization != "fp8_block":  # for other formats the layout itself reports it
         return
     try:
         topology = GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
         parameters = family(spec).sglang_parameters(spec, topology, "cuda")
     except (ConfigError, ArithmeticError):
-        return  # sizes that do not divide: other checks say so
+        return  # sizes that do not divide: other checks report them
     quantised = family(spec).quantised_parameters(spec)
     if fused := [text for parameter in parameters if parameter.name in quantised for text in _unevenly_fused(spec, parameter)]:
         must = f"at any generator.tp SGLang fuses rows that must be multiples of {BLOCK}, and are {', '.join(fused)}"
@@ -67,7 +67,7 @@ def check_blocks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def _unevenly_fused(spec: ModelSpec, parameter: Parameter) -> Iterator[str]:
-    """Of a tensor that every rank holds whole: parts whose last block would be one with the first of the next."""
+    """Finds parts whose last block would overlap the next part, in a tensor that every rank holds whole."""
     logical = {tensor.name: tensor.shape for tensor in family(spec).logical_tensors(spec)}
     for part in parameter.parts[:-1] if parameter.dim is None else ():
         if (rows := logical[part.logical_name][0]) % BLOCK:

@@ -1,4 +1,4 @@
-"""From a config to the frozen plan of a run, or to one error with everything that stands against it."""
+"""Turns a config into the frozen plan of a run, or raises one error with all problems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunPlan:
     generator_topology: GeneratorTopology
     steps: int  # optimizer steps of the whole run
     sequences_per_step: int  # prompts_per_step * n
-    weights: Weights  # what the command begins with
+    weights: Weights  # that the command begins with
 
     @property
     def weights_path(self) -> str:
@@ -37,15 +37,15 @@ class RunPlan:
 
     @property
     def engine_dtype(self) -> str:
-        """Of activations, and of weights that are not quantised. SGLang computes with fp8 weights in 16 bits only."""
+        """The dtype of activations and of unquantised weights. With fp8 weights SGLang computes only in 16 bits."""
         return self.config.model.dtype if self.config.generator.quantization is None else "bfloat16"
 
 
 def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
-    """Check `config` as a whole and fix what follows from it. Nothing is started, nothing is written.
+    """Checks `config` as a whole and derives the plan from it. Nothing is started, nothing is written.
 
-    `command` ("train", "sft", "eval", …) adds the checks that concern this command alone; "dry-run" those of "train", but that weights
-    which megarl sft is to make may be missing. Raises ConfigError with all problems.
+    `command` ("train", "sft", "eval", …) adds the checks for this command only; "dry-run" adds those of "train", except that weights which
+    megarl sft is to make may be missing. Raises ConfigError with all problems.
     """
     if command == "sft":
         config = as_warm_start(config)
@@ -75,9 +75,9 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
 
 
 def as_warm_start(config: RunConfig) -> RunConfig:
-    """The config with the parallel sizes of the warm start in the trainer's place: it exports to HF, so its sizes are its own.
+    """The config with the parallel sizes of the warm start as the trainer's. They may differ, since the warm start exports to HF.
 
-    Where `sft` sets any size, the warm start has those sizes and no other axis; where it sets none, it has the trainer's.
+    If `sft` sets any size, the warm start has those sizes and no other axis; if it sets none, it has the trainer's.
     """
     own = {axis: size for axis in ("tp", "pp", "dp") if (size := getattr(config.sft, axis)) is not None}
     if not own:
@@ -91,7 +91,7 @@ def as_warm_start(config: RunConfig) -> RunConfig:
 def find_spec(config: RunConfig) -> ModelSpec:
     """The model's shape, from `model.path`, or from `model.spec` while the checkpoint is not on this machine.
 
-    Raises ConfigError when a folder is missing, a config.json cannot be used, or the two disagree.
+    Raises ConfigError if a folder is missing, a config.json cannot be used, or the two disagree.
     """
     model = config.model
     problems = [*_missing("model.path", model.path), *(_missing("model.tokenizer", model.tokenizer) if model.tokenizer else ())]
@@ -122,7 +122,7 @@ def _load_checkpoint_spec(path: str, own_family: str | None) -> ModelSpec:
 
 
 def _is_of_a_run(path: Path) -> str:
-    """What to do with a folder of a run, which holds no model of Hugging Face's."""
+    """Says what to do if the folder belongs to a run, and so is no Hugging Face model."""
     if (path / "config.json").exists():
         return ""
     step = re.fullmatch(r"step_0*(\d+)", path.name)
@@ -134,7 +134,7 @@ def _is_of_a_run(path: Path) -> str:
 
 
 def _missing(key: str, path: str) -> Iterable[str]:
-    """A model is a local folder or a hub name, `owner/name`; a path into a folder that is here is meant to be local."""
+    """A model is a local folder or a hub name, `owner/name`. A path whose first folder exists here is taken for a local one."""
     is_hub_name = HUB_NAME.fullmatch(path) and not Path(path.split("/")[0]).is_dir()
     if not is_hub_name and not Path(path).is_dir():
         where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"

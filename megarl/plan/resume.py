@@ -1,4 +1,4 @@
-"""Whether a run directory that holds checkpoints may be continued with this config, and what is then other than before."""
+"""Checks that a run directory with checkpoints may be continued with this config, and lists changed settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.plan.checkpoints import complete_checkpoints
 
-# What the checkpoints, the order of the prompts and the meaning of the reward depend on. Parallel sizes may change.
+# Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel sizes may change.
 FIXED_KEYS = (
     "model.path",
     "model.tokenizer",
@@ -28,7 +28,7 @@ FIXED_KEYS = (
 
 
 def check_resume(config: RunConfig) -> Iterable[str]:
-    """Problems with going on from what `config.run_dir` holds; none where there is no checkpoint yet."""
+    """Problems with resuming from `config.run_dir`; none if it has no checkpoint yet."""
     try:
         before = _earlier(config)
     except ConfigError as error:
@@ -41,19 +41,19 @@ def check_resume(config: RunConfig) -> Iterable[str]:
 
 
 def changes(config: RunConfig) -> list[str]:
-    """What a run that goes on does otherwise than when it was last started: a line for each setting."""
+    """One line for each setting of a resumed run that has changed since its last start."""
     if not _settings_before(config).is_file():
         return [f"what, if anything, cannot be said: {_settings_before(config)} is gone"]
     return [f"{key}={show(value_at(config, key))}, was {show(value)}" for key, value in differences(_earlier(config), config).items()]
 
 
 def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
-    """Of the settings in `before`, those that are others now, with their values before."""
+    """The settings in `before` that have other values now, with their values before."""
     return {key: value for key, value in before.items() if value != value_at(now, key)}
 
 
 def _earlier(config: RunConfig) -> Mapping[str, Any]:
-    """Every setting of the run in `config.run_dir`; none where there is no checkpoint to go on from. Raises ConfigError."""
+    """Every setting of the run in `config.run_dir`; empty if there is no checkpoint to resume from. Raises ConfigError."""
     written = _settings_before(config)
     if not written.is_file() or not complete_checkpoints(config.run_dir):
         return {}
@@ -66,5 +66,5 @@ def _settings_before(config: RunConfig) -> Path:
 
 
 def show(value: object) -> str:
-    """As it is written in YAML."""
+    """The value as written in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

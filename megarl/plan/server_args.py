@@ -1,4 +1,4 @@
-"""`generator.server_args` against what SGLang takes, and against what a run decides by other keys or must decide itself."""
+"""Checks `generator.server_args` against the arguments of SGLang, and against what other keys or the run itself decide."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ REFUSED = {
     "ssl_keyfile": _NO_KEYS,
     "ssl_certfile": _NO_KEYS,
 }
-MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's hold up before gate, in a tensor of the same shape; others repack the experts
+MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's store up before gate, in a tensor of the same shape; others repack the experts
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Arguments that SGLang does not know; that the run decides by other keys, or must decide itself to stay closed to strangers and right
-    about mu; and such by which SGLang would compute with something else than what is written, unseen by the audit."""
+    """Refuses arguments that SGLang does not know; that other keys decide; that the run must decide itself, to stay closed to strangers and
+    to know mu; and with which SGLang would compute with other weights than those written, unseen by the audit."""
     known = arguments() if config.generator.server_args else {}
     for name, value in config.generator.server_args.items():
         shown = f"generator.server_args.{name}={_show(value)}"
@@ -104,7 +104,7 @@ def _decided_elsewhere(name: str, value: Any) -> str | None:
 
 
 def _meant(name: str, known: Mapping[str, Argument]) -> str:
-    """Flags are written with dashes, and some have several names."""
+    """Suggests the name that was meant: flags are written with dashes, and some have several names."""
     plain = name.lstrip("-").replace("-", "_").lower()
     of_flag = {alias: known_name for known_name, argument in known.items() for alias in (known_name, *argument.aliases)}
     near = [plain] if plain in of_flag else difflib.get_close_matches(plain, of_flag, n=1)
@@ -120,7 +120,7 @@ def _unfit(argument: Argument, value: Any) -> Iterator[str]:
         yield f"must be {_type_name(argument.type)}"
         return
     except TypeError:
-        return  # a type that only SGLang's own code can judge
+        return  # only SGLang's own code can check this type
     if argument.choices is not None and value is not None:
         values = value if isinstance(value, list) else [value]
         if any(choice not in argument.choices for choice in values):

@@ -1,4 +1,4 @@
-"""What arguments the installed SGLang takes, read off its source: importing it takes ten seconds, reading it a twentieth of one."""
+"""Reads the arguments of the installed SGLang from its source: importing it takes ten seconds, reading a twentieth of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOICES_IN = "srt/arg_groups/choices.py"
 
 @dataclass(frozen=True)
 class Argument:
-    """One field of ServerArgs. Where its annotation names what is SGLang's own, the type is Any; where its choices do, they are None."""
+    """One field of ServerArgs. If its annotation refers to SGLang's own names, the type is Any; if its choices do, they are None."""
 
     type: Any
     choices: tuple[Any, ...] | None
@@ -32,7 +32,7 @@ def version() -> str:
 
 @functools.cache
 def arguments() -> Mapping[str, Argument]:
-    """By name. Empty where there is no SGLang: on a machine that only plans."""
+    """All arguments by name; empty if SGLang is not installed, as on a machine that only plans."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
         return {}
@@ -51,7 +51,7 @@ def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
-    """`name: A[type, help]`, or `name: A[type, Arg(help, choices, …)]`; without A it is a bare type."""
+    """Parses `name: A[type, help]`, `name: A[type, Arg(help, choices, …)]`, or `name: type`."""
     for block in ast.parse(file.read_text()).body:
         for field in block.body if isinstance(block, ast.ClassDef) else ():
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.target.id.startswith("_"):
@@ -68,7 +68,7 @@ def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argum
 
 
 def _value(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
-    """A literal, or a list by its name; None for anything else."""
+    """The value of a literal or of a named list; None for anything else."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     try:

@@ -1,8 +1,8 @@
-"""Which weights a command begins with: those that model.path has, or the warm start that megarl sft made of them.
+"""Finds the weights that a command begins with: those of model.path, or the warm start that megarl sft made from them.
 
-A finished warm start of the same model.path is taken: whoever ran `megarl sft` before `megarl train` meant it to be. The folder says itself
-what it was made of, since sft.output may be another run's. A run keeps to what it began with: that is its reference model
-(algorithm.kl_coef), also when another warm start is made meanwhile.
+A finished warm start of the same model.path is used: whoever ran `megarl sft` before `megarl train` wants that. The folder itself records
+what it was made from, since sft.output may belong to another run. A run keeps the weights it began with as its reference model
+(algorithm.kl_coef), even if another warm start is made meanwhile.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megarl.config.schema import RunConfig
 from megarl.files import write_whole
 from megarl.plan.checkpoints import complete_checkpoints
 
-WARM_START = "warm_start.json"  # in sft.output, beside the weights: the settings that made them, and by that, that megarl sft did
-BEGUN_WITH = "begun_with.json"  # in run_dir: what the run began with
+WARM_START = "warm_start.json"  # in sft.output, beside the weights: the settings of the megarl sft that made them
+BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began with
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Weights:
     """An HF checkpoint that a command begins with."""
 
     path: str  # a folder, or a hub name
-    warm_start: bool = False  # megarl sft made it
-    are_gone: bool = False  # it holds no weights any more, and nothing needs them
-    remark: str = ""  # what somebody may expect instead, and why it is not so
-    fingerprint: str = ""  # of those that a run began with; empty where it was not taken
+    warm_start: bool = False  # whether megarl sft made it
+    are_gone: bool = False  # whether the weights are gone, but not needed either
+    remark: str = ""  # why these weights are used, and not others that the user may expect
+    fingerprint: str = ""  # of the weights that a run began with; empty if not computed
 
     @property
     def are_there(self) -> bool:
-        """A hub name is no folder of ours; the hub is asked when it is read."""
+        """Whether the weights are on this machine. A hub name counts as there: the hub is asked when it is read."""
         return holds_weights(self.path) or (not self.warm_start and not Path(self.path).is_dir())
 
     def __str__(self) -> str:
@@ -44,9 +44,9 @@ class Weights:
 
 
 def find_weights(config: RunConfig, command: str | None) -> Weights:
-    """What `command` begins with; None: what a run would that begins."""
+    """The weights that `command` begins with; with None, those of a new run."""
     model = Weights(config.model.path)
-    if command in ("sft", "export"):  # neither needs what megarl sft made
+    if command in ("sft", "export"):  # neither uses the result of megarl sft
         return model
     if command not in ("train", "dry-run") or not complete_checkpoints(config.run_dir):
         return _chosen(config)
@@ -72,7 +72,7 @@ def _chosen(config: RunConfig) -> Weights:
 
 
 def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
-    """A problem, where `command` needs weights that are not there."""
+    """Yields a problem if `command` needs weights that are missing."""
     weights = find_weights(config, command)
     if weights.are_there or weights.are_gone or command not in ("sft", "train", "eval", "dry-run"):
         return
@@ -85,12 +85,12 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
             f"algorithm.kl_coef={config.algorithm.kl_coef}: its reference model is what the run began with, but {weights.path} holds no "
             "weights any more"
         )
-    elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft is to make them first
+    elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft will make them first
         yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a run keeps what it began with beside what it trains."""
+    """Whether a run keeps the weights it began with beside those it trains."""
     return config.algorithm.kl_coef > 0
 
 
@@ -99,14 +99,14 @@ def holds_weights(path: str) -> bool:
 
 
 def warm_start_record(config: RunConfig) -> str:
-    """What WARM_START says: every setting that the weights of `megarl sft` depend on."""
+    """The content of WARM_START: every setting that the weights of `megarl sft` depend on."""
     data = "sft.data." if config.sft.data else "data.train."
     of_sft = ("model.", "sft.optimizer.", data, "sft.steps", "sft.batch_size", "seed")
     return json.dumps({key: value_at(config, key) for key in settings() if key.startswith(of_sft) and key != "model.spec"}, indent=2)
 
 
 def check_warm_start(config: RunConfig) -> Iterable[str]:
-    """Problems with taking the finished warm start in `sft.output` for the one that `config` means."""
+    """Problems with using the finished warm start in `sft.output` as the one that `config` describes."""
     output, made_by = config.sft.output, read_warm_start(config.sft.output)
     instead = "remove it to train it anew, or name another folder"
     if made_by is None and holds_weights(config.model.path):
@@ -120,19 +120,18 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
 
 
 def read_warm_start(output: str) -> Mapping[str, Any] | None:
-    """The settings that made the warm start at `output`; None where megarl sft made none there. Raises ConfigError where they cannot be
-    read."""
+    """The settings that made the warm start at `output`; None if there is none of megarl sft's. Raises ConfigError if they are unreadable."""
     return _read(Path(output) / WARM_START, "model.path")
 
 
 def begin_with(config: RunConfig, weights: Weights, fingerprint: str) -> None:
-    """Notes it in the folder of the run, for those that go on from its checkpoints."""
+    """Records the weights in the folder of the run, for resumed runs."""
     begun = {"path": weights.path, "warm_start": weights.warm_start, "fingerprint": fingerprint}
     write_whole(Path(config.run_dir) / BEGUN_WITH, json.dumps(begun))
 
 
 def read_begun_with(config: RunConfig) -> Weights | None:
-    """None where an earlier version of this program began the run. Raises ConfigError where it cannot be read."""
+    """The weights the run began with; None if an earlier version of MegaRL began it. Raises ConfigError if the record is unreadable."""
     begun = _read(Path(config.run_dir) / BEGUN_WITH, "path")
     if begun is None:
         return None
@@ -151,5 +150,5 @@ def _read(path: Path, needed: str) -> dict[str, Any] | None:
 
 
 def _same_folder(path: str, other: str) -> bool:
-    """Or the same hub name."""
+    """Whether both are the same folder, or the same hub name."""
     return path == other or Path(path).resolve() == Path(other).resolve()
