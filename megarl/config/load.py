@@ -180,7 +180,7 @@ def _hint(key: str) -> str:
 
 
 def _right_kind(setting: Setting, value: Any) -> bool:
-    """False for values that OmegaConf would convert silently: null, and booleans or collections to text."""
+    """False for values that OmegaConf would convert silently: null if it is not allowed, and booleans or collections to text."""
     if value is None:
         return setting.optional
     return setting.type is not str or (isinstance(value, str | int | float) and not isinstance(value, bool))

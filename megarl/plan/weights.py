@@ -120,7 +120,7 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
 
 
 def read_warm_start(output: str) -> Mapping[str, Any] | None:
-    """The settings that made the warm start at `output`; None if there is none of megarl sft's. Raises ConfigError if they are unreadable."""
+    """The settings that made the warm start at `output`; None if megarl sft made none there. Raises ConfigError if unreadable."""
     return _read(Path(output) / WARM_START, "model.path")
 
 
