@@ -41,7 +41,7 @@ def _missing_files(plan: RunPlan) -> Iterator[str]:
 
 
 def infiniband_ports(devices: Path = INFINIBAND) -> dict[str, bool]:
-    """By name of a port, such as mlx5_0:1: whether it is up."""
+    """Port names, such as mlx5_0:1, and whether each port is up."""
     states = sorted(devices.glob("*/ports/*/state"))
     return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip().endswith("ACTIVE") for state in states}
 

@@ -24,7 +24,7 @@ def check_format_arguments(config: RunConfig) -> Iterable[str]:
 
 
 def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
-    """With DeepGEMM, SGLang's choice on Blackwell, it rounds scales of blocks to powers of two after loading, and packs them."""
+    """Refuses DeepGEMM, SGLang's choice on Blackwell: with it scales of blocks are rounded to powers of two and packed after loading."""
     backend = config.generator.server_args.get("fp8_gemm_runner_backend", "auto")
     if config.cluster.gpu == "B200" and config.generator.quantization == "fp8_block" and backend not in _KEEP_BLOCKS:
         needed = f"generator.server_args.fp8_gemm_runner_backend of {' or '.join(_KEEP_BLOCKS)}"

@@ -127,7 +127,7 @@ def _is_of_a_run(path: Path) -> str:
         return ""
     step = re.fullmatch(r"step_0*(\d+)", path.name)
     if step and path.parent.name == "checkpoints":
-        return f"is a checkpoint, no model; first: megarl export CONFIG run_dir={path.parent.parent} --step {step[1]} --output FOLDER"
+        return f"is a checkpoint, not a model; first: megarl export CONFIG run_dir={path.parent.parent} --step {step[1]} --output FOLDER"
     run = path.parent if path.name == "checkpoints" else path
     first = f"megarl export CONFIG run_dir={run} --output FOLDER"
     return f"holds a run's checkpoints, no model; first: {first}" if any(run.glob("checkpoints/step_*")) else ""

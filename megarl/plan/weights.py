@@ -65,10 +65,10 @@ def _chosen(config: RunConfig) -> Weights:
         return Weights(path, remark=none if config.sft.steps else "")
     made_by = read_warm_start(output)
     if made_by is None:
-        return Weights(path, remark=f"sft.output={output} is left aside: it has no {WARM_START}, by which megarl sft says what it has made")
+        return Weights(path, remark=f"sft.output={output} is not used: it has no {WARM_START}, which megarl sft writes beside its weights")
     if not _same_folder(made_by["model.path"], path):
-        return Weights(path, remark=f"the warm start in sft.output={output} is left aside: it was made of {made_by['model.path']}")
-    return Weights(output, warm_start=True, remark=f"megarl sft made it of model.path={path}")
+        return Weights(path, remark=f"the warm start in sft.output={output} is not used: it was made from {made_by['model.path']}")
+    return Weights(output, warm_start=True, remark=f"megarl sft made it from model.path={path}")
 
 
 def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:

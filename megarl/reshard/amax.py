@@ -73,7 +73,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
 
 
 def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box]]:
-    """By logical tensor, the boxes of cut rows; with one scale for a whole parameter, all boxes."""
+    """The boxes of cut rows by logical tensor; if one scale covers a whole parameter, all boxes."""
     rows = [row for row in map.rows if row.kind == number and row.transform == QUANTISE]
     everything = of_whole_tensor(rule) and any(row.cut for row in rows)
     regions: dict[str, list[Box]] = defaultdict(list)

@@ -127,7 +127,7 @@ def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], in
         copies, rest = divmod(count, of_model)
         saved = index.live.get(name) if tensor is None else tensor.hash
         if rest or (tensor is not None and tensor.elements != of_model):
-            return f"of {name} elements are missing, or there twice"
+            return f"elements of {name} are missing or duplicated"
         if saved is None or total != copies * saved % 2**64:
             return f"{name} differs between what is held and what is stored, or among the ranks that share it"
     return None

@@ -79,7 +79,7 @@ def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
         tensor = index.tensors.get(name)
         if tensor is None or tensor.shape != parts[0].shape:
             there = "no such tensor" if tensor is None else f"it with shape {tensor.shape}"
-            raise unusable(folder, f"{name} of shape {parts[0].shape} is wanted, and there is {there}: it is of another model")
+            raise unusable(folder, f"{name} of shape {parts[0].shape} is wanted, but it has {there}: it belongs to another model")
         missing = sum(part.box.numel for part in parts)
         for stored in tensor.boxes:
             box = Box(stored.start, stored.shape)
@@ -91,7 +91,7 @@ def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
                 part.values[_inside(both, part.box)].copy_(values[_inside(both, box)])
                 missing -= both.numel
         if missing:
-            raise unusable(folder, f"of {name} {missing} elements are missing")
+            raise unusable(folder, f"{missing} elements of {name} are missing")
 
 
 def read_box(folder: Path, index: Index, name: str, stored: StoredBox) -> torch.Tensor:

@@ -30,7 +30,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
         try:
             return dict(json.loads((folder / INDEX).read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{folder / INDEX}: is no index of safetensors files: {error!r}") from error
+            raise ConfigError(f"{folder / INDEX}: is not an index of safetensors files: {error!r}") from error
     file = folder / "model.safetensors"
     if not file.exists():
         raise ConfigError(f"{folder}: holds neither model.safetensors nor {INDEX}")
@@ -128,5 +128,5 @@ def _header(path: Path) -> dict[str, Any]:
         if path.stat().st_size != 8 + length + end:
             raise ValueError(f"it has {path.stat().st_size} bytes, its header says {8 + length + end}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: is no whole safetensors file: {error}") from error
+        raise ConfigError(f"{path}: is not a complete safetensors file: {error}") from error
     return tensors

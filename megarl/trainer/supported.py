@@ -1,4 +1,4 @@
-"""What of a model this trainer cannot build here. What it can build nowhere is refused when a run is planned (megarl.plan)."""
+"""Refuses models that the trainer cannot build on this machine. Those it can build nowhere are refused by megarl.plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megarl.trainer.layer_spec import layer_spec
 
 
 def check_transformer_engine(spec: ModelSpec) -> None:
-    """Raises ConfigError for experts and latent attention on GPUs without it: Megatron's router and its latent attention then ask for names
-    that they lack. (On CPUs cpu_support mends that.)"""
+    """Raises ConfigError for experts and latent attention on GPUs without Transformer Engine: Megatron's router and its latent attention
+    then use names that do not exist. (On CPUs cpu_support fixes that.)"""
     if torch.cuda.is_available() and layer_spec() != "te" and (spec.num_experts or spec.kv_lora_rank):
         raise ConfigError(
             f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not installed: see docs/cluster.md"

@@ -76,7 +76,7 @@ class WeightUpdate:
         await self.workers.run_all(Spread())
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
-        """With relays only, once everything is in place at their leaders (after `receive` and `spread`): the leaders pass tensors on."""
+        """Has the leaders pass tensors on, if there are relays, once everything is in place at them (after `receive` and `spread`)."""
         payloads = await self.workers.run_all(PassOn())
         lost = {rank for rank, payload in enumerate(payloads) if not payload}
         by_lost = [relay for relay in relays if relay.source_rank in lost]
@@ -95,7 +95,7 @@ class WeightUpdate:
         losses = {place: EngineUnreachable(engine.url, f"{missed[place]} to engine {engine.url}") for place, engine in engines.items()}
         self.workers.go_on_without(losses)
         for loss in losses.values():
-            print(f"it lacks a part of the weights, and is ended: {loss}", flush=True)
+            print(f"an engine lacks a part of the weights, and is ended: {loss}", flush=True)
         await asyncio.gather(*(self._end(engine) for engine in engines.values()))
 
     async def _end(self, engine: EngineClient) -> None:
@@ -130,7 +130,7 @@ class WeightUpdate:
         await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
         if not self.in_place:
             await self._each(lambda engine: engine.flush(self.workers.timeout_s))
-        await self._check_versions(self.version, "somebody else sets versions")
+        await self._check_versions(self.version, "something else sets versions")
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
         return self._began, time.perf_counter()
 

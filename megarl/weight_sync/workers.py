@@ -137,7 +137,7 @@ async def watch(workers: Workers) -> None:
     watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
     most = max(watched, key=lambda each: each.bytes)
     print(
-        f"beside parameters, {most.tensors} tensors of {most.bytes} bytes are watched on a generator rank with every audit"
+        f"every audit also checks {most.tensors} tensors of {most.bytes} bytes on a generator rank that no update writes"
         " (rotary caches, what is made of parameters)",
         flush=True,
     )

@@ -54,7 +54,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(m
     assert process.returncode == 143, output
     assert f"stopped at step {steps} by SIGTERM; the same command goes on from there\n" in output
     assert [step for step, _ in complete_checkpoints(run_dir)] == [steps]
-    assert f"Weights: the warm start in sft.output={warm_start}; megarl sft made it of model.path={model}\n" in output
+    assert f"Weights: the warm start in sft.output={warm_start}; megarl sft made it from model.path={model}\n" in output
     for folder in (model, warm_start):
         (folder / "model.safetensors").unlink()
     again = start(arguments(model, run_dir, *streaming, "max_steps=100000", "rollout.temperature=0.9"), log)

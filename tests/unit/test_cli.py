@@ -135,7 +135,7 @@ def test_a_checkpoint_in_the_place_of_a_model(run_yaml: Path, tmp_path: Path, ca
     first = f"first: megarl export CONFIG run_dir={tmp_path}/old"
     config = [str(run_yaml), f"data.eval.source={tmp_path}/rows.jsonl"]
     for path, what in (
-        (checkpoint, f"is a checkpoint, no model; {first} --step 40 --output FOLDER"),
+        (checkpoint, f"is a checkpoint, not a model; {first} --step 40 --output FOLDER"),
         (tmp_path / "old", f"holds a run's checkpoints, no model; {first} --output FOLDER"),
         (tmp_path / "old/checkpoints", f"holds a run's checkpoints, no model; {first} --output FOLDER"),
     ):

@@ -189,10 +189,10 @@ def test_samples_that_are_none_end_the_run_with_a_reason():
         ([replace(good, policy_mask=[True])], "4 token ids, but 1 policy_mask"),
         ([replace(good, policy_mask=[False] * 4)], "none of its tokens"),
         ([replace(good, reward=float("nan"))], "reward nan"),
-        ([replace(good, reward=True)], "reward True, no finite number"),
-        ([replace(good, reward=1e308)], "reward 1e+308, no finite number of at most 1e+06"),
+        ([replace(good, reward=True)], "reward True: must be a finite number"),
+        ([replace(good, reward=1e308)], "reward 1e+308: must be a finite number of absolute value at most 1e+06"),
         ([replace(good, reward=10**400)], "reward 1000"),
-        ([replace(good, logprobs=[None] * len(good.logprobs))], "log-prob None, no finite number"),
+        ([replace(good, logprobs=[None] * len(good.logprobs))], "log-prob None: must be a finite number"),
         ([replace(good, token_ids=[4] * 65, logprobs=[0.0] * 65, versions=[0] * 65)], "65 tokens, more than max_tokens=64"),
     ]:
         with pytest.raises(RuntimeError, match=f"rollout mine:rollout, prompt 7: .*{re.escape(reason)}"):

@@ -384,15 +384,15 @@ class TestWhereWeightsComeFrom:
         )
         with_weights(output)
         weights = resolve(own, "train").weights
-        assert weights.path == str(tmp_path / "model") and "left aside: it has no warm_start.json" in weights.remark
+        assert weights.path == str(tmp_path / "model") and "not used: it has no warm_start.json" in weights.remark
         (output / WARM_START).write_text(warm_start_record(own))
         for command in ("train", "eval", "dry-run"):
             weights = resolve(dataclasses.replace(own, data=dataclasses.replace(own.data, eval=own.data.train)), command).weights
-            assert str(weights) == f"the warm start in sft.output={output}; megarl sft made it of model.path={tmp_path}/model"
+            assert str(weights) == f"the warm start in sft.output={output}; megarl sft made it from model.path={tmp_path}/model"
         assert resolve(own, "sft").weights_path == str(tmp_path / "model")
         other = config(tmp_path, with_weights(tmp_path / "other"))
         assert str(resolve(other, "train").weights) == (
-            f"model.path={tmp_path}/other; the warm start in sft.output={output} is left aside: it was made of {tmp_path}/model"
+            f"model.path={tmp_path}/other; the warm start in sft.output={output} is not used: it was made from {tmp_path}/model"
         )
 
     def test_a_warm_start_made_otherwise_is_not_taken_for_done(self, tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_damaged_files_are_named(damage: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load(tmp_path)
     (problem,) = raised.value.problems
-    assert {"index": f"{index}: is no index", "not in its file": f"{tmp_path}: tensor model.norm.weight is missing in {path.name}"}.get(
-        damage, f"{path}: is no whole safetensors file: "
+    assert {"index": f"{index}: is not an index", "not in its file": f"{tmp_path}: tensor model.norm.weight is missing in {path.name}"}.get(
+        damage, f"{path}: is not a complete safetensors file: "
     ) in problem
 
 

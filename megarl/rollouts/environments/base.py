@@ -71,13 +71,13 @@ def _problems(sample: Sample, max_tokens: int) -> list[str]:
     lists = {"logprobs": sample.logprobs, "versions": sample.versions, "policy_mask": sample.policy_mask or sample.token_ids}
     problems = [f"{length} token ids, but {len(values)} {name}" for name, values in lists.items() if len(values) != length]
     if not sample.policy_tokens:
-        problems.append("none of its tokens is the policy's")
+        problems.append("the policy sampled none of its tokens")
     if length > max_tokens:
         problems.append(f"{length} tokens, more than max_tokens={max_tokens}")
     if not _finite(sample.reward) or abs(sample.reward) > MAX_REWARD:
-        problems.append(f"reward {sample.reward!r:.200}, no finite number of at most {MAX_REWARD:g} in size")
+        problems.append(f"reward {sample.reward!r:.200}: must be a finite number of absolute value at most {MAX_REWARD:g}")
     if wrong := [logprob for logprob in sample.logprobs if not _finite(logprob)]:
-        problems.append(f"log-prob {wrong[0]!r}, no finite number")
+        problems.append(f"log-prob {wrong[0]!r}: must be a finite number")
     return problems
 
 
