@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _paths_looked_at() -> Iterator[None]:
-    """What comes up over a path meanwhile is a mistake in a setting."""
+    """Turns an OSError about a path into a ConfigError, since it is a mistake in a setting."""
     try:
         yield
     except OSError as error:
@@ -299,7 +299,7 @@ def _examples(*commands: str) -> str:
 
 
 def _fail(problems: list[str], status: int) -> int:
-    """Of the launchers of many nodes, the head tells what went wrong, wherever it did."""
+    """Prints the problems, on many nodes only from the head's launcher, and returns `status`."""
     from megarl.launch.node import speaks
 
     for problem in problems if speaks() else ():

@@ -17,7 +17,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """By rename: a process that dies over it, a host that loses its power, or a full disk, leaves what was there before."""
+    """Writes by rename: if the process dies, the host loses power, or the disk is full, the previous content stays."""
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(half, "w", encoding="utf-8") as file:

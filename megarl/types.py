@@ -87,7 +87,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):
-    """What one optimizer step consumes: `prompts_per_step` groups, in the order of their ordinals."""
+    """The input of one optimizer step: `prompts_per_step` groups, in the order of their ordinals."""
 
     step: int
     groups: list[Group]

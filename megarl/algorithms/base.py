@@ -1,4 +1,4 @@
-"""What an algorithm is: advantages from rewards, and a loss from log-probs. Pure functions on tensors, no processes."""
+"""The interface of algorithms: advantages from rewards, and a loss from log-probs. They are pure functions on tensors."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Algorithm(Protocol):
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """What the losses' sum over a batch of so many samples and tokens of the policy is divided by."""
+        """The divisor of the losses' sum over a batch with this many tokens of the policy, and samples."""
         ...
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """What a step reports, from the losses' sums over the global batch."""
+        """The metrics of a step, from the losses' sums over the global batch."""
         ...

@@ -41,7 +41,7 @@ def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> lis
 
 
 def denominator(batch: Batch, algorithm: Algorithm) -> float:
-    """Of the summed loss: counts the whole batch, whatever is left out of training."""
+    """The divisor of the summed loss. It counts the whole batch, even if parts are left out of training."""
     return algorithm.denominator(policy_tokens(batch), sum(len(group.samples) for group in batch.groups))
 
 

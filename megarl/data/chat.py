@@ -16,7 +16,7 @@ Render = Callable[[Sequence[dict[str, Any]]], str]
 
 
 def load_chat_template(source: str, key: str) -> Render:
-    """Of a tokenizer: a local folder or a hub name. Args: key, what asks for it, for messages. Raises: ConfigError."""
+    """The chat template of a tokenizer (a local folder or a hub name). Messages name `key`, which asks for it. Raises: ConfigError."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -22,7 +22,7 @@ _AT_HAND_PROMPTS = 1000
 
 @dataclass(frozen=True)
 class Checked:
-    """What was looked at of one dataset; `rows` of None: nothing, it is on the hub."""
+    """The result of checking one dataset. `rows` is None if it was not read, because it is on the hub."""
 
     key: str
     source: str

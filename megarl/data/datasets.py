@@ -27,7 +27,7 @@ _OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # no 
 
 
 class _Problem(Exception):
-    """What is wrong with one row."""
+    """A problem with one row."""
 
 
 def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "final", tokenizer: str = "") -> Rows:
@@ -43,7 +43,7 @@ def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "fi
 
 
 def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, tokenizer: str, kept: int | None = None) -> tuple[Rows, int]:
-    """As `load_rows`, but of all rows, which are read and checked one by one, the first `kept` alone; and how many there are."""
+    """Like `load_rows`: reads and checks all rows one by one, but returns only the first `kept`, and the number of all rows."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
     if config.source.startswith(PREFIX):
@@ -56,7 +56,7 @@ def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, toke
 
 
 def answers_of(config: RunConfig) -> Answers:
-    """What the run's verifier compares with."""
+    """The form of the answers that the run's verifier compares with."""
     return "whole" if ":" in config.reward.name else "final"
 
 

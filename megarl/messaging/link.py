@@ -91,7 +91,7 @@ class UnknownMessage(RunError):
 
 
 class _Endpoint:
-    """What hub and peer share: one socket, one inbox, waiting with a deadline."""
+    """The common part of hub and peer: one socket, one inbox, waits with a deadline."""
 
     def __init__(self, name: str, socket: zmq.Socket):
         self.name = name
@@ -153,7 +153,7 @@ class _Endpoint:
         return found
 
     def receive_unless(self, given_up: Callable[[], bool], kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M] | None:
-        """As `receive`; None once `given_up` holds and nothing has come."""
+        """Like `receive`, but returns None once `given_up` holds and no message has come."""
         deadline = time.monotonic() + timeout_s
         while (found := self.poll(kind)) is None:
             left_s = deadline - time.monotonic()
@@ -213,7 +213,7 @@ class Hub(_Endpoint):
             self._take_in()
 
     async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str) -> tuple[str, M]:
-        """As `receive`, while other tasks of the event loop go on. None waits for as long as the task lives.
+        """Like `receive`, while other tasks of the event loop go on. A timeout of None waits as long as the task lives.
 
         Several tasks may wait at once, each for a type of its own.
         """

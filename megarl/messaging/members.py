@@ -29,9 +29,9 @@ Listeners = dict[int, int]  # TCP sockets on which this process listens: descrip
 
 @contextlib.contextmanager
 def members_only() -> Iterator[None]:
-    """What begins to listen in this block, gloo groups and the store where they meet, has all of its connections at the end of it.
+    """Closes listeners that begin in this block (gloo groups, and the store where they meet) to connections made after it.
 
-    Raises RuntimeError where one of them is another user's.
+    Raises RuntimeError if a connection is another user's.
     """
     with new_listeners() as listeners:
         yield
@@ -79,7 +79,7 @@ def _admit_nobody(descriptor: int) -> None:
 
 
 class _Row(NamedTuple):
-    """Of the kernel's tables."""
+    """A row of the kernel's tables of sockets."""
 
     local: str
     remote: str

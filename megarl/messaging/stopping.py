@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """Of one trainer rank."""
+    """The request to stop, as one trainer rank sees it."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -31,7 +31,7 @@ def open_store(host: str) -> tuple[dist.Store, str]:
 
 
 def connect_store(address: str, timeout_s: float) -> dist.Store:
-    """To one that `open_store` has opened. Raises RuntimeError where it cannot be reached within the deadline."""
+    """Connects to a store that `open_store` has opened. Raises RuntimeError if it cannot be reached within the deadline."""
     parts, timeout = urlsplit(address), timedelta(seconds=timeout_s)
     if parts.scheme == "file":
         store = dist.FileStore(parts.path)

@@ -54,7 +54,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    """What does not divide by tp the CPU engine pads with heads of zeros; GPU engines replicate kv heads and refuse the rest."""
+    """SGLang's attention parameters. If tp does not divide the heads, CPU engines pad with zeros; GPU engines only replicate kv heads."""
     tp, heads, kv, replicas = topology.attention_tp, spec.num_attention_heads, spec.num_kv_heads, 1
     if device == "cpu":
         if heads % tp or kv % tp:

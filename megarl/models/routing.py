@@ -30,7 +30,7 @@ class RoutingFormat:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of one position."""
+        """The shape of one position."""
         return self.layers - self.dense_layers, self.top_k
 
     @property

@@ -49,6 +49,6 @@ class ModelSpec:
 
     @property
     def rope_type(self) -> str:
-        """Of the scaling of rotary embeddings, by Hugging Face's names."""
+        """Hugging Face's name for the scaling of rotary embeddings."""
         scaling = self.rope_scaling or {}
         return scaling.get("rope_type") or scaling.get("type") or "default"

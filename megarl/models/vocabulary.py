@@ -12,7 +12,7 @@ SGLANG_PADDING = 64  # rows; sglang/srt/layers/vocab_parallel_embedding.py
 
 
 def logical(spec: ModelSpec, layers: list[LogicalTensor]) -> tuple[LogicalTensor, ...]:
-    """With the tensors of the layers in between. A tied model has no `lm_head.weight`."""
+    """All logical tensors, with those of the layers in between. A tied model has no `lm_head.weight`."""
     embed = LogicalTensor(EMBED, (spec.vocab_size, spec.hidden_size), FIRST)
     tensors = [embed, *layers, LogicalTensor(NORM, (spec.hidden_size,), LAST)]
     if not spec.tie_word_embeddings:
@@ -21,7 +21,7 @@ def logical(spec: ModelSpec, layers: list[LogicalTensor]) -> tuple[LogicalTensor
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]) -> tuple[Parameter, ...]:
-    """With tied embeddings and pp > 1 the last stage keeps its own copy of the embedding as `output_layer.weight`."""
+    """All of Megatron's parameters. With tied embeddings and pp > 1 the last stage has a copy of the embedding as `output_layer.weight`."""
     tp, padded = topology.tp, padded_vocab_size(spec.vocab_size, topology.tp)
     parameters = [Parameter("embedding.word_embeddings.weight", FIRST, (Part(EMBED, padded),), dim=0, groups=tp)]
     parameters += [*layers, whole("decoder.final_layernorm.weight", LAST, NORM)]

@@ -11,7 +11,7 @@ EQUAL_STEPS = 5  # in a row without two different rewards in any group, after wh
 
 
 def advisories(rows: Sequence[Row]) -> list[str]:
-    """Of the run as its last steps are; none where there is nothing to say."""
+    """The advisories that the run's last steps call for; possibly none."""
     return [text for rule in RULES if (text := rule(rows))]
 
 

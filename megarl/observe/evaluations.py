@@ -68,7 +68,7 @@ def as_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 class NewEvaluations:
-    """What has been evaluated since the last row of the metrics; those of `version` and older are old."""
+    """The evaluations since the last row of the metrics, without those of `version` and older."""
 
     def __init__(self, run_dir: Path | str, version: Version):
         self._run_dir, self._reported = Path(run_dir), version

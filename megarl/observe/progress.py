@@ -185,7 +185,7 @@ def _width(heading: str) -> int:
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:
-    """Of each row that has held-out scores: every set's pass@1 (of several samples: pass@k, too), and mean reward."""
+    """One line for each row with held-out scores: every set's pass@1 (with several samples also pass@k) and mean reward."""
     return [f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}" for row in rows if VERSION_KEY in row]
 
 
@@ -199,7 +199,7 @@ def _scores(row: Row) -> Iterator[str]:
 
 
 def _status_lines(statuses: Sequence[Status]) -> list[RenderableType]:
-    """Of a role with very many processes those that have been at the same for longest: who is stuck is among them."""
+    """The lines of processes. A role with very many shows those whose status is oldest, since a stuck one is among them."""
     lines: list[RenderableType] = []
     for role, members in groupby(statuses, key=lambda status: status.name.rpartition(".")[0]):
         every = list(members)

@@ -66,7 +66,7 @@ def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:
 
 
 def _same(gold: Any, found: Any) -> bool:
-    """Of two structures."""
+    """Whether two structures are equal."""
     if gold is None or found is None:
         return False
     if isinstance(gold, Word) or isinstance(found, Word):
@@ -163,7 +163,7 @@ def _about(gold: Any, found: Any) -> bool:
 
 
 def _same_objects(gold: Any, found: Any) -> bool:
-    """Of expressions, by value; of matrices, by element; of what else the grammar knows (ℝ, ∅), by being the same."""
+    """Compares expressions by value, matrices by element, and other objects of the grammar (ℝ, ∅) by identity."""
     if getattr(gold, "is_Matrix", False) or getattr(found, "is_Matrix", False):
         both = getattr(gold, "is_Matrix", False) and getattr(found, "is_Matrix", False)
         return both and gold.shape == found.shape and all(map(_same, gold, found))

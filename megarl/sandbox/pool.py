@@ -121,7 +121,7 @@ class WorkerPool:
         return await request.result
 
     def log(self, number: int) -> Path | None:
-        """What worker `number` and its predecessors have printed."""
+        """The file with the output of worker `number` and its predecessors."""
         return self._log_folder / f"{self.name.replace(':', '.')}.{number}.log" if self._log_folder else None
 
     async def _serve(self, number: int) -> None:
