@@ -1,13 +1,14 @@
 # `make quickstart` and `make test` are all a newcomer needs; both set up .venv first, and only when something changed.
 #   make quickstart ARGS="seed=1 run_dir=runs/q1"     overrides for both programs
 #   make test ARGS="tests/unit -k reshard"            arguments for pytest
+#   make test-all                                    also the tests that take long; before a change is handed in
 #   make check                                       lint, format and types
 #   make matrix                                      every combination of layouts on live engines, an hour; writes docs/weights-matrix.md
 #   make setup PYTHON=/path/to/python3.12             another interpreter
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart check test matrix libraries setup clean
+.PHONY: quickstart check test test-all matrix libraries setup clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
@@ -33,6 +34,9 @@ check: setup .venv/.megarl-check
 
 test: setup libraries
 	@.venv/bin/pytest $(ARGS)
+
+test-all: setup libraries
+	@.venv/bin/pytest -m "not matrix or sample" $(ARGS)
 
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)

@@ -73,6 +73,7 @@ SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
 NOT_RUN = {
     "make check": ITSELF,
     "make test": ITSELF,
+    "make test-all": ITSELF,
     'make test ARGS="tests/unit"': ITSELF,
     "make matrix": ITSELF,
     "make setup": "has made the environment that these tests run in",

@@ -3,6 +3,7 @@ where that one cannot read). Reads a job, prints what it could do, as JSON."""
 
 import concurrent.futures.thread
 import contextlib
+import encodings.idna  # noqa: F401  needed to connect, and Python would import it then
 import json
 import os
 import pickle

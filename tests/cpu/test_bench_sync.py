@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megarl.cli import main
 from megarl.weight_sync.transports import mooncake
 
 
+@pytest.mark.long
 def test_all_ways_are_reported_with_their_ceilings(capfd):
     transports = ["--transport", "shared_memory", "--transport", "gloo", *(["--transport", "mooncake"] if mooncake.imports() else [])]
     assert main(["bench", "sync", "--json", "--model-size", "tiny", "--repeats", "1", *transports]) == 0

@@ -29,6 +29,7 @@ def does(commands: dict[str, str], folder: Path) -> str:
     return printed
 
 
+@pytest.mark.long
 def test_what_a_newcomer_does_first(folder: Path) -> None:
     printed = does(FIRST_DAY, folder)
     assert "runs/quickstart: 2 steps" in printed and "weight audits           2 of 2 equal bit for bit" in printed

@@ -182,6 +182,7 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts
     assert table[2]["kl/mean"] >= 0
 
 
+@pytest.mark.long
 def test_a_run_with_fp8_engines(tmp_path):
     """Trainer TP2 in float32, each rank with 64 rows of k and v and 192 of gate and up: blocks are cut."""
     model = make_model(tmp_path / "model", head_dim=64)

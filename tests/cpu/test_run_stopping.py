@@ -30,6 +30,7 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
     return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, "checkpoint.every=0", *more]
 
 
+@pytest.mark.long
 def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(model, tmp_path, monkeypatch):
     """Trainer TP2, checkpoints only at the end. All processes get the signal, as in a Slurm step, while the engine has a half of an
     update: the run that goes on gives it all of the weights first, and needs none of those that it began with, a warm start of a model that

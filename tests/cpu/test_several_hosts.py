@@ -43,6 +43,7 @@ def stop(launchers: list[subprocess.Popen]) -> None:
         launcher.wait(30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.sample), "gloo"])
 def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, model, tmp_path):
     run_dir = tmp_path / "run"

@@ -66,6 +66,7 @@ def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, clu
         assert lines.count(f"finished sft on {node}") == lines.count(f"finished train on {node}") == 1
 
 
+@pytest.mark.long
 def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
     """In a fresh folder, so with its warm start; the second time that is there."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -87,6 +88,7 @@ def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
     assert {path.name for path in (run_dir / "logs").glob("engine*")} == {"engine.0.log", "engine.0.1.log"}
 
 
+@pytest.mark.long
 def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path):
     warm_start = make_model(tmp_path / "hf")  # as if it had been made by another run
     overrides = [f"run_dir={tmp_path / 'run'}", f"sft.output={warm_start}", *OVERRIDES]

@@ -97,6 +97,7 @@ def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, cap
         assert "engine.0 has answered nothing for" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_an_engine_at_a_long_command_of_an_update_is_let_finish(tmp_path, capsys):
     """Its scheduler answers nothing for twice health_s, but beats; one that is stopped does not beat. A run has at least 5 s."""
     ask, beats = tmp_path / "ask", tmp_path / "beats"
@@ -184,6 +185,7 @@ with termination_as_exit(), ProcessGroup(Path(sys.argv[2])) as group:
 """
 
 
+@pytest.mark.long
 def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_dead(tmp_path):
     """Engines are given up after 1 s of silence."""
     argv = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path)]
