@@ -333,6 +333,7 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     said = {}
     for file in sorted(folder.iterdir()):
         content = file.read_bytes()
+        dist.barrier()  # all have read it before it is harmed
         for damage, harmed in damages(content).items():
             if dist.get_rank() == 0:
                 file.unlink() if harmed is None else file.write_bytes(harmed)
