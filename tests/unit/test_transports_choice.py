@@ -138,6 +138,15 @@ def test_unknown_transport_is_a_config_error(name):
         transport_class(name)
 
 
+def test_a_transport_with_one_end_is_a_config_error(tmp_path, monkeypatch):
+    """It would be missed only when the engines are there and their memory is to be opened."""
+    body = "    connect = prepare = write = fence = close = lambda self, *_: None\n"
+    (tmp_path / "half_transport.py").write_text(f"from megarl.weight_sync.transports.base import Transport\nclass Half(Transport):\n{body}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="weights.transport=half_transport:Half: must be a complete subclass .* whose `memory` is one of"):
+        transport_class("half_transport:Half")
+
+
 def test_a_class_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "own_transport.py").write_text("from megarl.weight_sync.transports.gloo import GlooTransport as Mine\n")
     monkeypatch.chdir(tmp_path)

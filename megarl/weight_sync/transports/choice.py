@@ -19,7 +19,7 @@ import torch
 from megarl.config.errors import ConfigError
 from megarl.config.named import find_callable
 from megarl.messaging.host import Host
-from megarl.weight_sync.transports.base import CUDA_IPC, GLOO, MOONCAKE, NCCL, SHARED_MEMORY, Transport
+from megarl.weight_sync.transports.base import CUDA_IPC, GLOO, MOONCAKE, NCCL, SHARED_MEMORY, Memory, Transport
 
 AUTO = "auto"
 # In the order in which `auto` prefers them and memory is opened: shared memory moves parameters, so it precedes transports that pin them.
@@ -42,9 +42,14 @@ class Unserved(ValueError):
 def transport_class(name: str) -> type[Transport]:
     """The class for a name in TABLE or an import path package.module:Class. Raises ConfigError if there is no such transport."""
     found = find_callable(TABLE.get(name, name), f"weights.transport={name}", built_in=(AUTO, *TABLE))
-    if not (isinstance(found, type) and issubclass(found, Transport)) or inspect.isabstract(found):
-        raise ConfigError(f"weights.transport={name}: must be a complete subclass of megarl.weight_sync.transports.base:Transport")
+    if not _is_complete(found, Transport) or not _is_complete(getattr(found, "memory", None), Memory):
+        needed = "a complete subclass of megarl.weight_sync.transports.base:Transport, whose `memory` is one of Memory"
+        raise ConfigError(f"weights.transport={name}: must be {needed}; see docs/extending.md")
     return found
+
+
+def _is_complete(found: object, base: type) -> bool:
+    return isinstance(found, type) and issubclass(found, base) and not inspect.isabstract(found)
 
 
 def check_transport(setting: str) -> None:
