@@ -13,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ TABLE = {
     GLOO: "megarl.weight_sync.transports.gloo:GlooTransport",
 }
 
+T = TypeVar("T")
 Pairs = Sequence[Sequence[str]]  # kind of transport, [generator rank][trainer rank]
 
 
@@ -48,7 +50,7 @@ def transport_class(name: str) -> type[Transport]:
     return found
 
 
-def _is_complete(found: object, base: type) -> bool:
+def _is_complete(found: object, base: type[T]) -> TypeGuard[type[T]]:
     return isinstance(found, type) and issubclass(found, base) and not inspect.isabstract(found)
 
 
