@@ -1,12 +1,12 @@
-"""`megarl bench channels`: what the rollouts channel costs a sample, with 1,000 to 100,000 samples in the trainer's buffer.
+"""`megarl bench channels`: what the rollouts channel costs per sample, with 1,000 to 100,000 samples in the trainer's buffer.
 
-Real: hub and peer over loopback (encrypted), messages, buffer with bounded staleness, broadcast over gloo to a second trainer rank, in
-three processes. Groups are as the quickstart's: 4 samples of 10 tokens. In every step the generator sends as many groups as the trainer
-uses, so that the buffer stays as full as it is.
+Three processes use the real parts: hub and peer over encrypted loopback, messages, the buffer with bounded staleness, and a broadcast over
+gloo to a second trainer rank. Groups have the quickstart's size, 4 samples of 10 tokens. In every step the generator sends as many groups
+as the trainer uses, so the buffer stays equally full.
 
-Costs are CPU time of the whole process, so that other work on the machine counts little: of the generator's for encoding and sending; of
-trainer rank 0's for receiving, buffering, and making and broadcasting a batch. `held up` is wall time: how long the trainer's loop is in
-`recv` though everything it asks for has been sent. The quickstart's step is 0.35 s, of 128 samples.
+Costs are CPU times of whole processes, so other work on the machine hardly counts: the generator encodes and sends; trainer rank 0
+receives, buffers, and makes and broadcasts a batch. `held up` is wall time: how long the trainer's loop stays in `recv` after everything
+it asks for has been sent. The quickstart's step is 0.35 s for 128 samples.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megarl.types import Batch, Group, Prompt, Sample
 BUFFERED = (1_000, 10_000, 100_000)  # samples
 PROMPTS_PER_STEP, N, TOKENS, PROMPT_TOKENS = 32, 4, 10, 11
 SAMPLES_PER_STEP = PROMPTS_PER_STEP * N
-STEP_S = 0.35  # of the quickstart on two cores
+STEP_S = 0.35  # the quickstart's, on two cores
 STEPS = 40
 TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """With so many samples in the buffer; medians over the steps."""
+    """Medians over the steps, with `buffered` samples in the buffer."""
 
     buffered: int
     send_us: float  # a sample
@@ -52,7 +52,7 @@ class Cost:
     share_of_step: float  # of both together
     held_up_ms: float  # a step
     held_up_share: float
-    ledger_ms: float  # encoded for a checkpoint
+    ledger_ms: float  # encoding the ledger for a checkpoint
 
 
 class Trainer:
@@ -90,7 +90,7 @@ def run(as_json: bool) -> None:
 
 
 def measure(buffered: int, steps: int = STEPS) -> Cost:
-    """Starts a generator and trainer rank 1 of its own; this process is trainer rank 0."""
+    """Starts processes for the generator and trainer rank 1; this process is trainer rank 0."""
     depth = -(-buffered // SAMPLES_PER_STEP)  # steps' worth of groups in the buffer
     context, key = multiprocessing.get_context("spawn"), RunKey.generate()
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, contextlib.ExitStack() as stack:
@@ -108,7 +108,7 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
             sent_s = [_send(generator, step) for step in range(depth)]
             held_up_s, receive_s = [], []
             trainer: Any = Trainer(0, depth)
-            receiver.ledger()  # takes in what fills the buffer
+            receiver.ledger()  # receives the groups that fill the buffer
             for step in range(depth, depth + steps):
                 sent_s.append(_send(generator, step))
                 wall, cpu = time.monotonic(), time.process_time()
@@ -140,7 +140,7 @@ def _ranks(store: str, rank: int) -> Iterator[None]:
 
 
 def _send(generator: Connection, step: int) -> float:
-    """Has the generator send one step's groups, of that version; its CPU seconds."""
+    """Has the generator send one step's groups, of version `step`; returns its CPU seconds."""
     generator.send(step)
     return _answer(generator)
 
@@ -155,11 +155,11 @@ def _answer(generator: Connection) -> Any:
 
 
 def _generate(pipe: Connection, key: RunKey) -> None:
-    """The generator's process: for each step number it is sent, that step's groups."""
+    """The generator's process: sends a step's groups for each step number that it reads from `pipe`."""
     hub = Hub("generator.0", key)
     channel = RolloutsSender(hub)
     pipe.send(hub.address)
-    hub.wait(TIMEOUT_S)  # for the trainer, which says what is to be generated
+    hub.wait(TIMEOUT_S)  # for the trainer to say what is to be generated
     with contextlib.suppress(EOFError):
         while True:
             step = pipe.recv()
@@ -196,6 +196,6 @@ def render(facts: dict[str, Any]) -> str:
         rows.append([f"{cost['buffered']:,}", f"{cost['send_us']:.1f}", f"{cost['receive_us']:.1f}", f"{cost['share_of_step']:.2%}",
                      f"{cost['held_up_ms']:.2f}", f"{cost['held_up_share']:.2%}", f"{cost['ledger_ms']:.1f}"])  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    head = (f"rollouts channel, CPU time a sample; a step is {facts['step_s']:g} s with {facts['samples_per_step']} samples; "
+    head = (f"rollouts channel, CPU time per sample; a step is {facts['step_s']:g} s with {facts['samples_per_step']} samples; "
             f"{facts['hardware']}")  # fmt: skip
     return "\n".join([head, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)])

@@ -1,4 +1,4 @@
-"""`megarl bench WHAT`: its arguments, and which benchmark they start. Imports none of the benchmarks before it is known which."""
+"""`megarl bench WHAT`: the arguments of each benchmark. A benchmark is imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 
-DESCRIPTION = "measure one thing on this machine, beside its physical limit and beside other people's way of doing it"
+DESCRIPTION = "measure one thing on this machine, beside its physical limit and beside other projects' way of doing it"
 MEANINGS = {
-    "sync": "new weights into a live engine, ours and others' ways",
-    "overlap": "step time beside that of perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
-    "channels": "what the rollouts channel costs a sample, with up to 100,000 samples in the buffer",
-    "staleness": "reward over capacities, staleness bounds and seeds: 24 runs of CONFIG",
-    "faults": "a run that engines, ranks, disks and strangers do harm to: what is survived, what ends it, what is lost",
+    "sync": "how fast new weights get into a live engine, by our direct writes and by other stacks' ways",
+    "overlap": "step time beside perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
+    "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer",
+    "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
+    "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
 }
 EXAMPLES = [
     "megarl bench sync",
@@ -38,25 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sync.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
     sync.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
     sync.add_argument("--picture", metavar="FILE", help="draw the times as bars: .svg or .png")
-    sync.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way; their median counts; default: 7")
+    sync.add_argument("--repeats", metavar="N", type=int, default=7, help="runs of each way, whose median counts; default: 7")
     overlap.add_argument("--picture", metavar="FILE", help="draw the efficiencies as bars: .svg or .png")
     overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
-    overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells run side by side; default: 8")
+    overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells that run side by side; default: 8")
     staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting, as in max_steps=40")
     staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete ones are not repeated")
-    faults.add_argument("--faults", metavar="N", type=int, default=50, help="how many; default: 50, which takes about 25 minutes")
-    faults.add_argument("--seed", metavar="N", type=int, default=0, help="of which, when and where; default: 0")
+    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete runs are not repeated")
+    faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
+    faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
     faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
-    kept = "a new folder for the run and its logs, to stay; default: kept only when something is wrong"
+    kept = "a new folder in which the run and its logs are kept; default: kept only when something is wrong"
     faults.add_argument("--keep", metavar="DIR", help=kept)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, RuntimeError, TimeoutError; SystemExit on SIGTERM, so that what a benchmark has started ends with it."""
+    """Raises ConfigError, RuntimeError, TimeoutError; SystemExit on SIGTERM, so that a benchmark ends the processes it started."""
     from megarl.launch.watch import termination_as_exit
 
     with termination_as_exit():

@@ -1,4 +1,4 @@
-"""Emulated engines, in the place of SGLang's: they sleep for as long as a continuous batch of that many slots would decode."""
+"""Emulated engines in place of SGLang's: they sleep for as long as a continuous batch with as many slots would decode."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PREFILL_SPEEDUP = 400  # tokens prefilled in the time of one decoding step: 20,0
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of responses, in tokens. `sigma` 0: all alike; else lognormal, with that deviation of the logarithm, cut at `longest`.
+    """Lengths of responses, in tokens: lognormal, where `sigma` is the logarithm's deviation (0: all equal), cut at `longest`.
 
-    A response's length follows from seed and ordinal alone, so that every setting is given the same work.
+    A response's length depends on seed and ordinal alone, so every setting gets the same work.
     """
 
     mean: int
@@ -39,12 +39,12 @@ class Lengths:
 
 @dataclass(eq=False)
 class _Run:
-    """One sequence at an engine; times are those of the engine's clock."""
+    """One sequence at an engine; times are on the engine's clock."""
 
     starts_s: float
     ends_s: float
     tokens: int
-    held_tokens: int  # whose KV it has when it starts
+    held_tokens: int  # tokens whose KV it has when it starts
     aborted: bool = False
 
     def decoded(self, clock_s: float) -> int:
@@ -52,7 +52,7 @@ class _Run:
         return int(self.tokens * min(1.0, max(0.0, share)))
 
     def abort(self, clock_s: float, token_s: float) -> None:
-        """Ends with the token that is being decoded, which is not kept (`EngineClient.complete`); at once where it has no slot yet."""
+        """Ends after the token being decoded, which is dropped as by `EngineClient.complete`; a run without a slot ends at once."""
         kept = self.decoded(clock_s)
         self.ends_s = self.starts_s + (kept + 1) * token_s if clock_s > self.starts_s else clock_s
         self.tokens, self.aborted = kept, True
@@ -60,11 +60,11 @@ class _Run:
 
 @dataclass(eq=False)
 class EmulatedEngine:
-    """Answers as an EngineClient does. A sequence waits for a slot, first come first served, and holds it for `token_s` a token,
-    and before that for `prefill_s` a token of its input that the prefix cache does not have.
+    """Answers like an EngineClient. Sequences get slots first come, first served, and hold them for `prefill_s` per input token that
+    the prefix cache lacks, then for `token_s` per decoded token.
 
-    The engine's clock stands still while it is paused; on it every sequence's end is known when it is submitted, so that late
-    wake-ups do not add up. Token ids are the version that sampled them; prompts consist of their ordinal.
+    The engine's clock stands still while it is paused. A sequence's end on this clock is known when it is submitted, so late
+    wake-ups do not add up. A token's id is the version that sampled it; a prompt repeats its ordinal.
     """
 
     url: str
@@ -72,12 +72,12 @@ class EmulatedEngine:
     token_s: float
     prefill_s: float
     lengths: Lengths
-    _paused_s: float = 0.0  # all pauses that are over
+    _paused_s: float = 0.0  # sum of the finished pauses
     _paused_at: float | None = None
     _changes: int = 0
     _pulse: Pulse = field(default_factory=Pulse)
     _runs: set[_Run] = field(default_factory=set)
-    _unfinished: dict[Ordinal, list[int]] = field(default_factory=dict)  # lengths of a prompt's responses that are not done
+    _unfinished: dict[Ordinal, list[int]] = field(default_factory=dict)  # by prompt: lengths of its unfinished responses
 
     def __post_init__(self) -> None:
         self._free_from = [0.0] * self.slots  # heap: when each slot is free, on the clock
@@ -86,7 +86,7 @@ class EmulatedEngine:
     async def complete(
         self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
     ) -> list[Completion]:
-        """One completion of each input, all of one prompt, once the last has ended."""
+        """One completion of each input; all inputs are of one prompt. Returns when the last completion has ended."""
         ordinal = inputs[0][0]
         lengths = self._unfinished.setdefault(ordinal, self.lengths(ordinal, len(inputs)))
         left = [length - (len(tokens) - PROMPT_TOKENS) for tokens, length in zip(inputs, lengths, strict=True)]
@@ -104,7 +104,7 @@ class EmulatedEngine:
         self._change()
 
     async def resume(self, version: Version, recompute: bool) -> None:
-        """Goes on under `version`; with `recompute` after as long as the prefill of all that is running takes."""
+        """Goes on under `version`; with `recompute` only after the time of a prefill of all running sequences."""
         if recompute:
             clock = self._clock()
             held = sum(run.held_tokens + run.decoded(clock) for run in self._runs if run.starts_s < clock)
@@ -116,7 +116,7 @@ class EmulatedEngine:
         self._change()
 
     async def abort_all(self, timeout_s: float) -> None:
-        """Slots are free again with the next token."""
+        """Aborts all running sequences; their slots are free after the token being decoded."""
         clock = self._clock()
         for run in self._runs:
             if run.ends_s > clock and not run.aborted:
@@ -137,7 +137,7 @@ class EmulatedEngine:
         return run
 
     async def _ended(self, runs: Sequence[_Run]) -> None:
-        """Until the clock shows the end of the last."""
+        """Waits until the engine's clock has reached the end of the last run."""
         while (left_s := max(run.ends_s for run in runs) - self._clock()) > 0:
             changes = self._changes
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""What runs inside a run of `megarl bench faults`: a transport and a rollout that do wrong when they are told to (fault_orders)."""
+"""A transport and a rollout for the run of `megarl bench faults`, which do wrong when an order tells them to (fault_orders)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megarl.rollouts.environments.single_turn import single_turn
 from megarl.types import Prompt, Sample
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # in what the flipping rank writes of it
-REWARD_S = 1.0  # so that steps leave engines that start again some of the machine's time
+FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # orders are carried out before this tensor is written
+REWARD_S = 1.0  # slows steps down, so that restarting engines get some of the machine's time
 
 
 class OfAnotherVersion(msgspec.Struct, frozen=True, tag=True):
-    """No message of the run."""
+    """A message that the run does not know."""
 
 
 def _the_peer() -> Peer:
-    """This trainer rank's connection to the hub, which no transport is given."""
+    """This trainer rank's connection to the hub; transports are not given it."""
     return next(found for found in gc.get_objects() if isinstance(found, Peer))
 
 
 class FaultyTransport(SharedMemoryTransport):
-    """In the middle of a write: a flipped bit, an engine's end, or the rank's own."""
+    """In the middle of a write it flips a bit, kills an engine or its own rank, or sends an unknown message, as ordered."""
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         folder = os.environ[ORDERS]
@@ -45,7 +45,7 @@ class FaultyTransport(SharedMemoryTransport):
             if pids := taken(folder, KILL_ENGINE):
                 for pid in pids.split():
                     os.kill(int(pid), signal.SIGKILL)
-                time.sleep(0.2)  # a kill takes its time
+                time.sleep(0.2)  # until the kill has taken effect
             if taken(folder, DIE) is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if taken(folder, GARBLE) is not None:
@@ -54,7 +54,7 @@ class FaultyTransport(SharedMemoryTransport):
 
 
 async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int, *, orders: str) -> list[Sample]:
-    """single_turn, after a tool that may be told to go wrong. Such a tool is no reason to lose the prompt."""
+    """Runs a tool that may be ordered to go wrong, then single_turn: a failing tool does not cost the prompt."""
     try:
         await context.run_in_worker(tool, orders)
     except ToolError as error:

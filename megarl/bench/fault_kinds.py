@@ -1,4 +1,4 @@
-"""The faults of `megarl bench faults`: what the run must say of each, and how it must go on or end."""
+"""The faults of `megarl bench faults`: what the run must say about each, and how it must go on or end."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FAILED, STOPPED, KILLED, REFUSED = 1, 128 + signal.SIGTERM, -signal.SIGKILL, 2  
 
 @dataclass(frozen=True)
 class Kind:
-    """Of fault. `notice` and `recovered` are patterns for what launcher or driver print, with {words} of `inject`."""
+    """A kind of fault. `notice` and `recovered` match what launcher or driver print; `inject` returns the values of their {words}."""
 
     inject: Inject
-    notice: str = ""  # that names the cause; empty: there is nothing to be seen
-    recovered: str = ""  # before the run counts as whole again
-    ends: int | None = None  # the run's exit status; None: it goes on
-    weight: int = 1  # how often it is chosen, after the first time; starting an engine or a run anew takes long
-    mend: Callable[[FaultRun], None] = lambda run: None  # before the run is started again
-    root: bool = False  # it needs file systems of the campaign's own, or other processes' memory
+    notice: str = ""  # the message that names the cause; empty: none is expected
+    recovered: str = ""  # the message after which the run counts as whole again
+    ends: int | None = None  # exit status with which the run must end; None: it must go on
+    weight: int = 1  # how often it is drawn after its first time: seldom where an engine or the run must start anew, which takes long
+    mend: Callable[[FaultRun], None] = lambda run: None  # undoes the damage before the run is started again
+    root: bool = False  # only root can do it: it mounts file systems, or writes to other processes' memory
 
 
 def tool(what: str) -> Inject:
@@ -49,7 +49,7 @@ _LOST, _BACK = r"engine {engine} is lost", r"engines \[[\d, ]*{engine}[\d, ]*\] 
 _SILENT = r"engine\.{engine} has answered nothing for"
 _NO_MESSAGE = r"was sent what is no message of this run by trainer\.\d"
 _NOT_WRITTEN = r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free"
-_NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"  # where it was changed in mid-update
+_NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"  # the memory was changed during an update
 _REWRITTEN = r"something other than an update has written to an engine's memory:\s+\S+ on generator rank \d"
 _DAMAGED, _DAMAGED_TENSORS = r"{folder}: {file} is damaged", r"{folder} cannot be used: {file} is damaged"
 _RANK_KILLED = r"trainer\.{rank} was killed by SIGKILL"

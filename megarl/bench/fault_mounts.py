@@ -1,7 +1,7 @@
-"""File systems of a campaign's own, small enough to be filled: the shared memory of its run, and its run directory.
+"""Small file systems that a campaign can fill: one for its run's shared memory, one for its run directory.
 
-They are mounted in a mount namespace of this process, which its children share: nobody else sees them, and they are gone with the last
-of them. Root alone may do that; elsewhere the kinds of faults that need it are left out, and the campaign says so.
+They are mounted in a mount namespace of this process and its children: nobody else sees them, and they vanish when the last of these
+processes ends. Only root may do that; without root, the campaign leaves out the kinds of faults that need it, and says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FILLER = "filler"
 
 
 def small_file_systems(run_dir: Path) -> bool:
-    """Mounts them. False where that is not allowed; then nothing is mounted."""
+    """Mounts them. Returns False, with nothing mounted, if that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS) != 0:
         return False
@@ -31,9 +31,9 @@ def small_file_systems(run_dir: Path) -> bool:
 
 
 def fill(file_system: Path, left_bytes: int = 0) -> None:
-    """Leaves `left_bytes` free; again, where some of it has been freed meanwhile."""
+    """Fills the file system up to `left_bytes`; may be called again when space has been freed."""
     free = os.statvfs(file_system)
-    with open(file_system / _FILLER, "ab") as file, contextlib.suppress(OSError):  # somebody else took the room first
+    with open(file_system / _FILLER, "ab") as file, contextlib.suppress(OSError):  # another process took the room first
         os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize - left_bytes))
 
 

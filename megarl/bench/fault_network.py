@@ -1,4 +1,4 @@
-"""Faults at the ports of a run: strangers, messages that are none, and a port that somebody else has taken."""
+"""Faults at the ports of a run: strangers, undecodable messages, and a port that another process has taken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEW_PEER = "trainer.7"
 
 
 def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
-    """Noise, ZeroMQ without a key, and a well-formed message under another run's key, at every port of the generator."""
+    """Sends every port of the generator noise, ZeroMQ without a key, and a well-formed message under another run's key."""
     for port in _listening(run.generator()):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             connection.sendall(random.randbytes(4096))
@@ -40,7 +40,7 @@ def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
-    """Requests without a key: one to generate, one that would change the weights, one that is none."""
+    """Sends requests without a key: one to generate, one that would change the weights, one whose body is not JSON."""
     requests = {"/generate": b'{"text": "x"}', "/update_weights_from_disk": b'{"model_path": "x"}', "/pause_generation": b"{"}
     for port in _listening(run.engine(random.randrange(ENGINES))):
         for path, body in requests.items():
@@ -58,7 +58,7 @@ def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]:
-    """Somebody with the run's key, as a program of another version would be."""
+    """A new peer that has the run's key sends an unknown message, as a program of another version would."""
     (found,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
     rendezvous = Rendezvous.load(found.parent)
     peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
@@ -74,7 +74,7 @@ def undecodable_from_a_trainer(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def port_stolen(run: FaultRun, random: Random) -> dict[str, str]:
-    """The port of an engine that died is taken before it is started again."""
+    """Kills an engine and takes its port before it is started again."""
     index = random.randrange(ENGINES)
     engine = run.engine(index)
     port = json.loads(engine.cmdline()[-1])["port"]

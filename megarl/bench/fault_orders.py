@@ -1,7 +1,7 @@
-"""What a run of `megarl bench faults` is told to do wrong, and the tool of it that is told so. Little is imported: tools start often.
+"""Orders by which `megarl bench faults` makes parts of its run do wrong, and the tool that obeys them.
 
-Orders are files in one folder; whoever renames an order away carries it out, so that it is carried out once. The folder is named to
-trainer ranks by an environment variable, and to the rollout by its argument.
+Orders are files in one folder. The process that renames an order away carries it out, so it is carried out once. An environment variable
+names the folder to trainer ranks, an argument to the rollout. This module imports little, since tools start often.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def order(folder: Path, name: str, text: str = "") -> None:
 
 
 def taken(folder: str | Path, name: str) -> str | None:
-    """The order's text; None where there is none, or another process has taken it."""
+    """Takes an order and returns its text; None if there is none or another process has taken it."""
     path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
     if not path.exists():
         return None
@@ -35,11 +35,11 @@ def taken(folder: str | Path, name: str) -> str | None:
 
 
 def tool(orders: str) -> str:
-    """In a worker process of its own."""
+    """Runs in a worker process, which an order may make crash, hang, print for ever or answer too much."""
     wrong = taken(orders, TOOL)
     if wrong == "crash":
         os._exit(3)
-    if wrong == "crash twice":  # the call is tried once more, by another worker
+    if wrong == "crash twice":  # another worker repeats the call once
         order(Path(orders), TOOL, "crash")
         os._exit(3)
     if wrong == "hang":

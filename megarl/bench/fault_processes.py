@@ -28,7 +28,7 @@ def engine_stopped(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def engine_stalled(run: FaultRun, random: Random) -> dict[str, str]:
-    """For less long than it takes to be given up."""
+    """Stops an engine for less time than it may be silent."""
     processes = _with_children(run.engine(random.randrange(ENGINES)))
     for process in processes:
         process.suspend()
@@ -57,7 +57,7 @@ def reward_worker_killed(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def reward_worker_stopped(run: FaultRun, random: Random) -> dict[str, str]:
-    """It is killed when it has taken too long, and replaced."""
+    """Stops a reward worker, which is killed and replaced when its call has taken too long."""
     random.choice(run.processes("megarl.rewards.worker")).suspend()
     return {}
 
@@ -84,7 +84,7 @@ def launcher_killed(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def killed_while_saving(run: FaultRun, random: Random) -> dict[str, str]:
-    """When the first file of a checkpoint is there."""
+    """Kills the launcher when the first file of a checkpoint exists."""
     checkpoints = run.run_dir / "checkpoints"
     run.wait_until(lambda: any(checkpoints.glob("*.partial/*")), "checkpoint being written", STARTED_S, every_s=0.002)
     run.launcher.kill()
@@ -102,7 +102,7 @@ def trainer_killed_in_transfer(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def killed_before_ready(run: FaultRun, random: Random) -> dict[str, str]:
-    """The scheduler of an engine that is being started again."""
+    """Kills an engine, and a scheduler of its successor before that is ready."""
     index = random.randrange(ENGINES)
     before = run.engine(index)
     before.kill()
@@ -118,7 +118,7 @@ def _started_again(run: FaultRun, index: int, before: psutil.Process) -> bool:
 
 
 def paused(role: str) -> Inject:
-    """For PAUSE_S: longer than an engine may be silent, shorter than any other deadline of the run."""
+    """Stops a process for PAUSE_S: longer than an engine may be silent, shorter than any other deadline of the run."""
 
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
         index = random.randrange(ENGINES)
@@ -134,7 +134,7 @@ def paused(role: str) -> Inject:
             process.suspend()
         time.sleep(PAUSE_S)
         for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it was given up, and ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # the run gave it up and ended it
                 process.resume()
         return {"engine": str(index)}
 

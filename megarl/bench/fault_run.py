@@ -1,4 +1,4 @@
-"""The run that `megarl bench faults` does harm to: one run directory, and one launcher after the other that works on it."""
+"""The run that `megarl bench faults` harms: one run directory, continued by one launcher after another."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ RUN_DIR = "run"  # in the campaign's folder
 ENDLESS = 10**6  # steps
 HEALTH_S, BATCH_S, TOOL_S = 10, 180, 2
 STARTED_S, ENDED_S = 240, 30  # deadlines: until steps are made; until every process of an ended run is gone
-NOISE = r"\.{40,}\n"  # by the tool that prints for ever
+NOISE = r"\.{40,}\n"  # from the tool that prints for ever
 CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 
 
 Inject = Callable[["FaultRun", Random], dict[str, str]]
-"""Does a fault to a run; returns the words to fill into what is to be said."""
+"""Injects a fault; returns the words to fill into the expected messages."""
 
 
 class Hang(Exception):
@@ -44,15 +44,15 @@ class Ended(Exception):
 
 @dataclass
 class FaultRun:
-    """`folder` takes everything; `model` is an HF checkpoint."""
+    """Everything is written to `folder`; `model` is an HF checkpoint."""
 
     folder: Path
     model: Path
     launches: int = 0
     started: subprocess.Popen[bytes] | None = None
-    seen: set[psutil.Process] = field(default_factory=set)  # of the launcher that runs now
-    _read: dict[Path, int] = field(default_factory=dict)  # bytes of each log
-    _heard: str = ""  # since the last mark
+    seen: set[psutil.Process] = field(default_factory=set)  # descendants of the current launcher
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes read of each log
+    _heard: str = ""  # what was read since the last mark
 
     def __post_init__(self) -> None:
         self.run_dir, self.orders = self.folder / RUN_DIR, self.folder / "orders"
@@ -85,7 +85,7 @@ class FaultRun:
 
     @property
     def output(self) -> Path:
-        """What the launcher of now prints."""
+        """What the current launcher prints."""
         return self.folder / f"launch.{self.launches}.log"
 
     @property
@@ -93,7 +93,7 @@ class FaultRun:
         return self.run_dir / "logs/generator.0.log"
 
     def mark(self) -> None:
-        """`said` looks at what launcher and driver print from now on."""
+        """From now on `said` looks only at what launcher and driver print after this call."""
         self._listen()
         self._heard = ""
 
@@ -111,7 +111,7 @@ class FaultRun:
                 self._heard += re.sub(NOISE, "", new.decode(errors="replace"))
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Of the launcher's descendants those whose command line has all the words."""
+        """The launcher's descendants whose command lines contain all the words."""
         found = []
         for process in self.descendants():
             try:
@@ -137,15 +137,15 @@ class FaultRun:
         return self.processes("megarl.launch.worker", "generator 0")[0]
 
     def engine(self, index: int) -> psutil.Process:
-        """Its server; the scheduler is a child of it."""
+        """The engine's server process; the scheduler is a child of it."""
         return self.engines(index)[0]
 
     def engines(self, index: int) -> list[psutil.Process]:
-        """Its server, while there is one. Known by its random seed."""
+        """The engine's server process if there is one, recognised by its random seed."""
         return self.processes("megarl.generator.server", f'"random_seed": {index}')
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25) -> None:
-        """Raises Hang past the deadline, Ended when the run ends before."""
+        """Raises Hang past the deadline, Ended when the run ends first."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             self.descendants()
@@ -159,7 +159,7 @@ class FaultRun:
 
     def wait_steps(self, more: int, timeout_s: float = STARTED_S) -> None:
         before = self.steps
-        self.wait_until(lambda: self.steps >= before + more, f"{more} steps more", timeout_s)
+        self.wait_until(lambda: self.steps >= before + more, f"{more} more steps", timeout_s)
 
     def exit_status(self, timeout_s: float) -> int:
         """Raises Hang past the deadline."""
@@ -172,7 +172,7 @@ class FaultRun:
         return self.launcher.returncode
 
     def orphans(self) -> int:
-        """Processes that the ended run left behind; they are ended now."""
+        """Kills the processes that the ended run left behind; returns how many there were."""
         deadline, alive = time.monotonic() + ENDED_S, [process for process in self.seen if _runs(process)]
         while alive and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -199,7 +199,7 @@ class FaultRun:
         path = self.run_dir / "rollouts/ordinals.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        assert [line["step"] for line in lines] == list(range(len(lines))), f"{path}: steps are missing, or there twice"
+        assert [line["step"] for line in lines] == list(range(len(lines))), f"{path}: steps are missing or repeated"
         return [line["ordinals"] for line in lines]
 
     def repeated(self) -> list[int]:
@@ -208,12 +208,12 @@ class FaultRun:
         return sorted(ordinal for ordinal, count in counts.items() if count > 1)
 
     def missing(self) -> list[int]:
-        """Of a finished run: those that should have been trained on, and were not."""
+        """Ordinals that a finished run should have trained on, but did not."""
         trained = set(itertools.chain(*self.trained()))
         return sorted(set(range(self.steps * PROMPTS)) - trained)
 
     def ledger_problems(self) -> int:
-        """Of a run that stands still: ordinals on which the newest checkpoint's ledger and the record of what was trained on differ."""
+        """How many ordinals differ between the newest checkpoint's ledger and the record of training; call it while nothing runs."""
         found = complete_checkpoints(self.run_dir)
         if not found:
             return 0
@@ -226,7 +226,7 @@ class FaultRun:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Not when it has ended, though whoever has taken it over has not asked for its exit status yet."""
+    """A zombie, whose exit status nobody has asked for yet, does not run."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -234,7 +234,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def carried_out(run: FaultRun, name: str, text: str = "") -> None:
-    """Gives an order, and returns when it was taken."""
+    """Gives an order and waits until a process has taken it."""
     order(run.orders, name, text)
     run.wait_until(lambda: not (run.orders / name).exists(), f"process that carries out {name}", STARTED_S, every_s=0.05)
 

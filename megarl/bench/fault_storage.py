@@ -16,17 +16,17 @@ from megarl.bench import fault_mounts
 from megarl.bench.fault_run import ENGINES, STARTED_S, FaultRun, Inject
 from megarl.plan.checkpoints import complete_checkpoints
 
-LEFT_BYTES = 1 << 20  # on a full disk: what logs and metrics need, and no checkpoint fits in
+LEFT_BYTES = 1 << 20  # left on a full disk: enough for logs and metrics, too little for a checkpoint
 
 
 def full_disk(run: FaultRun, random: Random) -> dict[str, str]:
-    """Trainer rank 1 cannot write files of more than 1 MiB: no part of a checkpoint."""
+    """Keeps trainer rank 1 from writing files of more than 1 MiB, so no part of a checkpoint."""
     psutil.Process(run.trainer(1).pid).rlimit(psutil.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     return {}
 
 
 def disk_filled(run: FaultRun, random: Random) -> dict[str, str]:
-    """And kept full: a run that needs room gives up all checkpoints but its newest, and would go on with what that frees."""
+    """Fills the disk and keeps it full: else a run would go on with the space it frees by deleting all checkpoints but its newest."""
     deadline = time.monotonic() + STARTED_S
     while run.launcher.poll() is None and time.monotonic() < deadline:
         run.descendants()
@@ -40,7 +40,7 @@ def disk_emptied(run: FaultRun) -> None:
 
 
 def shared_memory_filled_before_the_start(run: FaultRun, random: Random) -> dict[str, str]:
-    """Nothing of a run on CPUs lies there: what its processes share is anonymous, or in a folder of the launch's own."""
+    """A run on CPUs does not mind: its processes share anonymous memory, or files in a folder of the launch."""
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     fault_mounts.fill(fault_mounts.SHARED_MEMORY)
@@ -51,7 +51,7 @@ def shared_memory_filled_before_the_start(run: FaultRun, random: Random) -> dict
 
 
 def shared_memory_filled(run: FaultRun, random: Random) -> dict[str, str]:
-    """What runs has the memory that it needs; an engine that dies then cannot be started again, until there is room."""
+    """Running processes already have their memory, but an engine that dies cannot be started again until there is room."""
     index = random.randrange(ENGINES)
     fault_mounts.fill(fault_mounts.SHARED_MEMORY)
     run.engine(index).kill()
@@ -65,7 +65,7 @@ def shared_memory_emptied(run: FaultRun) -> None:
 
 
 def checkpoint_file(files: str, harm: Callable[[Path, Random], None]) -> Inject:
-    """One of these files (a pattern) of a stopped run's newest checkpoint is harmed, another one each time; the run is started on it."""
+    """Stops the run, harms a file of its newest checkpoint that matches `files`, each time another one, and starts the run on it."""
 
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
         run.launcher.terminate()

@@ -1,10 +1,10 @@
 """`megarl bench faults`: a campaign of faults against one real run on this machine: trainer at TP2, two SGLang engines, a tiny Llama.
 
-Faults come one after the other, at random times, each when the one before is over. A fault is *survived* when the run says what is
-wrong where there is something to say, is whole again (an engine that was lost serves again) and makes steps; it *ended cleanly*
-when the run ended with the exit status and the message that it should, left no process behind, and goes on when started again.
-Else it counts as a hang or as failed. What was trained on is compared with the ledger of the checkpoints after each end, and at
-the end of all: every prompt up to the last exactly once.
+Faults come at random times, each after the previous one is over. A fault is *survived* when the run names the cause (if one is
+expected), is whole again (a lost engine serves again) and makes steps. It *ended cleanly* when the run ended with the expected exit
+status and message, left no process behind, and goes on when started again. Otherwise it counts as a hang or as failed. After each end,
+what was trained on is compared with the checkpoints' ledger; at the end of the campaign every prompt must have been trained on exactly
+once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.bench.fault_mounts import small_file_systems
 from megarl.bench.fault_run import CONFIG, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang
 from megarl.config.errors import ConfigError
 
-LONGEST_WAIT_S = 2.0  # before a fault, from when the run is whole
+LONGEST_WAIT_S = 2.0  # from a whole run to the next fault
 SURVIVED, ENDED, HANG, FAILED = "survived", "ended cleanly", "hang", "failed"
 COLUMNS = ("injected", SURVIVED, ENDED, HANG, FAILED, "orphans", "lost", "repeated")
 
@@ -35,15 +35,15 @@ class Fault:
     kind: str
     step: int  # steps done when it was injected
     outcome: str = ""
-    problem: str = ""  # of a hang, or a failed one
+    problem: str = ""  # why it counts as a hang or as failed
     orphans: int = 0  # processes left behind
     lost: int = 0  # prompts that were never trained on
-    repeated: int = 0  # prompts that were trained on more than once, or that the ledger has otherwise than the record
+    repeated: int = 0  # prompts that were trained on more than once, or on which ledger and record differ
     seconds: float = 0.0
 
 
 def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: bool, keep: str | None) -> None:
-    """Prints a table, or one JSON object. No fault is begun after `minutes`.
+    """Prints a table, or one JSON object. No fault begins after `minutes`.
 
     Raises ConfigError; SystemExit(1) when a fault was neither survived nor ended cleanly.
     """
@@ -65,7 +65,7 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
     }
     print(json.dumps(facts) if as_json else render(facts))
     if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in done):
-        if os.path.ismount(folder / RUN_DIR):  # by this process alone: nobody will see it
+        if os.path.ismount(folder / RUN_DIR):  # in this process's mount namespace: nobody else can see the folder
             shutil.copytree(folder / RUN_DIR, folder / "left", ignore_dangling_symlinks=True)
         print(f"megarl: not every fault was survived or ended cleanly; the run and its logs are in {folder}", file=sys.stderr)
         raise SystemExit(1)
@@ -74,17 +74,17 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
 
 
 def here(kinds: list[str], mounted: bool) -> list[str]:
-    """Those of `kinds` that can be done on this machine. Raises ConfigError where none can."""
+    """The kinds that this process has the rights for. Raises ConfigError if there are none."""
     left_out = [kind for kind in kinds if KINDS[kind].root and not mounted]
     if left_out:
-        print(f"left out, since only root can do them: {', '.join(left_out)}", file=sys.stderr)
+        print(f"left out, because only root can do them: {', '.join(left_out)}", file=sys.stderr)
     if len(left_out) == len(kinds):
         raise ConfigError(f"--kinds {','.join(kinds)}: needs root")
     return [kind for kind in kinds if kind not in left_out]
 
 
 def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
-    """Each kind once as far as they go, then at random by their weights; shuffled."""
+    """Draws each kind once as far as `faults` go, then by weight; shuffled."""
     random = Random(seed)
     chosen = random.sample(kinds, min(faults, len(kinds)))
     weights = [max(KINDS[kind].weight, len(kinds) == 1) for kind in kinds]
@@ -94,7 +94,7 @@ def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
 
 
 def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Iterator[Fault]:
-    """Carries the faults out, as many as begin before `until`, on the monotonic clock; tells of each on stderr."""
+    """Carries out the faults that can begin before `until` on the monotonic clock; reports each on stderr."""
     random, faults = Random(seed), []
     run = FaultRun(folder, make_model(folder / "model", seed))
     try:
@@ -114,7 +114,7 @@ def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Ite
 
 
 def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
-    """One fault, until the run is whole again; a run that was lost over it is started anew."""
+    """Carries out one fault and waits until the run is whole again; a run that hangs or fails is started anew."""
     kind, fault, started = KINDS[name], Fault(name, run.steps), time.monotonic()
     repeated = len(run.repeated())
     run.mark()
@@ -138,7 +138,7 @@ def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
 
 
 def survive(run: FaultRun, notice: str, recovered: str) -> None:
-    """Raises Hang, Ended."""
+    """Waits until the run has named the cause, recovered and made two steps. Raises Hang, Ended."""
     if notice:
         run.wait_until(lambda: run.said(notice), f"word of it ({notice})", STARTED_S)
     if recovered:
@@ -147,7 +147,7 @@ def survive(run: FaultRun, notice: str, recovered: str) -> None:
 
 
 def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
-    """Raises Hang; Ended where it did not end as it should."""
+    """Waits for the run's end. Raises Hang; Ended if exit status or message are not the expected ones."""
     found = run.exit_status(STARTED_S)
     fault.orphans += run.orphans()
     if found != status or not run.said(notice):
@@ -155,7 +155,7 @@ def end(run: FaultRun, fault: Fault, notice: str, status: int) -> None:
 
 
 def go_on(run: FaultRun, fault: Fault, kind: Kind) -> None:
-    """Starts the run that has ended again, on checkpoints that are mended before they are read."""
+    """Undoes the damage, compares ledger and record, and starts the run again."""
     kind.mend(run)
     fault.repeated += run.ledger_problems()
     run.start()
@@ -163,7 +163,7 @@ def go_on(run: FaultRun, fault: Fault, kind: Kind) -> None:
 
 
 def finish(run: FaultRun, faults: list[Fault]) -> None:
-    """Lets the run come to its end, and charges each prompt that is missing then to the fault in whose time it should have been used."""
+    """Lets the run finish, and charges each prompt that it never trained on to the fault during which it should have been used."""
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     run.start(max_steps=run.steps + 2)

@@ -1,8 +1,8 @@
-"""How near the kernels come to the memory's speed: `python -P -m megarl.bench.kernels [--json]`, on one GPU.
+"""How close the kernels come to the memory's bandwidth: `python -P -m megarl.bench.kernels [--json]`, on one GPU.
 
-Every time is the median of many runs on tensors larger than the L2 cache. The ceiling is measured in the same run: a device-to-device
-copy, bytes read plus bytes written over time. `fraction` is a kernel's own bytes (each input read once, each output written once)
-over its time, as a fraction of the ceiling. Other people's quantisers run where they are installed, on the same tensor.
+Every time is the median of many runs on tensors larger than the L2 cache. The ceiling is the bandwidth of a device-to-device copy,
+bytes read plus bytes written, measured in the same run. `fraction` is a kernel's bandwidth (each input read once, each output written
+once) as a fraction of the ceiling. Other projects' quantisers run on the same tensor if they are installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROWS, COLS = 16384, 6656  # down_proj of Llama-3.1-405B at TP8
 TOKENS, VOCAB = 4096, 16032  # one rank's share of 128,256 at TP8
 REPEATS = 50
 
-# What other stacks quantise a weight with: named here, imported only by this program and only if installed.
+# Other stacks' quantisers of weights: only this program imports them, and only if they are installed.
 PEERS = {
     "SGLang per_block_cast_to_fp8": ("sglang.srt.layers.quantization.fp8_utils:per_block_cast_to_fp8", ()),
     "SGLang bf16_to_block_fp8_128": ("sglang.srt.layers.quantization.mxfp8_block_convert:bf16_to_block_fp8_128", ()),
@@ -82,7 +82,7 @@ def quantisers(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any] | 
         try:
             function = pkgutil.resolve_name(path)
             found, found_scales = function(weight, *arguments)[:2]
-        except Exception as error:  # whatever it is, it is what this run found out about that peer
+        except Exception as error:  # whatever it is, the note reports it
             yield name, None, f"not available: {type(error).__name__}: {error}"
             continue
         same_codes = (found.view(torch.uint8) == wanted[0].view(torch.uint8)).float().mean().item()

@@ -1,4 +1,4 @@
-"""Runs the cells of `megarl bench overlap` in pairs of processes, a trainer's and a generator's, several pairs side by side."""
+"""Runs the cells of `megarl bench overlap`, each by one trainer and one generator process, several such pairs side by side."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Rows = list[dict[str, Any]]
 
 
 class Lane:
-    """One pair of processes, for one cell after another."""
+    """A pair of processes that runs one cell after another."""
 
     def __init__(self, timeout_s: float):
-        context = multiprocessing.get_context("forkserver")  # what all of them import is imported once
+        context = multiprocessing.get_context("forkserver")  # common imports are done once
         context.set_forkserver_preload([__name__])
         self._timeout_s, self._key = timeout_s, RunKey.generate()
         addresses_in, addresses_out = context.Pipe(duplex=False)
@@ -39,7 +39,7 @@ class Lane:
         addresses_out.close()
 
     def run(self, cell: Cell) -> Rows:
-        """What the trainer made of it. Raises RuntimeError where one of the two fails, TimeoutError past the deadline."""
+        """The trainer's rows. Raises RuntimeError if one of the two processes fails, TimeoutError past the deadline."""
         for pipe in self._pipes:
             pipe.send(cell)
         deadline, answers = time.monotonic() + self._timeout_s, {}
@@ -72,7 +72,7 @@ def _answer(cell: Cell, pipe: Connection) -> Rows:
 
 
 def run_cells(cells: Sequence[Cell], lanes: int, timeout_s: float, done: Callable[[Cell], None]) -> list[Rows]:
-    """The rows of every cell, in order. `done` is called as each one ends, by the thread of its lane."""
+    """The rows of every cell, in order. A lane's thread calls `done` when a cell ends."""
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(cells)):
         todo.put(index)

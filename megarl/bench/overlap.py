@@ -1,13 +1,13 @@
-"""`megarl bench overlap`: how near asynchronous steps come to perfect overlap, over trainer/generator ratios, lengths and settings.
+"""`megarl bench overlap`: how close asynchronous steps come to perfect overlap, over trainer/generator ratios, lengths and settings.
 
-Emulated: engines and trainer sleep for set times (`emulated`, `overlap_cell`); controller, channels, admission, buffer, messages
-and processes are those of a run. Sleeps are not corrected for what the code itself costs: phases are long beside it.
+Engines and trainer are emulated: they sleep for set times (`emulated`, `overlap_cell`). Controller, channels, admission, buffer, messages
+and processes are those of a run. The sleeps are not shortened by what the code itself costs, which is little beside the phases.
 
     ideal        seconds of a step if trainer and generator overlapped perfectly: the longer of the two phases at full use. The
-                 generator's is what decoding the trained tokens takes with every slot busy; the update is in neither
+                 generator's phase is the time to decode the trained tokens with every slot busy; neither phase includes the update
     efficiency   ideal / achieved. The paper on asynchronous RLHF (Noukhovitch et al. 2024, arXiv:2410.18252) reached about 0.85
 
-The first `WARM_UP` steps of a cell are not counted.
+The first WARM_UP steps of a cell are not counted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import AsyncConfig
 
 WARM_UP = 4
-RATIOS = (0.5, 1.0, 2.0)  # trainer's phase / generator's
+RATIOS = (0.5, 1.0, 2.0)  # trainer's phase / generator's phase
 LENGTHS = {"constant": Lengths(64, 0.0, 256), "long-tailed": Lengths(64, 0.8, 256)}
-WRITE_SHARE = 0.01  # of the longer phase: an update
+WRITE_SHARE = 0.01  # an update, as a share of the longer phase
 DEPTH = 4  # capacity of the streaming settings
 SETTINGS = {
     "synchronous": AsyncConfig(0),
@@ -46,7 +46,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Of one cell; seconds are means per step."""
+    """One cell's result; seconds are means per step."""
 
     lengths: str
     ratio: float
@@ -54,11 +54,11 @@ class Result:
     step_s: float
     ideal_s: float
     efficiency: float
-    batch_wait_s: float  # the trainer, for its batch
-    weights_wait_s: float  # the trainer, until the engines take its weights: stragglers, with block
+    batch_wait_s: float  # how long the trainer waits for its batch
+    weights_wait_s: float  # how long the trainer waits for the engines to take its weights: with block, for stragglers
     generator_wait_s: float  # see docs/asynchrony.md
     bubble_s: float
-    late: float  # how much longer the trainer's sleep took than it was set to, as a share: a busy machine
+    late: float  # by what share the trainer's sleeps took longer than set: above 1 % the machine is busy with something else
     mixed: float  # share of samples with tokens of more than one version
 
 
@@ -111,7 +111,6 @@ def grid(step_s: float, steps: int, folder: str) -> Iterator[tuple[tuple[str, fl
 
 
 def result(lengths: str, ratio: float, setting: str, cell: Cell, rows: Rows) -> Result:
-    """Of the rows of one cell."""
     counted = rows[WARM_UP:]
 
     def mean(name: str) -> float:
@@ -157,7 +156,7 @@ def render(facts: Mapping[str, Any]) -> str:
     for row in rows:
         cells = [text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
-    notes = ["Seconds are means per step. The trainer waits for its batch, and for engines to take its weights.",
+    notes = ["Seconds are means per step. The trainer waits for its batch and for engines to take its weights.",
              "Efficiency is ideal / step; the ideal is the longer phase at full use.",
-             "late: by how much the trainer overslept; above 1% something else keeps the machine busy, and the cell is off."]  # fmt: skip
+             "late: how much the trainer overslept; above 1% the machine was busy with something else: discard the cell."]  # fmt: skip
     return "\n".join([title(facts), *lines, *notes])

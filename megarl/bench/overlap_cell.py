@@ -1,7 +1,7 @@
-"""One cell of `megarl bench overlap`, run by two processes: everything real but the engines and the trainer, which sleep (emulated).
+"""One cell of `megarl bench overlap`, run by two processes in which engines and trainer are emulated by sleeps.
 
-Real: the controller's loop, admission, rollout stream, fleet, buffer, both channels with their messages over the run's link, the
-generator executor. Emulated: what engines compute, what the trainer computes, and the writing of weights.
+Real are the controller's loop, admission, rollout stream, fleet, buffer, both channels with their messages over the run's link, and the
+generator executor. Emulated are the engines' and the trainer's computations, and the writing of weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megarl.weight_sync.receiver import InitialWeights, Taken, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsSender
 from megarl.weight_sync.writes import Writes
 
-SPEC = {  # of no consequence: the channels ask for the map of some model
+SPEC = {  # any model would do: the channels only need some map
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -60,12 +60,12 @@ SPEC = {  # of no consequence: the channels ask for the map of some model
 
 @dataclass(frozen=True)
 class Cell:
-    """Phase times and settings of one run. At full use, the engines decode one step's mean tokens in `generate_s`."""
+    """Phase times and settings of one run. At full use, the engines decode the tokens of a mean step in `generate_s`."""
 
     name: str
     train_s: float
     generate_s: float
-    write_s: float  # of one weight update, with the engines paused
+    write_s: float  # duration of a weight update, while the engines are paused
     lengths: Lengths
     async_: AsyncConfig
     steps: int
@@ -78,7 +78,7 @@ class Cell:
 
     @property
     def token_s(self) -> float:
-        """Of one sequence: its engine decodes as many at a time as it has slots."""
+        """Seconds per token of one sequence; an engine decodes as many sequences at a time as it has slots."""
         return self.generate_s * self.engines * self.slots / (self.prompts_per_step * self.n * self.lengths.mean)
 
     def plan(self) -> RunPlan:
@@ -102,7 +102,7 @@ class EmulatedPrompts:
 
 @dataclass
 class EmulatedGenerator(GeneratorExecutor):
-    """The generator executor over emulated engines, without a tokenizer or rewards."""
+    """The generator executor with emulated engines, and without tokenizer or rewards."""
 
     cell: Cell = field(kw_only=True)
 
@@ -211,7 +211,7 @@ class _NoAmax:
 
 
 class EmulatedSender(WeightsSender):
-    """The sending end, with a sleep where it writes."""
+    """The sending end; a sleep replaces the writes."""
 
     write_s = 0.0
 
@@ -224,7 +224,7 @@ class EmulatedSender(WeightsSender):
 
 
 class EmulatedReceiver(WeightsReceiver):
-    """The receiving end, with emulated engines that stand still while the trainer writes."""
+    """The receiving end; the emulated engines are paused while the trainer writes."""
 
     async def _update(self, executor: Any, version: Version) -> Taken:
         began = time.perf_counter()
@@ -239,13 +239,13 @@ class EmulatedReceiver(WeightsReceiver):
 
 
 def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
-    """The generator's process in one cell; tells the trainer's where to connect."""
+    """The generator's process in one cell. It sends its address through `address_to`."""
     plan = cell.plan()
     link = Hub("generator.0", key)
     address_to.send(link.address)
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype)
     weights = EmulatedReceiver(plan, source, link, key_file="")
-    rendezvous: Any = None  # there is no launcher; the executor asks it for addresses of engines alone
+    rendezvous: Any = None  # there is no launcher; an executor needs it only for addresses of engines
     executor = EmulatedGenerator(plan, rendezvous, RolloutsSender(link), cell=cell)
     Controller(executor, incoming=[weights], outgoing=[], max_steps=cell.steps, initial=[InitialWeights(weights)]).run()
     link.close()
@@ -253,14 +253,14 @@ def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
 
 
 def train(cell: Cell, key: RunKey, address: str) -> list[dict[str, Any]]:
-    """The trainer's process in one cell: its rows."""
+    """The trainer's process in one cell; returns its rows."""
     plan = cell.plan()
     link = Peer("trainer.0", key, address)
     weights = EmulatedSender(plan, link)
     weights.write_s = cell.write_s
     buffer = RolloutBuffer(cell.prompts_per_step, cell.async_.max_staleness)
     rollouts = RolloutsReceiver(link, cell.timeout_s, buffer)
-    executor: Any = EmulatedTrainer(plan, cell)  # neither a layout nor a probe is asked for here
+    executor: Any = EmulatedTrainer(plan, cell)  # it has neither a layout nor a probe; nothing here asks for them
     Controller(executor, incoming=[rollouts], outgoing=[weights], max_steps=cell.steps).run()
     link.close()
     return executor.rows

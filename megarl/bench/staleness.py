@@ -1,13 +1,13 @@
-"""`megarl bench staleness CONFIG`: does what is learned depend on how far generation runs ahead? Real runs over settings and seeds.
+"""`megarl bench staleness CONFIG`: does the reward depend on how far generation runs ahead? Real runs over settings and seeds.
 
-Every run is a `megarl train` of its own with the shipped program; runs with the same seed begin with the same warm start. Runs that are
-complete are not repeated, and one that was cut off goes on, so the same command continues an interrupted table.
+Every run is a `megarl train` by the shipped program; runs with the same seed begin from the same warm start. Complete runs are not
+repeated and interrupted ones go on, so the same command continues an interrupted table.
 
-With capacity 0 nothing is ever stale, and with capacity 1 nothing is older than 1 step whatever the bound, so these have one row each; the
-first is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start: *difference* is the mean of
-the pairs, *noise* its standard error, and *at most* is |difference| + 2 noise (for three seeds a one-sided bound of 91 % by Student's t).
-A setting reaches the baseline's reward within noise if that is no more than the baseline's own seeds differ by. So noise counts against a
-setting: a run that collapses widens it, and is not excused by it.
+With capacity 0 nothing is ever stale, and with capacity 1 nothing is older than 1 step whatever the bound, so these have one row each;
+capacity 0 is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start: *difference* is the mean
+over the pairs, *noise* its standard error, and *at most* is |difference| + 2 noise (with three seeds a one-sided 91 % bound by Student's
+t). A setting reaches the baseline's reward within noise if *at most* does not exceed the range of the baseline's own seeds. So noise counts
+against a setting: a run that collapses increases the noise, and is not excused by it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.observe.evaluations import read_results
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
 
-LAST = 10  # steps whose mean reward counts
+LAST = 10  # the mean reward of so many last steps counts
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of a setting with the baseline: differences of reward between runs with the same seed."""
+    """A setting beside the baseline: differences of reward between runs with the same seed."""
 
     capacity: int | None
     max_staleness: int | None
     difference: float  # mean over seeds
-    noise: float  # standard error of it; NaN with one seed
+    noise: float  # standard error of the mean; NaN with one seed
     at_most: float  # |difference| + 2 noise
-    same: bool  # at_most is no more than the baseline's seeds differ by
+    same: bool  # at_most does not exceed the range of the baseline's seeds
 
 
 def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: bool) -> None:
-    """Prints a table, or one JSON object. `runs`: the folder of all runs. Raises ConfigError, RuntimeError where a run fails."""
+    """Prints a table, or one JSON object. `runs`: the folder of all runs. Raises ConfigError; RuntimeError if a run fails."""
     jobs = [(setting, seed) for seed in range(seeds) for setting in SETTINGS]
     plans = {job: _plan(config, overrides, runs, *job) for job in jobs}  # mistakes show before anything starts
     results = []
@@ -124,7 +124,7 @@ def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
-    """Every setting but the baseline, in the order of `results`. Raises: KeyError if a run has no baseline of its seed."""
+    """One for every setting but the baseline, in the order of `results`. Raises KeyError if a run has no baseline with its seed."""
     rewards: dict[Setting, dict[int, float]] = {}
     for result in results:
         rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = result.reward
@@ -142,7 +142,7 @@ def _comparison(setting: Setting, differences: Sequence[float], spread: float) -
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    """A Markdown table, a row a setting, and a sentence that judges it."""
+    """A Markdown table with a row per setting, and a verdict."""
     by_setting: dict[tuple, list[Mapping[str, Any]]] = {}
     for result in facts["runs"]:
         by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)
@@ -154,7 +154,7 @@ def render(facts: Mapping[str, Any]) -> str:
         *(_row(capacity, bound, results, compared.get((capacity, bound))) for (capacity, bound), results in by_setting.items()),
     ]
     same = sum(each["same"] for each in compared.values())
-    verdict = f"{same} of {len(compared)} settings reach the reward of the first row, no further off than its own seeds are apart."
+    verdict = f"{same} of {len(compared)} settings reach the reward of the first row, within the range of its own seeds."
     return "\n".join([*lines, "", verdict])
 
 

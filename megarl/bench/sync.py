@@ -1,19 +1,19 @@
-"""`megarl bench sync`: how long new weights take into a live SGLang engine: our direct writes, and what other stacks do, in one run.
+"""`megarl bench sync`: how long new weights take to get into a live SGLang engine, by our direct writes and by other stacks' ways.
 
-Two trainer ranks (processes with shards cut by the trainer layout at TP2) and one engine, on this host. Measured while the engine
-stands still with its update session open, from the start until every byte is in its parameters:
+Two trainer ranks (processes with shards cut by the trainer layout at TP2) and one engine run on this host. The engine is paused with its
+update session open; time is measured from the start until every byte is in its parameters:
 
-    direct …             each rank writes its boxes into the live parameters, by that transport
+    direct …             each rank writes its boxes into the live parameters, by the named transport
     gather + broadcast   gather onto rank 0, then SGLang's update_weights_from_distributed: as slime, verl and OpenRLHF do
     … flattened          the same, all tensors as one message (load_format flattened_bucket)
     gather + bucket      gather onto rank 0, then SGLang's update_weights_from_tensor: a flattened bucket in shared memory
-    … audited            a direct way, with the hashes of both sides taken and compared (weights.audit=on)
-    … recalled           that, and before it the hashes of what is about to be overwritten (strict)
+    … audited            a direct way that also hashes both sides and compares the hashes (weights.audit=on)
+    … recalled           an audited way that also hashes, before writing, what is about to be overwritten (strict)
     ceiling …            as many bytes, from the same processes, over the bare medium: long memcpys, sends, or writes
 
-Each way is run once to warm up, then checked: the engine's memory, scrambled before, must hash to what was sent. Then all of them
-take turns, so that whatever else the machine does hits all alike. Times are medians, with the quartiles beside them. Ratios are
-taken within each round, of runs that lie close together in time, and their median counts.
+Each way is run once to warm up, then checked: the engine's memory, scrambled before, must hash to what was sent. Then the ways take
+turns, so that other load on the machine hits all of them alike. Times are medians, with the quartiles beside them. Ratios are taken
+within each round, between runs that are close in time; their median counts.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Timing:
     median_s: float
     quartiles_s: tuple[float, float]
     best_s: float
-    gb_per_s: float  # bytes of the model, once, over the median
+    gb_per_s: float  # bytes of the model / median
     bytes_moved: int  # between processes
     messages: int
-    of_ceiling: float | None  # the ceiling's time over this one's
-    times_faster: float | None  # than the fastest of the gather ways
+    of_ceiling: float | None  # the ceiling's time / this way's
+    times_faster: float | None  # the fastest gather way's time / this way's
     times_fewer_bytes: float | None  # than that one
     audit_s: float | None  # what hashing on both sides adds
-    recall_s: float | None  # and what hashing the engine's memory before the update, too
+    recall_s: float | None  # what hashing the engine's memory before the update adds to that
 
 
 def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: str | None) -> None:
@@ -79,7 +79,7 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, ExitStack() as stack:
         stack.enter_context(errors_into(Path(folder) / "errors.log"))
         if MOONCAKE in transports:
-            # Where it is missing: a message now, not after a minute.
+            # Fails now, not after a minute, if it is missing.
             mooncake.open_engine("127.0.0.1", mooncake.protocol_of([this_host()]))
         model = make_model(Path(folder) / "model", dtype, *MODELS[model_size])
         bench = Bench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
@@ -100,8 +100,10 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
 
 @contextlib.contextmanager
 def errors_into(log: Path) -> Iterator[None]:
-    """What this process and those that it starts write to standard error, by Python or not: Mooncake, and others, report there what is no
-    error. The end of it is shown when the body fails."""
+    """Redirects file descriptor 2, also of child processes, to `log`: libraries such as Mooncake write there what is no error.
+
+    If the body fails, the end of the log is shown.
+    """
     terminal = os.dup(2)
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 2)
@@ -149,7 +151,7 @@ def make_model(folder: Path, dtype: str, hidden: int, ffn: int, layers: int, hea
 
 
 def timings(ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], size: int) -> list[Timing]:
-    """`times`: seconds of each way in every round; `size`: bytes of the model."""
+    """`times`: seconds of each way, by round; `size`: bytes of the model."""
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
     gather = min((name for name in ways if name.startswith("gather")), key=lambda name: median[name], default=None)
     return [timing_of(name, ways, times, gather, size) for name in ways if not name.endswith((AUDITED, RECALLED))]

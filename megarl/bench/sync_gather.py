@@ -1,4 +1,4 @@
-"""A trainer rank's part in how other stacks bring weights into an engine: a gather onto rank 0, then SGLang's own ways."""
+"""A trainer rank's part in other stacks' way of updating an engine: a gather onto rank 0, then SGLang's own update paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.weight_sync.transports.two_sided import as_bytes
 
 
 class Gather:
-    """Of one rank, with its shards of the layout's tensors."""
+    """One rank's end; `sources` are its shards of the layout's tensors."""
 
     def __init__(self, rank: int, layout: Layout, sources: Mapping[str, torch.Tensor], timeout_s: float):
         self.rank, self.layout, self.sources, self.timeout_s = rank, layout, sources, timeout_s
@@ -21,14 +21,14 @@ class Gather:
         self.group = join_gloo(address, self.rank, self.layout.world_size, self.timeout_s)
 
     def collect(self) -> None:
-        """Rank 0 ends up with every tensor, whole, under its Hugging Face name."""
+        """Gathers every whole tensor onto rank 0, under its Hugging Face name."""
         if self.rank:
             parts = [self.sources[tensor.name][piece.local.slices()] for tensor, piece in self.layout.owned_pieces(self.rank)]
             works = [self.group.send([as_bytes(part.contiguous())], 0, 0) for part in parts]
             for work in works:
                 work.wait()
             return
-        self.full: dict[str, torch.Tensor] = {}  # the last round's go first
+        self.full: dict[str, torch.Tensor] = {}  # frees the last round's tensors first
         self.full = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
         arriving = []
         for rank in range(self.layout.world_size):
@@ -67,7 +67,7 @@ class Gather:
             work.wait()
 
     def buckets(self, count: int) -> list[str]:
-        """One for each worker of the engine."""
+        """One bucket per worker of the engine."""
         from megarl.generator.sglang_updates import bucket_payload
 
         return [bucket_payload(list(self.full.items())) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""A rank's part in sending bytes over a bare medium: the ceilings that `megarl bench sync` compares with."""
+"""A rank's part in sending bytes over a bare medium: the ceilings of `megarl bench sync`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megarl.weight_sync.transports import gloo, mooncake
 from megarl.weight_sync.transports.choice import this_host
 
 BLOCK_BYTES = 128 << 20  # larger than any cache
-CHUNK_BYTES = 16 << 20  # of gloo: the longer, the less time of a core
-RUN_BYTES = 1 << 20  # of Mooncake's TCP
+CHUNK_BYTES = 16 << 20  # per gloo send: longer ones cost less CPU time
+RUN_BYTES = 1 << 20  # per write by Mooncake's TCP
 
 
 class BareMedia:
-    """Of one rank; the far end is the rank behind the `senders`. Blocks are sent again and again, up to as many bytes as asked."""
+    """One rank's end; rank number `senders` is the far end. A block is sent again and again until as many bytes as asked have gone."""
 
     def __init__(self, rank: int, senders: int, timeout_s: float):
         self.rank, self.senders, self.timeout_s = rank, senders, timeout_s
 
     @cached_property
     def block(self) -> torch.Tensor:
-        """To send from, or at the far end one for each trainer rank to receive into."""
+        """The block to send from; at the far end, a block per trainer rank to receive into."""
         count = 1 if self.rank < self.senders else self.senders
         return torch.full((count * BLOCK_BYTES,), 1 + self.rank, dtype=torch.uint8)
 
@@ -52,7 +52,7 @@ class BareMedia:
             work.wait()
 
     def open_block(self) -> str:
-        """To Mooncake, for one-sided writes."""
+        """Registers the block with Mooncake for one-sided writes; returns its address."""
         protocol = mooncake.protocol_of([this_host()])
         self.mooncake = mooncake.open_engine("127.0.0.1", protocol)
         mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
@@ -67,11 +67,11 @@ class BareMedia:
 
 
 def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
-    """`size` bytes in parts of a block that is used again from its start when it is through. part_bytes divides BLOCK_BYTES."""
+    """Slices of a block that cover `size` bytes, starting over at the block's end. part_bytes must divide BLOCK_BYTES."""
     for start in range(0, size, part_bytes):
         yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
 
 
 def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> Any:
-    """A gloo backend: torch's annotations of it know neither `send` nor `recv`."""
+    """A gloo backend, typed Any: torch's annotations lack its `send` and `recv`."""
     return gloo.open_backend(connect_store(address, timeout_s), rank, size, address, timeout_s)

@@ -15,7 +15,7 @@ def title(facts: dict[str, Any]) -> str:
 
 
 def draw(facts: dict[str, Any], path: str) -> None:
-    """Writes `path`: the median of each way, its quartiles, and as a darker part what an audit adds."""
+    """Writes `path`: the median of each way with its quartiles; the darker part is what an audit adds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

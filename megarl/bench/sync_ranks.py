@@ -1,6 +1,6 @@
-"""The processes of the sync benchmark: trainer ranks that hold shards of a model, and one that plays the far end of a bare medium.
+"""The processes of the sync benchmark: trainer ranks with shards of a model, and one process that is the far end of a bare medium.
 
-Each obeys commands that come through a pipe. They talk to each other, and to the engine, only by what is being measured.
+Each obeys commands from a pipe. They talk to each other and to the engine only by what is being measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> Reshar
 
 
 class Rank:
-    """One process. `job`: model, dtype, trainer_tp, engine_tp. The rank behind the trainer's has a part in bare media alone."""
+    """One process. `job`: model, dtype, trainer_tp, engine_tp. The rank after the last trainer rank only serves bare media."""
 
     def __init__(self, rank: int, job: tuple[str, str, int, int], timeout_s: float):
         torch.set_num_threads(1)
@@ -45,7 +45,7 @@ class Rank:
         self.map = build_map(*job)
         layout = self.map.source
         self.transports: dict[str, Transport] = {}
-        self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}  # of what it writes, by kind
+        self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}  # by transport: the copies that land, all others
         self.payloads = Payloads()
         self.media = BareMedia(rank, layout.world_size, timeout_s)
         if rank < layout.world_size:
@@ -64,7 +64,7 @@ class Rank:
                 self.write(kind, part, audit=False)
 
     def write(self, kind: str, part: int, audit: bool) -> Sent:
-        """`part`: 0: what lands, 1: all else."""
+        """`part`: 0: the copies that land, 1: all others."""
         return send(self.transports[kind], self.parts[kind][part], self.sources, self.shapes, audit, payloads=self.payloads)
 
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:
@@ -74,7 +74,7 @@ class Rank:
 
 
 def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one rank, cut out of a checkpoint; padding is zero."""
+    """One rank's tensors, cut out of a checkpoint; padding is zero."""
     from safetensors.torch import load_file
 
     logical = load_file(model / "model.safetensors")
@@ -87,7 +87,7 @@ def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
 
 
 class Nowhere:
-    """A transport whose writes are lost."""
+    """A transport that drops what is written."""
 
     kind = "nowhere"
 
@@ -102,7 +102,7 @@ class Nowhere:
 
 
 class Ranks:
-    """Several ranks as processes: `call` runs one method on each of them at the same time, such as `write` or `gather.collect`."""
+    """Several ranks as processes; `call` runs one method, such as `write` or `gather.collect`, on all of them at the same time."""
 
     def __init__(self, count: int, job: tuple[str, str, int, int], timeout_s: float):
         context = multiprocessing.get_context("spawn")
@@ -118,12 +118,12 @@ class Ranks:
             self._processes.append(process)
 
     def call(self, method: str, *per_rank: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
-        """`per_rank`: for each rank in `ranks` (default: all) its arguments; none: no arguments. Raises RuntimeError, TimeoutError."""
+        """`per_rank`: the arguments of each rank in `ranks` (default: all); none given: no arguments. Raises RuntimeError, TimeoutError."""
         chosen = list(range(len(self._pipes)) if ranks is None else ranks)
         for i, rank in enumerate(chosen):
             try:
                 self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
-            except BrokenPipeError as error:  # not to be taken for a reader of our output that has seen enough
+            except BrokenPipeError as error:  # the command line would take it for a closed stdout
                 raise self._gone(rank, method) from error
         return [self._answer(rank, method) for rank in chosen]
 

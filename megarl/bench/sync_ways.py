@@ -1,4 +1,4 @@
-"""The ways that `megarl bench sync` compares, on one live engine. See `sync` for what they are."""
+"""The ways that `megarl bench sync` compares on one live engine; `sync` says what they are."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from megarl.weight_sync.update import WeightUpdate
 from megarl.weight_sync.writing import shapes_of
 
 TIMEOUT_S = 300.0
-AUDITED = " audited"  # ends the name of a direct way that hashes on both sides
-RECALLED = " recalled"  # … and, before, what is about to be overwritten
+AUDITED = " audited"  # suffix of a direct way that hashes both sides
+RECALLED = " recalled"  # suffix of one that also hashes what is about to be overwritten
 BARE = {SHARED_MEMORY: "ceiling memcpy", GLOO: "ceiling gloo send", MOONCAKE: "ceiling mooncake write"}
 
 
@@ -48,13 +48,13 @@ class Way:
 
 
 class Bench:
-    """`job`: model, dtype, trainer_tp, engine_tp. What it starts ends with `stack`."""
+    """`job`: model, dtype, trainer_tp, engine_tp. Its processes end when `stack` is closed."""
 
     def __init__(self, job: tuple[str, str, int, int], folder: Path, stack: ExitStack):
         self.job, self.folder, self.stack = job, folder, stack
         self.map = build_map(*job)
         self.trainers = list(range(job[2]))
-        self.everyone = [*self.trainers, job[2]]  # the last one plays the far end of a bare medium
+        self.everyone = [*self.trainers, job[2]]  # the last one is the far end of a bare medium
         self.sent = [sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers]
         self.writes = sum(len(self.map.writes_from(rank)) for rank in self.trainers)
         self.bytes = sum(self.sent)
@@ -62,18 +62,18 @@ class Bench:
         stack.callback(self.ranks.close)
 
     async def measure(self, transports: Sequence[str], repeats: int) -> tuple[dict[str, Way], dict[str, list[float]]]:
-        """The ways, and the seconds of each run of each."""
+        """The ways, and the seconds of each way's runs."""
         await self.start_engine()
         self.live = await open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
         ways: dict[str, Way] = {}
-        for kind in transports:  # what is compared stands side by side, so that it is measured at nearly the same time
+        for kind in transports:  # ways that are compared stand side by side, so that they run at nearly the same time
             name = f"direct {kind}"
             ways[BARE[kind]] = await getattr(self, f"bare_{kind}")()
             ways[name] = await self.direct(kind)
             ways[name + AUDITED] = replace(ways[name], run=partial(self.audited, kind))
             ways[name + RECALLED] = replace(ways[name], run=partial(self.recalled, kind))
         ways |= await self.gather_ways()
-        # What writes the same with one more look before it would find, rightly, that the check itself has spoilt the memory.
+        # Not the recalled ways: they would report, rightly, that the check itself has scrambled the memory.
         await self.check({name: way for name, way in ways.items() if name not in BARE.values() and not name.endswith(RECALLED)})
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
@@ -108,7 +108,7 @@ class Bench:
     # Ours
 
     async def direct(self, kind: str) -> Way:
-        """Sets a transport up; its first update connects it."""
+        """Sets up a transport; its first update connects it."""
         endpoints = self.live if kind == SHARED_MEMORY else await open_memory(self.workers, kind, self.map)
         encoded = [endpoint.encode() for endpoint in endpoints]
         if kind == GLOO:  # the group meets while the workers receive
@@ -198,7 +198,7 @@ class Bench:
     # Checks
 
     async def check(self, ways: dict[str, Way]) -> None:
-        """Every way must leave in the engine what the trainer ranks hold. Raises AuditError."""
+        """Checks that every way brings the trainer ranks' weights into the engine. Raises AuditError."""
         live = [tensor for endpoint in self.live for tensor in parameters(endpoint)]
         sent = await self.on_trainers("shares", shapes_of(self.live))
         for _name, way in ways.items():
@@ -212,7 +212,7 @@ class Bench:
         return await self.on_ranks(self.trainers, method, *arguments, each=each)
 
     async def on_ranks(self, ranks: Sequence[int], method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
-        """`arguments` are the same for all; of `each`, a rank gets its own as the last one."""
+        """All ranks get `arguments`; each also gets its entry of `each` as the last argument."""
         own = [(*arguments, *each[i : i + 1]) for i in range(len(ranks))]
         return await asyncio.to_thread(self.ranks.call, method, *own, ranks=ranks)
 
