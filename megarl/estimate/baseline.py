@@ -1,7 +1,7 @@
-"""The synchronous framework that a plan is compared with (LlamaRL, equations 2 and 6): all GPUs generate, then all train.
+"""The synchronous framework that a plan is compared with (LlamaRL, equations 2 and 6): all GPUs generate, then all GPUs train.
 
-Both phases have the same model parallel size m and stay in memory together; engines hold bf16, as the trainer does. Of all m whose
-memory fits, the fastest counts, so that the speed-up is over the best that such a system could do.
+Both phases have the same model parallel size m and stay in memory together; the engines hold bf16, like the trainer. The fastest m whose
+memory fits counts, so the speed-up is over the best that such a system could do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Baseline:
 
 
 def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
-    """On `gpus` GPUs; None where no m fits."""
+    """The fastest baseline on `gpus` GPUs; None if no m fits."""
     found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m)) is not None]
     return min(found, key=lambda baseline: baseline.step_s, default=None)
 
@@ -53,14 +53,14 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
                 continue
             train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference))
             generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(workload)
-        except ConfigError:  # sizes that one of the engines does not take; the checks know most of them, the layouts all
+        except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
             continue
         times.append(train.total + generate.total + constants.glue_s)
     return min(times, default=None)
 
 
 def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[tuple[TrainerConfig, GeneratorConfig]]:
-    """m = tp * pp of the trainer, experts as parallel as they can be; and tp of an engine."""
+    """Trainers with tp * pp = m, and ep as configured if it divides (else 1); each with engines of tp = m."""
     for tp in (1, 2, 4, 8):
         if m % tp:
             continue
@@ -76,7 +76,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
 
 
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
-    """Layers of the first and the last stage where pp does not divide the layers: fewer than the others', which are equal."""
+    """Layers of the first and the last stage if pp does not divide `layers`: fewer than the other stages have, which are equal."""
     if pp == 1 or layers % pp == 0:
         return None, None
     if pp == 2:

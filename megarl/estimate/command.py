@@ -1,4 +1,4 @@
-"""megarl plan: from a resolved config to the table, the picture, and the JSON object."""
+"""`megarl plan`: prints a resolved config's plan as a table or a JSON object, and draws it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def run(
     picture: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Prints the plan, or with `searching` that of the best config on `gpus` GPUs. With `theory` also the optimum of LlamaRL's section 7
-    beside that config. Raises ConfigError for what cannot be planned."""
+    """Prints the plan of the config; with `searching`, the plan of the best config on `gpus` GPUs.
+
+    `theory` adds the optimum of LlamaRL's section 7 beside the best config. Raises ConfigError for what cannot be planned.
+    """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
     found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus

@@ -1,4 +1,4 @@
-"""Seconds of collectives over groups of ranks, by where the group stands on the nodes."""
+"""Seconds of collectives over groups of ranks, depending on how a group is spread over nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.estimate.hardware import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """`size` ranks, `stride` apart in the order in which ranks fill nodes."""
+    """`size` ranks, `stride` apart in the order in which ranks fill the nodes."""
 
     size: int
     stride: int
@@ -29,7 +29,7 @@ class Group:
 
     @property
     def bytes_per_s(self) -> float:
-        """Ring bandwidth of a member: rings that leave the node use the NICs of all members there."""
+        """Ring bandwidth of a member; rings across nodes use the NICs of all members on a node."""
         gpu = self.cluster.gpu
         wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else min(gpu.nvlink_bytes_per_s, gpu.nic_bytes_per_s * self.per_node)
         return wire * self.constants.link_efficiency
@@ -39,17 +39,17 @@ class Group:
         return self.constants.latency_s + self.constants.node_latency_s * math.log2(self.nodes)
 
     def gather_s(self, size_bytes: float) -> float:
-        """All-gather to, or reduce-scatter of, `size_bytes` on every member."""
+        """An all-gather to `size_bytes` on every member, or a reduce-scatter of as many."""
         if self.size == 1:
             return 0.0
         return self.latency_s + size_bytes * (self.size - 1) / self.size / self.bytes_per_s
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """As a reduce-scatter and an all-gather."""
+        """A reduce-scatter, then an all-gather."""
         return 2 * self.gather_s(size_bytes)
 
     def small_all_reduce_s(self, size_bytes: float) -> float:
-        """Of the megabyte or less that a decoding step sums: in one shot, and too small to be spread over all NICs of a node."""
+        """One-shot all-reduce of the megabyte or less that a decoding step sums: too small to be spread over all NICs of a node."""
         if self.size == 1:
             return 0.0
         gpu = self.cluster.gpu
@@ -57,7 +57,7 @@ class Group:
         return self.latency_s + 2 * size_bytes * (self.size - 1) / self.size / wire / self.constants.link_efficiency
 
     def all_to_all_s(self, size_bytes: float) -> float:
-        """Every member sends `size_bytes`, evenly to all; what leaves the node goes over the member's own NIC."""
+        """Every member sends `size_bytes`, evenly to all members; what leaves the node goes over the sender's own NIC."""
         if self.size == 1:
             return 0.0
         outside = (self.size - self.per_node) / self.size

@@ -1,5 +1,7 @@
-"""What is reached of the hardware's peaks. What is fitted comes from the fitted half of the published rows and from nowhere else:
-`python tests/tools/planner_validation.py --fit` prints it, and a test compares. Everything else was set once, from the named source.
+"""How much of the hardware's peak rates is reached.
+
+Fitted constants come from the fitted half of the published rows alone: `python tests/tools/planner_validation.py --fit` prints them, and a
+test compares. All others were set once, from the named source.
 """
 
 from __future__ import annotations
@@ -10,26 +12,26 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Constants:
     # Fitted.
-    gemm_efficiency: float = 0.7912  # of the peak, of an endless matrix product
-    expert_pass_s: float = 0.001184  # per layer of experts and pass: routing, permuting, launches that no product hides
+    gemm_efficiency: float = 0.7912  # share of the peak that an endlessly large matrix product reaches
+    expert_pass_s: float = 0.001184  # per layer of experts and pass: routing, permuting and launches that no product hides
     decode_layer_s: float = 2.652e-05  # per layer and decoding step: small kernels
-    node_latency_s: float = 0.0001469  # of a collective that leaves the node, per doubling of the nodes
-    glue_s: float = 3.657  # per step of any RL run: rewards, advantages, batches, logs, what hides behind nothing
+    node_latency_s: float = 0.0001469  # per collective across nodes and doubling of the nodes
+    glue_s: float = 3.657  # per RL step: rewards, advantages, batches, logs and all else that nothing overlaps
 
     # Set, not fitted.
-    hbm_efficiency: float = 0.8  # of streaming kernels on H100 (STREAM-like copies reach 0.9, attention over pages less)
-    link_efficiency: float = 0.75  # bus bandwidth of NCCL over the wire's, large messages (nccl-tests)
-    latency_s: float = 10e-6  # of a collective over NVLink: one-shot kernels; NCCL takes twice that (nccl-tests, 8 H100)
+    hbm_efficiency: float = 0.8  # streaming kernels on H100 (STREAM-like copies reach 0.9, attention over pages less)
+    link_efficiency: float = 0.75  # NCCL's bus bandwidth / the wire's, large messages (nccl-tests)
+    latency_s: float = 10e-6  # per collective over NVLink by one-shot kernels; NCCL takes twice that (nccl-tests, 8 H100)
     decode_step_s: float = 2e-3  # per decoding step: scheduler and sampler
     half_rows: float = 256.0  # rows at which a product reaches half its efficiency: two tiles of 128
-    half_width: float = 256.0  # columns, the same
-    decode_gemm_efficiency: float = 0.5  # of the peak, of the thin products of decoding and prefill
-    elementwise_passes: float = 8.0  # reads and writes of a layer's activations beside its products, forward
-    step_s: float = 0.5  # optimizer launch, logging, batch building: per training step
+    half_width: float = 256.0  # columns at which it does
+    decode_gemm_efficiency: float = 0.5  # share of the peak that the thin products of decoding and prefill reach
+    elementwise_passes: float = 8.0  # how often a forward pass reads or writes a layer's activations beside its products
+    step_s: float = 0.5  # per training step: optimizer launch, logging, batch building
 
 
 CONSTANTS = Constants()
-# Of two cores that run the quickstart: set by hand from its own measured steps, good for the order of magnitude.
+# Two cores that run the quickstart: set by hand from its measured steps, good for the order of magnitude only.
 CPU_CONSTANTS = Constants(
     gemm_efficiency=0.5, half_rows=16, half_width=16, expert_pass_s=5e-3, decode_layer_s=1.2e-3, node_latency_s=1e-3,
     glue_s=0.03, latency_s=0.3e-3, decode_step_s=4e-3, decode_gemm_efficiency=0.2, step_s=0.05,

@@ -21,28 +21,28 @@ from megarl.plan.asynchrony import run_ahead
 
 @dataclass(frozen=True)
 class Estimate:
-    """Times in seconds, memory in bytes of the fullest rank."""
+    """Times in seconds; memory in bytes on the fullest rank."""
 
     workload: Workload
     cluster: Cluster
     trainer: TrainerMemory
     generator: GeneratorMemory
-    static_limit: float  # bytes that the engines' weights and KV cache may take
+    static_limit: float  # bytes that an engine rank's weights and KV cache may take
     train: TrainTime
     generate: GenerateTime
     sync_s: float
-    glue_s: float  # what no side's work accounts for
+    glue_s: float  # what belongs to neither side's work
     asynchronous: bool
 
     @property
     def step_s(self) -> float:
-        """Equation 3 of LlamaRL, and the update, for which both sides stop; equation 2's sum where nothing overlaps."""
+        """Equation 3 of LlamaRL (equation 2 where nothing overlaps), plus the update, for which both sides stop, and glue."""
         both = self.train.total, self.generate.total
         return (max(both) if self.asynchronous else sum(both)) + self.sync_s + self.glue_s
 
     @property
     def overfull(self) -> dict[str, float]:
-        """GiB by which a side does not fit; empty where all does."""
+        """GiB by which each side is too large; sides that fit are left out."""
         limit = self.cluster.gpu.memory_gib
         over = {
             "trainer": self.trainer.total / GIB - limit,
@@ -67,7 +67,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
-    """Raises ConfigError where the parallel sizes do not divide the model."""
+    """Raises ConfigError if the parallel sizes do not divide the model."""
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants = constants_of(cluster.gpu.name)
     reference = config.algorithm.kl_coef > 0
@@ -88,17 +88,17 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
 
 
 def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
-    """Whether weights may go by Mooncake, which needs landing memory for some: `ranks` of both sides stand on several nodes."""
+    """Whether weights may go by Mooncake, which needs landing memory for some: true if the `ranks` of both sides fill several nodes."""
     return ranks > cluster.gpus_per_node and config.weights.transport in ("auto", "mooncake")
 
 
 def overlaps(config: RunConfig) -> bool:
-    """Whether generation runs beside training; else they take turns."""
+    """Whether generation runs beside training, rather than in turns with it."""
     return run_ahead(config.async_) != 0
 
 
 def carries_over(config: RunConfig) -> bool:
-    """Whether unfinished responses go on under the next weights instead of being waited for."""
+    """Whether unfinished responses go on under the next weights, rather than being waited for."""
     return overlaps(config) and config.async_.partial_rollout in ("in_flight", "retract", "resume")
 
 

@@ -1,7 +1,7 @@
 """Seconds in which the engines generate a step's responses: prefill, decoding at full concurrency, and the tail of stragglers.
 
-An engine keeps `max_concurrency` requests running while it has any waiting; then they drain as their lengths decide. Lengths are
-exponential with a cut, so those still running are always as a fresh draw, and the drain needs no simulation.
+An engine keeps `max_concurrency` requests running while others wait; then they drain as their lengths decide. Lengths are exponential
+with a cut, so the remaining lengths of running requests are distributed like fresh ones, and the drain needs no simulation.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class GenerateTime:
 
     prefill: float
     full: float  # decoding while requests wait
-    tail: float  # decoding the last ones
-    concurrency: float  # really reached: wanted, or what the KV cache holds
-    token_s: float  # of one decoding step at that concurrency
-    memory_share: float  # of that step: reading weights and KV cache; the rest is products, collectives and overheads
+    tail: float  # decoding the last requests
+    concurrency: float  # what is reached: max_concurrency, or what the KV cache or the requests allow
+    token_s: float  # a decoding step at that concurrency
+    memory_share: float  # share of that step for reading weights and KV cache; the rest is products, collectives and overheads
 
     @property
     def total(self) -> float:
@@ -72,8 +72,7 @@ class GenerateModel:
         return sum(active_elements(self.spec)) + self.spec.vocab_size * self.spec.hidden_size
 
     def seconds(self, workload: Workload, *, carried_over: bool = False) -> GenerateTime:
-        """`carried_over`: unfinished responses go on in the next step (partial rollouts), so engines stay full and nothing waits
-        for stragglers."""
+        """`carried_over`: unfinished responses go on in the next step (partial rollouts), so engines stay full without a tail."""
         requests = workload.sequences / self.generator.engines
         wanted = self.generator.max_concurrency if carried_over else min(self.generator.max_concurrency, requests)
         running = max(1.0, min(wanted, self.room(workload)))
@@ -97,7 +96,7 @@ class GenerateModel:
         return tokens / (workload.prompt_tokens + workload.response_tokens)
 
     def decode_step(self, running: float, context: float) -> DecodeStep:
-        """One token for each of `running` requests that have `context` tokens behind them."""
+        """Decodes one token for each of `running` requests with `context` tokens."""
         spec, k, tp = self.spec, self.constants, self.generator.tp
         read = self.weights.streamed + running * context * kv_bytes_per_token(spec, self.generator, ITEM_BYTES[self.dtype])
         if spec.num_experts:
@@ -117,13 +116,13 @@ class GenerateModel:
         return self.cluster.gpu.flops(precision) * self.constants.decode_gemm_efficiency
 
     def _prefill_s(self, workload: Workload, requests: float) -> float:
-        """Responses to one prompt share its prefix where they land on one engine."""
+        """Responses to one prompt share its prefill if they are on the same engine."""
         prompts = min(requests, max(1.0, workload.prompts / self.generator.engines))
         per_token = 2 * self.active + self.spec.num_layers * attention_flops(self.spec, workload.prompt_tokens)
         return prompts * workload.prompt_tokens * per_token / self.generator.tp / self._rate
 
     def _tail_s(self, workload: Workload, running: float, context: float) -> float:
-        """Midpoints of equal spans up to the longest response of all engines; at least that one is running to the end."""
+        """Integrates over the time to the step's longest response, by midpoints; at least one request runs until then."""
         span = workload.straggler / TAIL_POINTS
         points = ((i + 0.5) * span for i in range(TAIL_POINTS))
         return span * sum(self.decode_step(max(1.0, running * workload.survivors(point)), context).total for point in points)

@@ -1,4 +1,4 @@
-"""Bytes of memory on a rank of an engine, as SGLang divides it: weights and KV cache within mem_fraction, the rest beside it."""
+"""Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache within mem_fraction, all else beside it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megarl.reshard.kinds import ITEM_BYTES
 
 CHUNKED_PREFILL_TOKENS = 8192  # SGLang's default on GPUs of 60 to 160 GB
 CUDA_GRAPH_BYTES = 2 << 20  # per unit of batch size: sglang/srt/arg_groups/memory_hook.py
-PAGE_SLACK = 1.02  # a sequence's last page is on average half empty
+PAGE_SLACK = 1.02  # on average, a sequence's last page is half empty
 
 
 @dataclass(frozen=True)
 class GeneratorMemory:
-    """Bytes on one rank. `kv_cache`: for every wanted request at its full length."""
+    """Bytes on one rank. `kv_cache` holds max_concurrency requests at full length."""
 
     weights: float
     kv_cache: float
-    landing: float  # where weights from other nodes arrive that are then spread
+    landing: float  # where weights from other nodes arrive before they are scattered
     graphs: float
-    activations: float  # of a prefill chunk, and the logits of a full batch
+    activations: float  # a prefill chunk's, and the logits of a full batch
     runtime: float
 
     @property
     def static(self) -> float:
-        """What SGLang's mem_fraction has to hold."""
+        """What must fit within SGLang's mem_fraction."""
         return self.weights + self.kv_cache
 
     @property
@@ -40,13 +40,12 @@ class GeneratorMemory:
 def generator_memory(
     spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0
 ) -> GeneratorMemory:
-    """`landing`: sizes.landing_bytes, where trainer and engines are on several nodes. Raises ConfigError where the sizes do not divide the
-    model."""
+    """`landing`: sizes.landing_bytes if `may_land`. Raises ConfigError if the sizes do not divide the model."""
     item, tp = ITEM_BYTES[dtype], generator.tp
     kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
     ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
     chunk = min(CHUNKED_PREFILL_TOKENS, spec.max_position_embeddings)
-    logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # gathered over tp, fp32, and a copy to sample from
+    logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # fp32, gathered over tp, and a copy to sample from
     return GeneratorMemory(
         weights=generator_weights(spec, generator, dtype).total,
         kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
@@ -58,9 +57,9 @@ def generator_memory(
 
 
 def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """On one rank, all layers, the mean over an engine's requests: a replica of attention keeps only its own requests.
+    """KV bytes of all layers on one rank, per token of an engine's request: a mean, as an attention replica keeps only its own requests.
 
-    Ranks beyond the key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
+    Ranks beyond the number of key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
     """
     replicas = generator.dp_attention
     if spec.kv_lora_rank:
@@ -70,5 +69,5 @@ def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -
 
 
 def usable_static(generator: GeneratorConfig, gpu: Gpu) -> float:
-    """Bytes that weights and KV cache may take together: SGLang takes the fraction of what is free before the weights load."""
+    """Bytes that weights and KV cache may take together: mem_fraction of what is free before the weights are loaded."""
     return generator.mem_fraction * (gpu.memory_gib - gpu.runtime_gib) * GIB

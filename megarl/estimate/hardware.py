@@ -1,4 +1,4 @@
-"""The machines that can be planned for: one table, from data sheets."""
+"""The machines that can be planned for, from data sheets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates are peaks; what is reached of them stands in `constants`."""
+    """Rates are peaks; `constants` says how much of them is reached."""
 
     name: str
     memory_gib: float  # what a process can allocate: torch.cuda.get_device_properties().total_memory
@@ -20,19 +20,19 @@ class Gpu:
     fp8_flops: float
     nvlink_bytes_per_s: float  # a direction
     nic_bytes_per_s: float  # one NIC per GPU
-    runtime_gib: float = 2.5  # CUDA context, NCCL's buffers, workspaces of cuBLAS and kernels: gone before the first tensor
+    runtime_gib: float = 2.5  # CUDA context, NCCL's buffers, workspaces of cuBLAS and kernels
 
     @property
     def device(self) -> str:
-        """On which engines keep their parameters: cuda | cpu, as of reshard.layout.generator_layout."""
+        """Where engines keep their parameters, for reshard.layout.generator_layout: cuda | cpu."""
         return "cpu" if self.name == "cpu" else "cuda"
 
     def flops(self, precision: str) -> float:
         return self.fp8_flops if precision == "fp8" else self.bf16_flops
 
 
-# NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200, one 400 Gb/s NIC per GPU (ConnectX-7). "cpu" is one core of a small server
-# running fp32 in PyTorch over gloo, measured on two-core machines: good for the order of magnitude of the quickstart alone.
+# From NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200, with one 400 Gb/s NIC per GPU (ConnectX-7). "cpu" is one core of a small
+# server running fp32 in PyTorch over gloo, measured on two-core machines: good only for the quickstart's order of magnitude.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -47,7 +47,7 @@ GPUS = {
 @dataclass(frozen=True)
 class Cluster:
     gpu: Gpu
-    gpus_per_node: int = 8  # that NVLink joins; beyond them every GPU has a NIC
+    gpus_per_node: int = 8  # joined by NVLink; each GPU has a NIC to other nodes
 
     @classmethod
     def of(cls, config: RunConfig) -> Cluster:

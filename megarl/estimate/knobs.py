@@ -1,4 +1,4 @@
-"""Turning settings of a config, and what then stands against it."""
+"""Changing settings of a config, and checking the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Settings = Mapping[str, Any]  # by dotted key
 
 
 def turned(config: RunConfig, settings: Settings) -> RunConfig:
-    """`config` with these settings. Keys are of the form section.name."""
+    """`config` with these settings, whose keys are section.name."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         section, name = field_path(key).split(".")
@@ -25,13 +25,13 @@ def turned(config: RunConfig, settings: Settings) -> RunConfig:
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """What `megarl plan` and `megarl train` would say against the sizes; empty for a config that can be planned."""
+    """What `megarl plan` and `megarl train` would object to in the sizes; empty if the config can be planned."""
     found = [problem for check in CONFIG_CHECKS for problem in check(config)]
     return found + [problem for check in (*MODEL_CHECKS, check_expert_sequences) for problem in check(config, spec)]
 
 
 def written(settings: Settings) -> str:
-    """As overrides on a command line."""
+    """The settings as overrides on a command line."""
     return " ".join(f"{key}={_text(value)}" for key, value in settings.items())
 
 

@@ -1,4 +1,4 @@
-"""Which settings would make a run fit that does not: every answer is planned again before it is given."""
+"""Settings that would make a run fit that does not; each is planned again before it is proposed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.models import ModelSpec
 class Remedy:
     side: str  # "trainer" | "generator"
     settings: Settings
-    gib: float  # per GPU of that side, then
+    gib: float  # per GPU of that side, with these settings
     step_s: float
 
 
 def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
-    """For every side that is too full, the single settings that make it fit; where none does, pairs or threes. Fastest first."""
+    """For each side that is too large, the single settings that make it fit; if there are none, pairs, then threes. Fastest first."""
     return [remedy for side in found.overfull for remedy in _of_side(config, spec, side)]
 
 
@@ -45,14 +45,14 @@ def _try(config: RunConfig, spec: ModelSpec, side: str, settings: Settings) -> R
         return None
     try:
         then = estimate(changed, spec)
-    except ConfigError:  # an engine does not take these sizes
+    except ConfigError:  # an engine cannot have these sizes
         return None
     memory = then.trainer if side == "trainer" else then.generator
     return None if side in then.overfull else Remedy(side, settings, memory.total / GIB, then.step_s)
 
 
 def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
-    """Same GPUs first, then twice as many, then larger ones."""
+    """Settings for the same GPUs first, then for twice as many, then for larger ones."""
     t = config.trainer
     if t.tp > 1 and not t.sequence_parallel:
         yield {"trainer.sequence_parallel": True}

@@ -1,4 +1,4 @@
-"""An estimate as a person reads it."""
+"""Estimates, searches and theory as text, and the details of their JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy
 
 
 def _memory(found: Estimate) -> Iterator[str]:
-    """Both sides beside each other, part by part."""
+    """Both sides' memory, by parts."""
     sides = gib_parts(found.trainer), gib_parts(found.generator)
     has = f"GiB per GPU, of {found.cluster.gpu.memory_gib:g} ({found.cluster.gpu.name})"
     yield f"memory     {has:<38}{'trainer':>9}  {'generator':>9}"
@@ -81,7 +81,7 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
 
 
 def render_search(found: Found, gpus: int, asked: RunConfig, config_path: str) -> Iterator[str]:
-    """What the search chose, what binds it, and the overrides that make it of the config that was `asked` about."""
+    """What the search chose, what binds it, and the overrides that turn the config `asked` into it."""
     settings = found.settings
     m_t, m_g = settings["trainer.tp"] * settings["trainer.pp"], settings["generator.tp"]
     precision = settings["generator.quantization"] or "model.dtype"
@@ -128,7 +128,7 @@ def gib_parts(memory: Any) -> dict[str, float]:
 
 
 def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> dict[str, Any]:
-    """What `megarl plan --json` says beyond its fixed keys."""
+    """The keys of `megarl plan --json` beyond the fixed ones."""
     return {
         "gpu": found.cluster.gpu.name,
         "gpu_memory_gib": found.cluster.gpu.memory_gib,

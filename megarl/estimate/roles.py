@@ -1,4 +1,4 @@
-"""What follows from a config without estimating anything: the layouts of both sides, their ranks, parameters and bytes of weights."""
+"""What follows from a config without any estimate: both sides' layouts, ranks, parameters and bytes of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.reshard.layout import generator_layout, parameter_count, trainer_lay
 
 
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
-    """Of trainer and generator: where each rank keeps what on the machines of cluster.gpu."""
+    """The layouts of trainer and generator, as they are on machines of cluster.gpu."""
     dtype, device = plan.config.model.dtype, Cluster.of(plan.config).gpu.device
     return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(
         plan.spec, plan.generator_topology, plan.engine_dtype, device, plan.config.generator.quantization
@@ -25,7 +25,7 @@ def gpus(plan: RunPlan) -> int:
 
 
 def describe(plan: RunPlan) -> dict[str, Any]:
-    """Sizes of the roles, parameters, bytes of weights per rank, as plain values."""
+    """Parallel sizes of the roles, parameters, and bytes of weights per rank, as plain values."""
     trainer, generator = layouts(plan)
     return {
         "family": plan.spec.family,
@@ -51,6 +51,6 @@ def gib_range(role: dict[str, Any]) -> str:
 
 
 def _weight_bytes(layout: Layout) -> dict[str, int]:
-    """Padding included, on the ranks that hold least and most; pipeline stages differ."""
+    """Bytes on the ranks that hold least and most (pipeline stages differ), including padding."""
     found = rank_bytes(layout)
     return {"weight_bytes_min": min(found), "weight_bytes_max": max(found)}

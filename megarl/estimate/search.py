@@ -1,8 +1,8 @@
-"""The fastest way to spend a budget of GPUs: (m_t, m_g, b_t, b_g, theta, precision) of LlamaRL's problem 7, over what can be launched.
+"""The fastest way to spend a budget of GPUs: LlamaRL's problem 7 (m_t, m_g, b_t, b_g, theta, precision), over what can be launched.
 
-For a given split each side is a problem of its own: the fastest of its shapes whose memory fits, on no more than its GPUs. The trainer
-gets no slower with more of them, the generator no faster with fewer, so the best split is where the two meet: found by bisection.
-Beyond it a few with more trainers are tried, as more senders make the weight update shorter.
+For a given split each side is a separate problem: its fastest shape whose memory fits on at most its GPUs. The trainer gets no slower
+with more GPUs, the generator no faster with fewer, so the best split, where the two meet, is found by bisection. A few splits with more
+trainer ranks are tried beyond it, since more senders shorten the weight update.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Side:
 
     settings: Settings
     seconds: float
-    over_gib: float  # per GPU, over the limit; negative: room
+    over_gib: float  # per GPU, above the limit; negative: to spare
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Found:
     settings: dict[str, Any]
     trainer: Side
     generator: Side
-    theta: float  # share of the GPUs that trains
-    balanced_theta: float  # lemma B.3: where both sides take equally long, by their GPU-seconds
-    trainer_too_large: Side | None  # would be faster, but does not fit
+    theta: float  # share of the GPUs that train
+    balanced_theta: float  # lemma B.3: the share at which both sides would take equally long, by their GPU-seconds
+    trainer_too_large: Side | None  # one that would be faster, but does not fit
     generator_too_large: Side | None
 
 
 @dataclass
 class Search:
-    """One search; remembers what a side does on so many GPUs."""
+    """One search; keeps the best shape of each side by number of GPUs."""
 
     config: RunConfig
     spec: ModelSpec
@@ -69,11 +69,11 @@ class Search:
         self.generator_shapes = list(_generator_shapes(self.config, self.spec))
 
     def run(self) -> Found:
-        """Raises ConfigError where nothing fits the budget."""
+        """Raises ConfigError if nothing fits the budget."""
         unit = self.cluster.gpus_per_node if self.gpus >= 2 * self.cluster.gpus_per_node else 1
         splits = range(unit, self.gpus, unit)
         if not splits:
-            raise ConfigError(f"--gpus {self.gpus}: must be at least 2: trainer and generator have GPUs of their own")
+            raise ConfigError(f"--gpus {self.gpus}: must be at least 2: trainer and generator do not share GPUs")
         if overlaps(self.config):  # equation 3: the slower side counts
             meet = bisect.bisect_left(splits, True, key=lambda gpus: self._seconds(gpus)[0] <= self._seconds(gpus)[1])
             tried = [splits[i] for i in (meet - 1, *(meet + 2**n - 1 for n in range(12))) if 0 <= i < len(splits)]
@@ -95,7 +95,7 @@ class Search:
         )
 
     def _step_s(self, trainer_gpus: int) -> float:
-        """With the update, which more senders make shorter: why more trainers than balance asks for may be better."""
+        """Includes the update, which more senders shorten, so more trainer ranks than balance requires may be better."""
         trainer, generator = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
         if trainer is None or generator is None:
             return math.inf
@@ -113,7 +113,7 @@ class Search:
         return seconds[0], seconds[1]
 
     def trainer(self, gpus: int) -> Side | None:
-        """The fastest that fits; None where none does."""
+        """The fastest shape that fits; None if none does."""
         if gpus not in self.trainers:
             self.trainers[gpus] = min(self._trainers(gpus, fitting=True), key=lambda side: side.seconds, default=None)
         return self.trainers[gpus]
@@ -124,11 +124,11 @@ class Search:
         return self.generators[gpus]
 
     def _trainers(self, gpus: int, fitting: bool) -> Iterator[Side]:
-        """All that fit, or all that do not, on at most `gpus` GPUs."""
+        """All shapes on at most `gpus` GPUs that fit, or all that do not."""
         reference = self.config.algorithm.kl_coef > 0
         for shape in self.trainer_shapes:
             dp = min(gpus // (shape.tp * shape.pp), self.workload.sequences)
-            dp -= dp % max(1, shape.ep // shape.tp)  # whole groups of experts
+            dp -= dp % max(1, shape.ep // shape.tp)  # only whole expert-parallel groups
             if not dp:
                 continue
             trainer = replace(shape, dp=dp)
@@ -140,7 +140,7 @@ class Search:
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
-        finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)  # which trainer it will be is not known yet
+        finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)  # the trainer is not chosen yet
         for shape in self.generator_shapes:
             if gpus < shape.tp:
                 continue
@@ -154,19 +154,19 @@ class Search:
                 yield Side(_generator_settings(generator), time, over)
 
     def _needed(self) -> str:
-        """Which side asks for more, on all the GPUs there are."""
+        """Which side does not fit even on all GPUs."""
         sides = (("trainer", self.trainer(self.gpus)), ("generator", self.generator(self.gpus)))
         missing = [name for name, side in sides if side is None]
-        return f"not even all of them hold the {' or the '.join(missing)}" if missing else "each side alone would fit, both do not"
+        return f"not even all of them hold the {' or the '.join(missing)}" if missing else "each side fits alone, but not both together"
 
 
 def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
-    """What memory alone rules out: faster than the best that fits. Of those, the nearest to fitting."""
+    """Of the shapes that would be clearly faster than the best but do not fit, the one closest to fitting."""
     return min((side for side in others if side.seconds < 0.95 * best.seconds), key=lambda side: side.over_gib, default=None)
 
 
 def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iterator[TrainerConfig]:
-    """All but dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation."""
+    """Combinations of all settings but dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation."""
     experts = [2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64] or [1]
     budgets = [n for n in (4096, 8192, 16384, 32768) if n > config.rollout.max_tokens + config.plan.prompt_tokens]
     budgets = budgets[:3] or [config.trainer.max_tokens_per_microbatch]
@@ -186,14 +186,14 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
 
 
 def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
-    """All but the number of engines: tensor parallelism, precision, concurrency."""
+    """Combinations of all settings but the number of engines: tensor parallelism, precision, concurrency."""
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
             for ep in sorted({1, tp}) if spec.num_experts else (1,):
                 shape = replace(config.generator, tp=tp, ep=ep, dp_attention=1, quantization=quantization, kv_cache_tokens=None)
                 try:
                     generator_weights(spec, shape, config.model.dtype)
-                except ConfigError:  # SGLang does not take these sizes
+                except ConfigError:  # SGLang cannot have these sizes
                     continue
                 if problems(replace(config, generator=shape), spec):
                     continue
@@ -211,6 +211,6 @@ def _generator_settings(generator: GeneratorConfig) -> Settings:
 
 
 def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunConfig]:
-    """The best split and shapes on `gpus` GPUs, and the config that has them. Raises ConfigError where nothing fits."""
+    """The best split and shapes on `gpus` GPUs, and the config with them. Raises ConfigError if nothing fits."""
     found = Search(config, shape_of(spec), gpus).run()
     return found, turned(config, found.settings)

@@ -1,4 +1,4 @@
-"""Elements and bytes that each rank holds, read off the very layouts that the reshard map joins."""
+"""Elements and bytes that each rank holds, from the same layouts as the reshard map."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.topology import GeneratorTopology, TrainerTopology
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of weights on one rank, experts apart: they live on a mesh of their own."""
+    """Elements of weights on one rank; experts are counted apart, since they have their own mesh."""
 
     dense: int
     expert: int
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True)
 class GeneratorWeights:
-    """Bytes on one engine rank. `streamed`: read at every decoding step, of dense layers; the embedding is only looked up."""
+    """Bytes on one engine rank. `streamed`: non-expert weights read at every decoding step; the embedding is only looked up."""
 
     streamed: int
     expert: int
@@ -57,7 +57,7 @@ def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
 
 
 def stages_held(layout: Layout) -> list[Held]:
-    """The fullest rank of every pipeline stage, in elements that are in its memory."""
+    """Elements in the memory of the fullest rank of every pipeline stage."""
     stages = layout.kinds[0].ranks.shape[0]
     held = np.zeros((stages, 2), dtype=np.int64)
     for kind in layout.kinds:
@@ -67,47 +67,47 @@ def stages_held(layout: Layout) -> list[Held]:
 
 
 def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
-    """Per pipeline stage. Raises ConfigError where the sizes do not divide the model."""
+    """Elements on the fullest rank of each pipeline stage. Raises ConfigError if the sizes do not divide the model."""
     topology = trainer_topology(trainer)
     return _trainer_held(shape_of(spec), topology if topology.fsdp else _one_replica(topology), dtype)
 
 
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
-    """Scales included. Raises ConfigError where the sizes do not divide the model."""
+    """Bytes on the fullest rank, including scales. Raises ConfigError if the sizes do not divide the model."""
     return _generator_weights(shape_of(spec), replace(generator_topology(generator), engines=1), generator.quantization, dtype)
 
 
 def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """On one engine rank that trainer ranks of other nodes write to: memory that stays beside the weights, for boxes of short rows
-    (schedule.lands). None where the trainer cuts no finer than the engine."""
+    """Memory that an engine rank keeps beside its weights if trainer ranks of other nodes write to it, for boxes of short rows
+    (schedule.lands); 0 if the trainer cuts no finer than the engine."""
     topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None, fsdp=None))
     engine = replace(generator_topology(generator), engines=1)
     return _landing_bytes(shape_of(spec), topology, engine, generator.quantization, dtype)
 
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:
-    """Elements of the matrices that one token is multiplied with in all layers: (dense, experts)."""
+    """(dense, experts) elements of the matrices that one token is multiplied by in all layers."""
     return _active_elements(shape_of(spec))
 
 
 def largest_stage(spec: ModelSpec, trainer: TrainerConfig) -> int:
-    """Layers of the pipeline stage that has most."""
+    """The number of layers of the largest pipeline stage."""
     return max(map(sum, stage_layers(spec, trainer)))
 
 
 def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, int], ...]:
-    """(dense layers, layers of experts) of each pipeline stage."""
+    """(dense layers, expert layers) of each pipeline stage."""
     t = trainer
     return _stage_layers(shape_of(spec), t.pp, t.vpp, t.first_stage_layers, t.last_stage_layers)
 
 
 def _one_replica(topology: TrainerTopology) -> TrainerTopology:
-    """Replicas hold the same: as few as the experts' mesh allows."""
+    """The topology with as few replicas as the experts' mesh allows; all replicas hold the same."""
     ranks = topology.tp * topology.cp
     return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
 
 
-# A search asks for the same sizes again and again. (Below: cached, by what can be hashed.)
+# A search asks for the same sizes again and again, so these are cached.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,7 +144,7 @@ def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorT
 
 
 def elements(tensor: LocalTensor) -> int:
-    """In the rank's memory: of an FSDP shard its run alone, of experts that run of each."""
+    """Elements in the rank's memory: only its run of an FSDP shard, or that run of each expert."""
     if tensor.flat is None:
         return math.prod(tensor.shape)
     count = tensor.shape[0] if tensor.experts is not None else 1
@@ -176,5 +176,5 @@ def _active_elements(spec: ModelSpec) -> tuple[float, float]:
 
 
 def shape_of(spec: ModelSpec) -> ModelSpec:
-    """The spec without what sizes do not depend on, and what cannot be hashed: how positions are scaled."""
+    """The spec without the scaling of positions, which cannot be hashed and on which sizes do not depend."""
     return spec if spec.rope_scaling is None else replace(spec, rope_scaling=None)

@@ -1,4 +1,4 @@
-"""Seconds of a weight update: the busiest ranks' bytes over their links."""
+"""Seconds of a weight update: the bytes of the busiest rank over its link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.reshard.relays import busiest_bytes, foreseen
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> float:
-    """From the very map that the run would carry out. One node's ranks write to each other over NVLink, others over their NICs."""
+    """Seconds by the map that the run would carry out. Ranks of one node write over NVLink, others over their NICs."""
     dtype = config.model.dtype
     source = trainer_layout(spec, trainer_topology(config.trainer), dtype)
     quantization = config.generator.quantization
@@ -23,9 +23,9 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> float:
 
 
 def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:
-    """The same without a map, for a search: every rank gets `engine_bytes`, the trainer's ranks send equal shares.
+    """Seconds without a map, for a search: every generator rank gets `engine_bytes`, and the trainer ranks send equal shares.
 
-    `relaying`: how many engines pass on to each other (weights.relay=engines), in whose turns each gets its part from the trainer.
+    `relaying`: how many engines pass weights on to each other (weights.relay=engines); each gets its part from the trainer in turn.
     """
     fan_out = generator_ranks / trainer_ranks
     busiest = max(1.0, fan_out)

@@ -1,9 +1,8 @@
 """Section 7 of the LlamaRL paper: the best step times of the synchronous and the asynchronous framework, in closed form.
 
-Batches and parallel degrees are real numbers here, as in the paper; memory and W0 are in bytes, times in seconds. Of eta the paper asks
-only that it falls. With tau(b) = fixed + per_sample * b, so eta(b) = per_sample + fixed / b, the asynchronous optimum has a closed form:
-(C + A b)(p + f / b), C the memory that does not grow with the batch, is smallest at b = sqrt(C f / (A p)), and is there
-(sqrt(C p) + sqrt(A f))^2.
+Batches and parallel degrees are real numbers here, as in the paper; memory and W0 are in bytes, times in seconds. The paper only requires
+that eta decreases. With tau(b) = f + p b, so eta(b) = p + f / b, the asynchronous optimum has a closed form: (C + A b)(p + f / b), where C
+is the memory that does not grow with the batch, has its minimum (sqrt(C p) + sqrt(A f))^2 at b = sqrt(C f / (A p)).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from megarl.models import ModelSpec
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import parameter_count
 
-PIPELINE = 64  # microbatches over which the pipeline's bubble is spread
+PIPELINE = 64  # microbatches that share the pipeline's bubble
 
 
 @dataclass(frozen=True)
 class AffineEta:
-    """Seconds per sample at a batch size (equation 1), of tau(b) = fixed_s + per_sample_s * b; falls with it (assumption 7.1)."""
+    """Seconds per sample (equation 1) for tau(b) = fixed_s + per_sample_s * b; decreases with the batch b (assumption 7.1)."""
 
     fixed_s: float
     per_sample_s: float
@@ -45,7 +44,7 @@ class Problem:
     gpus: float  # G0
     batch: float  # B0, global
     memory: float  # M0, of a GPU
-    weights: float  # W0, of one model; the trainer holds 4 of them: weights, gradients, Adam's two states
+    weights: float  # W0, one model's; the trainer holds 4 times as much: weights, gradients, Adam's two states
     activation: float  # A_t, per sample of a microbatch
     kv_cache: float  # K_g, per sample in decoding
     eta_t: AffineEta
@@ -66,14 +65,14 @@ class Asynchronous:
     b_g: float
     m_t: float
     m_g: float
-    theta: float  # share of the GPUs that trains
+    theta: float  # share of the GPUs that train
     step_s: float
 
 
 @dataclass(frozen=True)
 class Optima:
-    """The closed forms, and beside them what the search finds. `speedup_bound` is what theorem 7.5 promises: the synchronous optimum
-    over the asynchronous one. What the theorem leaves out (fp8, less communication) only adds to it (remark 7.3)."""
+    """The closed forms beside what the search finds. `speedup_bound` is theorem 7.5's: the synchronous optimum / the asynchronous one.
+    What the theorem leaves out (fp8, less communication) only adds to it (remark 7.3)."""
 
     closed_form: Asynchronous
     search: Asynchronous
@@ -82,7 +81,7 @@ class Optima:
 
 
 def compare(found: Found, config: RunConfig, spec: ModelSpec, gpus: int) -> Optima:
-    """`config` is the one that was `found` on `gpus` GPUs."""
+    """`config`: the config that was `found` on `gpus` GPUs."""
     problem, t, g = problem_of(config, spec, gpus), config.trainer, config.generator
     asynchronous, synchronous = best_asynchronous(problem), best_synchronous(problem)
     searched = Asynchronous(
@@ -97,8 +96,8 @@ def compare(found: Found, config: RunConfig, spec: ModelSpec, gpus: int) -> Opti
 
 
 def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
-    """Of a run on `gpus` GPUs. A sample is a sequence of mean length. Both tau are the planner's, at the config's own parallel sizes;
-    the paper takes them not to depend on these."""
+    """The problem of a run on `gpus` GPUs. A sample is a sequence of mean length. Both tau are estimated at the config's parallel sizes;
+    the paper assumes that they do not depend on these."""
     work, dtype, cluster = Workload.of(config), config.model.dtype, Cluster.of(config)
     constants, item, length = constants_of(cluster.gpu.name), ITEM_BYTES[dtype], work.tokens_per_sequence
 
@@ -129,10 +128,8 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
 
 
 def best_asynchronous(p: Problem) -> Asynchronous:
-    """The optimum of problem 7 by equations 9 and 10 and lemma B.3: memory is full on both sides, and both take equally long.
-
-    The step is B0 / G0 * (T_t + T_g).
-    """
+    """The optimum of problem 7 by equations 9 and 10 and lemma B.3: memory is full on both sides, both take equally long, and a step takes
+    B0 / G0 * (T_t + T_g)."""
     b_t, time_t = _least(4 * p.weights, p.activation, p.eta_t)
     b_g, time_g = _least(p.weights, p.kv_cache, p.eta_g)
     return Asynchronous(
@@ -146,7 +143,7 @@ def best_asynchronous(p: Problem) -> Asynchronous:
 
 
 def best_synchronous(p: Problem) -> Synchronous:
-    """The optimum of problem 6. Memory is full (lemma B.1), so m follows from the batches; each batch is found for the other in turn."""
+    """The optimum of problem 6. Memory is full (lemma B.1), so m follows from the batches, which are optimised in turn."""
     b_t, b_g = best_asynchronous(p).b_t, best_asynchronous(p).b_g
     for _ in range(200):
         before = b_t, b_g
@@ -159,7 +156,7 @@ def best_synchronous(p: Problem) -> Synchronous:
 
 
 def _line(one_s: float, many_s: float, many: int) -> AffineEta:
-    """Through tau(1) and tau(many)."""
+    """The line through tau(1) and tau(many)."""
     slope = (many_s - one_s) / max(1, many - 1)
     return AffineEta(one_s - slope, slope)
 
@@ -169,6 +166,6 @@ def _plus(eta: AffineEta, constant: float) -> AffineEta:
 
 
 def _least(fixed: float, per_sample: float, eta: AffineEta) -> tuple[float, float]:
-    """Batch and value of the least (fixed + per_sample * b) * eta(b)."""
+    """Batch and value at the minimum of (fixed + per_sample * b) * eta(b)."""
     batch = math.sqrt(fixed * eta.fixed_s / (per_sample * eta.per_sample_s))
     return batch, (math.sqrt(fixed * eta.per_sample_s) + math.sqrt(per_sample * eta.fixed_s)) ** 2

@@ -1,4 +1,4 @@
-"""Seconds of one training step, from the model's products and the ranks' traffic."""
+"""Seconds of one training step, from the model's matrix products and the ranks' traffic."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TrainTime:
     """Seconds on the busiest rank."""
 
     compute: float
-    tensor_parallel: float  # and context parallel
+    tensor_parallel: float  # also context parallel
     expert_parallel: float
-    pipeline: float  # bubble and what passes between stages
-    data_parallel: float  # gradients and, where sharded, weights
-    optimizer: float  # and what a step costs beside its tokens
-    tflops: float  # per GPU, of the model's own products (no recomputation), over the whole step
+    pipeline: float  # the bubble, and what passes between stages
+    data_parallel: float  # gradients and, if sharded, weights
+    optimizer: float  # also what a step costs regardless of its tokens
+    tflops: float  # per GPU over the whole step, counting the model's products without recomputation
 
     @property
     def total(self) -> float:
@@ -34,7 +34,7 @@ class TrainTime:
 
 @dataclass(frozen=True)
 class TrainModel:
-    """One trainer on one cluster; `seconds` is asked once per workload."""
+    """One trainer on one cluster."""
 
     spec: ModelSpec
     trainer: TrainerConfig
@@ -60,7 +60,7 @@ class TrainModel:
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         held = max(trainer_held(self.spec, t, self.dtype), key=lambda stage: stage.total)
         data = self._data_s(held, count)
-        if t.fsdp:  # the next layer's weights are on their way during this layer's products
+        if t.fsdp:  # the next layer's weights travel during this layer's products
             data = max(data / count / layers, data - count * compute)
         update_s = 30 * held.total / (t.dp * t.cp if t.zero and not t.fsdp else 1) / self._hbm  # Adam's reads and writes, bytes
         total = TrainTime(
@@ -80,18 +80,18 @@ class TrainModel:
         return self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
 
     def _rows(self, workload: Workload) -> float:
-        """Tokens of a microbatch: whole sequences within the budget, no more than a rank has."""
+        """Tokens of a microbatch: whole sequences within the budget, at most a rank's share."""
         length = workload.tokens_per_sequence
         whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
         return min(whole, max(length, workload.tokens / self.trainer.dp))
 
     def _rate(self, rows: float, columns: float) -> float:
-        """FLOP/s of a product of so many rows and columns."""
+        """FLOP/s of a product with so many rows and columns."""
         k = self.constants
         return self.cluster.gpu.bf16_flops * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
 
     def _layer_s(self, rows: float, length: float) -> float:
-        """One forward pass of one layer, the mean over dense layers and layers of experts."""
+        """One forward pass of one layer: the mean over dense and expert layers."""
         spec, t = self.spec, self.trainer
         dense, expert = active_elements(spec)
         share = t.tp * t.cp
@@ -109,14 +109,14 @@ class TrainModel:
         return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
 
     def _tensor_s(self, rows: float) -> float:
-        """Two sums over tp per layer, one where experts take the place of the MLP; keys and values over cp."""
+        """Two all-reduces over tp per layer, one if experts replace the MLP; a gather of keys and values over cp."""
         spec, t, item = self.spec, self.trainer, ITEM_BYTES[self.dtype]
         over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * item)
         kv = rows * 2 * spec.num_kv_heads * spec.head_dim / t.tp * item
         return (1 if spec.num_experts else 2) * over_tp + self._group(t.cp, t.tp).gather_s(kv)
 
     def _expert_s(self, rows: float) -> float:
-        """There and back."""
+        """Tokens travel to their experts and back."""
         spec, t = self.spec, self.trainer
         if not spec.num_experts:
             return 0.0
@@ -132,7 +132,7 @@ class TrainModel:
         return t.vpp * (group.latency_s + sent / group.bytes_per_s)
 
     def _data_s(self, held: Held, count: int) -> float:
-        """Gradients in fp32, reduced once a step, then the weights gathered; FSDP gathers twice and reduces once per microbatch."""
+        """Once per step fp32 gradients are reduced, then weights gathered; FSDP gathers twice and reduces once per microbatch."""
         t, item = self.trainer, ITEM_BYTES[self.dtype]
         dense = self._group(t.dp * t.cp, t.tp)
         expert = self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp)
@@ -146,12 +146,12 @@ class TrainModel:
 
 
 def flops_per_token(spec: ModelSpec, length: float) -> float:
-    """Of one forward pass, over the whole model, at sequences of `length` tokens."""
+    """FLOPs per token of a forward pass over the whole model, for sequences of `length` tokens."""
     dense, expert = active_elements(spec)
     return 2 * (dense + expert + spec.vocab_size * spec.hidden_size) + spec.num_layers * attention_flops(spec, length)
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Per token and layer, forward: scores and weighted values; the causal mask leaves half of them."""
+    """Forward FLOPs per token and layer of scores and weighted values, of which the causal mask leaves half."""
     values = spec.v_head_dim or spec.head_dim
     return 2 * spec.num_attention_heads * (spec.head_dim + values) * length / 2

@@ -1,4 +1,4 @@
-"""Bytes of memory on the fullest rank of every pipeline stage of the trainer."""
+"""Bytes of memory on the fullest rank of each pipeline stage of the trainer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.schedule import DEFAULT_WAVE_BYTES
 
 GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
-# Of Adam on fp32 masters: two moments, and the masters where the weights themselves are not fp32.
+# Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
 OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
 # Vocab-parallel log-probs at their peak, per logit: the logits, then z, z - max z and exp of it in fp32 (trainer/logprobs.py).
 LOGIT_BYTES = {"bfloat16": 2 + 12, "float32": 4 + 12}
-FRAGMENTATION = 0.05  # of what is allocated anew every microbatch
+FRAGMENTATION = 0.05  # share of what is allocated anew for every microbatch
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class TrainerMemory:
     weights: float
     gradients: float
     optimizer: float
-    reference: float  # frozen copy of the weights, where algorithm.kl_coef wants one
+    reference: float  # frozen copy of the weights, if algorithm.kl_coef needs one
     activations: float
     logits: float
-    buffers: float  # of communication: gathered sequences, staging of the weight update, fragmentation
+    buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation
     runtime: float
 
     @property
@@ -40,13 +40,13 @@ class TrainerMemory:
 
 
 def trainer_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False) -> TrainerMemory:
-    """Of the fullest stage. Raises ConfigError where the sizes do not divide the model."""
+    """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
     stages = stage_memory(spec, trainer, dtype, gpu, reference=reference)
     return max(stages, key=lambda memory: memory.total)
 
 
 def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False) -> list[TrainerMemory]:
-    """Of the fullest rank of each stage, [pp]."""
+    """[pp] memory of the fullest rank of each stage."""
     item = ITEM_BYTES[dtype]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
     found = []
@@ -71,7 +71,7 @@ def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, 
 
 
 def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
-    """Adam's state; zero=1 splits it over the ranks that hold the same weights, FSDP has split the weights already."""
+    """Adam's state: zero=1 splits it over the ranks with the same weights; with FSDP the weights are split already."""
     if not trainer.zero or trainer.fsdp:
         return OPTIMIZER_BYTES[dtype] * held.total
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
@@ -79,10 +79,13 @@ def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
 
 
 def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int) -> float:
-    """Per token of a microbatch, over all that are in flight when this stage is fullest; `dense`, `routed`: its layers of either kind."""
+    """Elements per token of a microbatch, summed over all microbatches in flight when the stage is fullest.
+
+    `dense`, `routed`: how many dense layers and layers with experts the stage has.
+    """
     layers = [(count, activations.of_layer(spec, trainer, experts)) for count, experts in ((dense, False), (routed, True)) if count]
     in_flight = microbatches_in_flight(trainer, stage)
-    if trainer.recompute:  # one layer is whole again while its gradient is worked out
+    if trainer.recompute:  # one layer at a time is recomputed for its gradient
         working = max((layer.kept + layer.workspace for _, layer in layers), default=0.0)
         return in_flight * sum(count * layer.boundary for count, layer in layers) + working
     workspace = max((layer.workspace for _, layer in layers), default=0.0)
@@ -90,7 +93,7 @@ def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, den
 
 
 def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
-    """1F1B: pp - stage. Interleaved: chunks in flight over chunks a rank has (Megatron's get_pp_rank_microbatches, warm-up plus one)."""
+    """1F1B: pp - stage. Interleaved: chunks in flight / chunks per rank (Megatron's get_pp_rank_microbatches, warm-up plus one)."""
     if trainer.vpp == 1:
         return trainer.pp - stage
     chunks = 2 * (trainer.pp - stage - 1) + (trainer.vpp - 1) * trainer.pp + 1

@@ -1,4 +1,4 @@
-"""What a step works on: how many sequences, and how long they are."""
+"""How many sequences a step has, and how long they are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megarl.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """Responses are exponential in length, cut off at `max_response_tokens`; `response_tokens` is their mean after the cut."""
+    """Response lengths are exponential, cut at `max_response_tokens`; `response_tokens` is their mean after the cut."""
 
     sequences: int
-    prompts: int  # prefix caching: each is read once per engine that gets it
+    prompts: int  # each is prefilled once per engine that gets it (prefix caching)
     prompt_tokens: float
     response_tokens: float
     max_response_tokens: float
@@ -44,7 +44,7 @@ class Workload:
 
     @cached_property
     def scale(self) -> float:
-        """Mean of the exponential before the cut: solves mean = scale (1 - exp(-max / scale)). Infinite: all reach the cut."""
+        """The exponential's mean before the cut: solves mean = scale (1 - exp(-max / scale)). Infinite: all responses reach the cut."""
         longest, mean = self.max_response_tokens, self.response_tokens
         if mean >= 0.999 * longest:
             return math.inf

@@ -81,7 +81,7 @@ def test_nothing_fits_says_who_is_too_large() -> None:
     with pytest.raises(ConfigError, match="--gpus 16: nothing fits on 16 H100; not even all of them hold the trainer"):
         search(config, spec, 16)
     small, spec_8b = load("8b_aipo")
-    with pytest.raises(ConfigError, match="each side alone would fit, both do not"):
+    with pytest.raises(ConfigError, match="each side fits alone, but not both together"):
         search(small, spec_8b, 2)
     with pytest.raises(ConfigError, match="--gpus 1: must be at least 2"):
         search(config, spec, 1)
