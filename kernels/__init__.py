@@ -1,7 +1,7 @@
 """The package megarl.kernels: Triton kernels, each beside its torch reference. (The audit hash also has a kernel for the CPU, in Numba.)
 
 The functions here use the kernel for CUDA tensors and the reference for all others. Both give the same bits (`quantise_with`, `tile_amax`)
-or equal numbers to float32 accuracy (`vocab_parallel_logprobs`). Triton is imported by the first call that needs it.
+or equal numbers to float32 accuracy (`linear_logprobs`). Triton is imported by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megarl.kernels.quantise_rules import Rule
 
-__all__ = ["quantise_with", "tile_amax", "vocab_parallel_entropy", "vocab_parallel_logprobs"]
+__all__ = ["linear_logprobs", "quantise_with", "tile_amax", "vocab_parallel_entropy", "vocab_parallel_logprobs"]
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -28,6 +28,33 @@ def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: 
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
     """The first pass: largest |x| of each tile that a box touches, float32. See `megarl.kernels.quantise.tile_amax`."""
     return _quantise(values, rule).tile_amax(values, row_start, col_start, rule, name)
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    weight_grad: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of `targets`, and the entropy in nats, under softmax(hidden @ weight.T / temperature); the logits are made in chunks.
+
+    hidden:  [t, h] float32 or bfloat16, the same on all ranks of `group`
+    weight:  [padded_vocab / tp, h] this rank's slice of the vocabulary, of the same dtype
+    targets: [t] global token ids, int64, the same on all ranks of `group`, all below `vocab_size`
+    returns: [t] and [t] float32, the same on all ranks of `group`
+
+    Both are differentiable. The gradient of `hidden` is this rank's share: it has to be summed over `group`. That of `weight` is summed in
+    float32; it is added to `weight_grad` (float32, [padded_vocab / tp, h]) if that is given, and autograd gets zeros in its place.
+
+    Every rank of `group` must call it, with the same shapes; the backward pass takes no collective.
+    """
+    from megarl.kernels.chunked_logprobs import LinearLogprobs
+
+    return LinearLogprobs.apply(hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, weight_grad)
 
 
 def vocab_parallel_logprobs(

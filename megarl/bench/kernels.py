@@ -95,19 +95,19 @@ def others(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any], int]]
     """(name, what to run, bytes that must move)."""
     import torch
 
-    from megarl.kernels import audit_triton, logprobs, logprobs_triton
+    from megarl.kernels import audit_triton, chunked_logprobs, chunked_logprobs_triton
 
     fp8 = weight.to(torch.float8_e4m3fn)
     yield "audit hash, bf16", lambda: audit_triton.hash_sum(weight, 0, 0), 2 * weight.numel()
     yield "audit hash, fp8", lambda: audit_triton.hash_sum(fp8, 0, 0), fp8.numel()
-    logits = torch.randn(TOKENS, VOCAB, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(TOKENS, VOCAB, device="cuda")
     targets = torch.randint(0, VOCAB, (TOKENS,), device="cuda")
     grad = torch.randn(TOKENS, device="cuda")
-    for name, module in (("", logprobs_triton), (", torch", logprobs)):
-        (log_z, _), kept = module.local_forward(logits, targets, VOCAB, 0.9)
-        yield f"log-probs forward{name}", partial(module.local_forward, logits, targets, VOCAB, 0.9), 2 * logits.numel()
-        backward = partial(module.local_backward, kept, logits, targets, log_z, grad, VOCAB, 0.9)
-        yield f"log-probs backward{name}", backward, 4 * logits.numel()
+    for name, module in (("", chunked_logprobs_triton), (", torch", chunked_logprobs)):  # torch's overwrites them: other numbers, same time
+        log_z = module.local_forward(logits, targets, VOCAB, 0.9)[0]
+        yield f"log-probs forward{name}", partial(module.local_forward, logits, targets, VOCAB, 0.9), 4 * logits.numel()
+        backward = partial(module.local_backward, logits, targets, log_z, grad, None, VOCAB, 0.9, torch.bfloat16)
+        yield f"log-probs backward{name}", backward, 6 * logits.numel()
 
 
 def measure() -> list[Result]:

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.kernels import audit_triton, logprobs_triton, quantise_triton
+from megarl.kernels import audit_triton, chunked_logprobs_triton, quantise_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = dict(
@@ -53,10 +53,11 @@ def test_audit_hash(bits, per_word):
     assert loads & {"v4.b32", "v2.b64"}  # 16 bytes at a time
 
 
-@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
-def test_logprobs(logits):
-    forward = ptx(logprobs_triton._forward_kernel, {"logits": logits, "partial": "*fp32"}, col_stride=1, BLOCK=4096)
+@pytest.mark.parametrize("gradient", ["*bf16", "*fp32"])
+def test_logprobs(gradient):
+    forward = ptx(chunked_logprobs_triton._forward_kernel, {"logits": "*fp32", "partial": "*fp32"}, BLOCK=4096)
     assert "v4.b32" in accesses(forward, "ld")
-    gradient = {"logits": logits, "gradient": "*i16" if logits == "*bf16" else logits}
-    backward = ptx(logprobs_triton._backward_kernel, gradient, col_stride=1, BF16=logits == "*bf16", BLOCK=2048)
+    bf16 = gradient == "*bf16"
+    types = {"logits": "*fp32", "gradient": "*i16" if bf16 else gradient, "entropy": "*fp32", "entropy_grad": "*fp32"}
+    backward = ptx(chunked_logprobs_triton._backward_kernel, types, ENTROPY=False, BF16=bf16, BLOCK=2048)
     assert "v4.b32" in accesses(backward, "ld") and "v4.b32" in accesses(backward, "st")

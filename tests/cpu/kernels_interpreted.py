@@ -13,7 +13,7 @@ from quantise_reference import block_rule
 
 from megarl import kernels
 from megarl.box import Box
-from megarl.kernels import audit, audit_triton, logprobs, logprobs_triton, quantise, quantise_triton
+from megarl.kernels import audit, audit_triton, chunked_logprobs, chunked_logprobs_triton, quantise, quantise_triton
 from megarl.kernels.quantise_rules import BLOCK, Rule
 from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.execute import AmaxTable, payload
@@ -116,35 +116,38 @@ def test_hash_of_strided_boxes(dtype, monkeypatch):
     assert audit_triton.hash_box(x[:9], 2**20, 7) == audit.hash_box(x[:9], 2**20, 7)
 
 
-@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs(size, dtype, monkeypatch):
-    """Several blocks a row, a slice whose logits are all -inf, ranks that hold only padding."""
-    monkeypatch.setattr(logprobs_triton, "FORWARD_BLOCK", 8)
-    monkeypatch.setattr(logprobs_triton, "BACKWARD_BLOCK", 4)
+@pytest.mark.parametrize(("first", "real"), [(0, 64), (20, 37), (60, 1)])
+def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
+    """Several blocks a row, a last one that is cut, columns of padding, targets on other ranks."""
+    monkeypatch.setattr(chunked_logprobs_triton, "FORWARD_BLOCK", 8)
+    monkeypatch.setattr(chunked_logprobs_triton, "BACKWARD_BLOCK", 4)
     generator = torch.Generator().manual_seed(5)
-    full = (8 * torch.randn(2, 3, 64, generator=generator)).to(dtype)
-    full[0, 0, :20] = -torch.inf  # a slice and a block without any weight
-    tokens = torch.randint(20, 37, (2, 4), generator=generator)
-    weights = torch.randn(2, 4, generator=generator)
-    exact = full.double().requires_grad_()
-    wanted = torch.log_softmax(exact[..., :37] / 1.3, -1).gather(-1, tokens[:, 1:, None])[..., 0]
-    (wanted * weights[:, 1:]).sum().backward()
+    logits = 8 * torch.randn(6, 64, generator=generator)
+    targets = torch.randint(0, 64, (6,), generator=generator)
+    grad, entropy_grad = torch.randn(2, 6, generator=generator)
+    exact = (logits.double() / 1.3).requires_grad_()
+    log_p = torch.log_softmax(exact, -1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    (grad * log_p.gather(-1, targets[:, None])[:, 0] + entropy_grad * entropy).sum().backward()
 
-    width = 64 // size  # local parts one after the other: the interpreter is not made for threads
-    parts = []
-    for rank in range(size):
-        real = min(max(37 - rank * width, 0), width)
-        target = tokens[:, 1:].reshape(-1) - rank * width
-        parts.append((full.chunk(size, -1)[rank].reshape(-1, width), torch.where((target >= 0) & (target < real), target, -1), real))
-    partial = [logprobs_triton.local_forward(*part, 1.3)[0] for part in parts]
-    log_z = torch.logsumexp(torch.stack([p[0] for p in partial]), 0)
-    found = sum(p[1] for p in partial) - log_z
-    torch.testing.assert_close(found.view(2, 3).double(), wanted.detach(), rtol=1e-6, atol=2e-6)
-    for (z, target, real), p in zip(parts, partial):
-        torch.testing.assert_close(p, logprobs.local_forward(z, target, real, 1.3)[0], rtol=1e-6, atol=1e-6)
+    columns = slice(first, first + real)
+    local_targets = torch.where((targets >= first) & (targets < first + real), targets - first, -1)
+    padded = torch.full((6, 64), torch.nan)
+    padded[:, :real] = logits[:, columns]
+    found = chunked_logprobs_triton.local_forward(padded, local_targets, real, 1.3)
+    part = exact.detach()[:, columns]
+    local = torch.log_softmax(part, -1)
+    at_target = torch.where(local_targets >= 0, exact.detach().gather(-1, targets[:, None])[:, 0], 0.0)
+    wanted = torch.stack([part.logsumexp(-1), -(local.exp() * local).sum(-1), at_target])
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found, chunked_logprobs.local_forward(padded.clone(), local_targets, real, 1.3), rtol=1e-6, atol=2e-6)
 
-    grad = weights[:, 1:].reshape(-1)
-    gradient = torch.cat([logprobs_triton.local_backward(None, z, t, log_z, grad, real, 1.3) for z, t, real in parts], -1)
-    assert gradient.dtype == dtype
-    torch.testing.assert_close(gradient.view(2, 3, 64).double(), exact.grad, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-6)
+    log_z = exact.detach().logsumexp(-1).float()
+    for of_entropy in (None, (entropy_grad, entropy.detach().float())):
+        arguments = local_targets, log_z, grad, of_entropy, real, 1.3, dtype
+        gradient = chunked_logprobs_triton.local_backward(padded.clone(), *arguments)
+        assert gradient.dtype == dtype and not gradient[:, real:].any()
+        rounding = 1e-5 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(gradient, chunked_logprobs.local_backward(padded.clone(), *arguments), rtol=rounding, atol=1e-6)
+    torch.testing.assert_close(gradient[:, :real].double(), exact.grad[:, columns] / 1.3, rtol=rounding, atol=2e-6)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from thread_groups import on_ranks
 
-from megarl.trainer.logprobs import token_logprobs
+from megarl.kernels import linear_logprobs
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
@@ -66,31 +66,80 @@ def test_no_triton_without_a_cuda_tensor():
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 
 
-VOCAB, PADDED = 19, 24
+VOCAB, PADDED, HIDDEN, ROWS = 19, 24, 7, 11
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])  # at 4, the last rank holds one real token and five of padding
+@pytest.mark.parametrize("size", [1, 2, 4, 8])  # at 4, the last rank holds one real token and five of padding; at 8, padding alone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_and_their_gradients_equal_float64(size, dtype):
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weight, chunk):
     generator = torch.Generator().manual_seed(2)
-    full = (8 * torch.randn(2, 5, PADDED, generator=generator)).to(dtype)
-    tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
-    weights = torch.randn(2, 6, generator=generator)
-    exact = full.double().requires_grad_()
-    wanted = torch.log_softmax(exact[..., :VOCAB] / 0.7, -1).gather(-1, tokens[:, 1:, None])[..., 0]
-    (wanted * weights[:, 1:]).sum().backward()
+    hidden, weight = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for rows in (ROWS, PADDED))
+    hidden *= 3
+    targets = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    weights = torch.randn(ROWS, generator=generator)
+    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    logits = exact[0] @ exact[1].T
+    if dtype == torch.bfloat16:  # a CPU rounds them: the same numbers, whose gradient passes through the rounding
+        rounded = [torch.cat([rows @ part.T for part in weight.chunk(size)], 1) for rows in hidden.split(chunk)]
+        logits = logits + (torch.cat(rounded).double() - logits).detach()
+    log_p = torch.log_softmax(logits[:, :VOCAB] / 0.7, -1)
+    wanted, wanted_entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    ((wanted + entropy_weight * wanted_entropy) * weights).sum().backward()
 
     def on_rank(group):
-        mine = full.chunk(size, -1)[group.rank()].clone().requires_grad_()
-        found = token_logprobs(mine, tokens, group, VOCAB, 0.7)
-        (found * weights).sum().backward()
-        return found.detach(), mine.grad
+        mine = hidden.clone().requires_grad_(), weight.chunk(size)[group.rank()].clone().requires_grad_()
+        found, entropy = linear_logprobs(*mine, targets, group, VOCAB, 0.7, chunk)
+        ((found + entropy_weight * entropy if entropy_weight else found) * weights).sum().backward()
+        main_grad = torch.ones(mine[1].shape)
+        again = hidden.clone().requires_grad_(), mine[1].detach().clone().requires_grad_()
+        into, entropy = linear_logprobs(*again, targets, group, VOCAB, 0.7, chunk, main_grad)
+        ((into + entropy_weight * entropy) * weights).sum().backward()
+        assert torch.equal(into, found) and not again[1].grad.any()
+        return found.detach(), entropy.detach(), mine[0].grad, mine[1].grad, main_grad - 1
 
     results = on_ranks(size, on_rank)
-    for found, _ in results:
-        assert found.dtype == torch.float32 and (found[:, 0] == 0).all()
-        torch.testing.assert_close(found[:, 1:].double(), wanted.detach(), rtol=1e-6, atol=2e-6)
-    gradient = torch.cat([gradient for _, gradient in results], -1)
-    assert gradient.dtype == dtype and (gradient[..., VOCAB:] == 0).all()
-    rounding = 1e-6 if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(gradient.double(), exact.grad, rtol=rounding, atol=1e-6)
+    for found, entropy, *_ in results:
+        assert found.dtype == entropy.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-6, atol=5e-6)
+        torch.testing.assert_close(entropy.double(), wanted_entropy.detach(), rtol=1e-6, atol=5e-6)
+    hidden_grad = sum(gradient.double() for _, _, gradient, _, _ in results)
+    weight_grad, main_grad = (torch.cat([result[i] for result in results]) for i in (3, 4))
+    assert weight_grad.dtype == dtype and not weight_grad[VOCAB:].any()
+    for found, want in ((hidden_grad, exact[0].grad), (weight_grad, exact[1].grad), (main_grad, exact[1].grad)):
+        rounding = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(found.double(), want, rtol=rounding, atol=rounding * want.abs().max().item())
+
+
+def test_no_row_has_no_logprob_and_a_zero_gradient():
+    hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.ones(PADDED, HIDDEN, requires_grad=True)
+
+    def on_rank(group):
+        found, entropy = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), group, VOCAB)
+        assert found.shape == entropy.shape == (0,)
+        found.sum().backward()
+
+    on_ranks(1, on_rank)
+    assert hidden.grad.shape == (0, HIDDEN) and not weight.grad.any()
+
+
+def test_memory_is_that_of_a_chunk():
+    """No tensor of rows times vocabulary is made, forward or backward."""
+    rows, vocab, chunk = 96, 4096, 8
+    hidden, weight = torch.randn(rows, HIDDEN, requires_grad=True), torch.randn(vocab, HIDDEN, requires_grad=True)
+    largest = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            largest.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    def on_rank(group):
+        with Sizes():
+            found, _ = linear_logprobs(hidden, weight, torch.arange(rows), group, vocab, 1.0, chunk)
+            found.sum().backward()
+
+    on_ranks(1, on_rank)
+    assert max(largest) == chunk * vocab

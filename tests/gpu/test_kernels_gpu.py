@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megarl import kernels
 from megarl.box import Box
-from megarl.kernels import audit, logprobs, logprobs_triton, quantise
+from megarl.kernels import audit, chunked_logprobs, chunked_logprobs_triton, quantise
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -88,15 +90,39 @@ def test_hashes_as_the_cpu_does(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "real"), [(16032, 16032), (16032, 15000), (128256, 128256), (64, 0), (7, 5)])
-def test_local_logprobs(dtype, width, real):
-    logits = (4 * torch.randn(64, width, device="cuda")).to(dtype)
-    targets = torch.randint(-1, max(real, 1), (64,), device="cuda") if real else torch.full((64,), -1, device="cuda")
-    partial = logprobs_triton.local_forward(logits, targets, real, 0.7)[0]
-    exact, kept = logprobs.local_forward(logits, targets, real, 0.7)
-    torch.testing.assert_close(partial, exact, rtol=1e-6, atol=1e-5)
-    log_z, grad = exact[0].clamp(min=-1e30) + 0.5, torch.randn(64, device="cuda")
-    found = logprobs_triton.local_backward(None, logits, targets, log_z, grad, real, 0.7)
-    wanted = logprobs.local_backward(kept, logits, targets, log_z, grad, real, 0.7)
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("width", "real"), [(16032, 16032), (16032, 15000), (128256, 128256), (7, 5)])
+def test_logprobs_and_entropy_of_a_slice(width, real, with_entropy, dtype):
+    logits = 4 * torch.randn(64, width, device="cuda")
+    targets = torch.randint(-1, real, (64,), device="cuda")
+    found = chunked_logprobs_triton.local_forward(logits, targets, real, 0.7)
+    wanted = chunked_logprobs.local_forward(logits.clone(), targets, real, 0.7)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-5)
+    grad, entropy_grad = torch.randn(2, 64, device="cuda")
+    arguments = targets, wanted[0] + 0.5, grad, (entropy_grad, wanted[1]) if with_entropy else None, real, 0.7, dtype
+    found = chunked_logprobs_triton.local_backward(logits.clone(), *arguments)
+    wanted = chunked_logprobs.local_backward(logits.clone(), *arguments)
     assert found.dtype == dtype and not found[:, real:].any()
     torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("into", [False, True], ids=["returned", "into main_grad"])
+def test_linear_logprobs_equal_float64(dtype, into):
+    """In bfloat16, too, logits are float32: log-probs are as exact as in float32."""
+    hidden, weight = (torch.randn(rows, 512, device="cuda").to(dtype).requires_grad_() for rows in (300, 4096))
+    targets, weights = torch.randint(0, 4000, (300,), device="cuda"), torch.randn(300, device="cuda")
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    log_p = torch.log_softmax(exact[0] @ exact[1][:4000].T / 8, -1)
+    wanted, wanted_entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    ((wanted + wanted_entropy) * weights).sum().backward()
+
+    main_grad = torch.zeros(weight.shape, device="cuda") if into else None
+    one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    found, entropy = kernels.linear_logprobs(hidden, weight, targets, one, 4000, 8, 128, main_grad)
+    ((found + entropy) * weights).sum().backward()
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), wanted_entropy.detach(), rtol=1e-5, atol=1e-5)
+    rounding = 1e-5 if dtype == torch.float32 else 2**-7
+    for gradient, want in ((hidden.grad, exact[0].grad), (weight.grad if main_grad is None else main_grad, exact[1].grad)):
+        torch.testing.assert_close(gradient.double(), want, rtol=rounding, atol=rounding * want.abs().max().item())

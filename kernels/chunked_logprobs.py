@@ -1,0 +1,157 @@
+"""Log-probabilities and entropy of given tokens from hidden states and a slice of the output layer, without keeping logits.
+
+The logits of `chunk_tokens` rows at a time are made, reduced over this rank's slice of the vocabulary, and dropped; the backward pass makes
+them again. So memory is set by the chunk and not by the number of rows, for one more product in four. With the logits z scaled by 1/T:
+
+    forward   every rank contributes log sum e^z, the entropy of its own softmax, and z at the target or 0: one collective, of all rows
+              log Z = logsumexp over ranks; log p = z[target] - log Z; H = sum of s (H_rank - log s), with the ranks' shares s of Z
+    backward  dz = (g (1[target] - p) - g_H p (log p + H)) / T, with g and g_H the gradients of log p and of H; no collective
+
+The products are the matrix library's. What is between them is done by a kernel on CUDA (chunked_logprobs_triton.py), elsewhere by torch
+(below). Logits are float32 also where hidden states and weights are bfloat16, except on a CPU, whose products round them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class LinearLogprobs(torch.autograd.Function):
+    """See megarl.kernels.linear_logprobs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        group: dist.ProcessGroup,
+        vocab_size: int,
+        temperature: float,
+        chunk_tokens: int,
+        weight_grad: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first = group.rank() * len(weight)
+        real = min(max(vocab_size - first, 0), len(weight))  # padding rows of the vocabulary have no token
+        local_targets = torch.where((targets >= first) & (targets < first + real), targets - first, -1)
+        local = _local(hidden)
+        parts = [
+            local.local_forward(_product(rows, weight), chosen, real, temperature)
+            for rows, chosen in zip(hidden.split(chunk_tokens), local_targets.split(chunk_tokens))
+            if real
+        ]
+        partial = torch.cat(parts, dim=1) if parts else hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        if not real:
+            partial[0] = float("-inf")
+        everyone = partial.unsqueeze(0)  # [tp, 3, t]
+        if group.size() > 1:
+            everyone = partial.new_empty((group.size(), *partial.shape))
+            dist.all_gather_into_tensor(everyone.view(-1), partial.view(-1), group=group)
+        log_sums, entropies, at_target = everyone.unbind(dim=1)
+        log_z = log_sums.logsumexp(dim=0)
+        shares = (log_sums - log_z).exp()
+        entropy = (shares * entropies - torch.xlogy(shares, shares)).sum(dim=0)
+        ctx.save_for_backward(hidden, weight, local_targets, log_z, entropy)
+        ctx.local, ctx.real, ctx.temperature, ctx.chunk_tokens, ctx.weight_grad = local, real, temperature, chunk_tokens, weight_grad
+        ctx.set_materialize_grads(False)
+        return at_target.sum(dim=0) - log_z, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grad, entropy_grad = grads
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        grad = torch.zeros_like(log_z) if grad is None else grad.contiguous()
+        entropy_grad = None if entropy_grad is None else entropy_grad.contiguous()
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if ctx.weight_grad is None else ctx.weight_grad
+        for start in range(0, len(hidden) if ctx.real else 0, ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            logits = _product(hidden[rows], weight)
+            of_entropy = None if entropy_grad is None else (entropy_grad[rows], entropy[rows])
+            dlogits = ctx.local.local_backward(
+                logits, targets[rows], log_z[rows], grad[rows], of_entropy, ctx.real, ctx.temperature, hidden.dtype
+            )
+            torch.mm(dlogits, weight, out=hidden_grad[rows])
+            if weight_grad is not None:
+                _add_product(weight_grad, dlogits.t(), hidden[rows])
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype) if ctx.weight_grad is None else weight.new_zeros(()).expand_as(weight)
+        return hidden_grad, weight_grad, None, None, None, None, None, None
+
+
+def local_forward(logits: torch.Tensor, targets: torch.Tensor, real: int, temperature: float) -> torch.Tensor:
+    """[3, N] float32, over the columns below `real`, of which there is at least one: log sum e^z, the entropy of softmax(z), and z at the
+    target.
+
+    logits: [N, local vocab], overwritten; targets: [N] int64, -1 for a target that another rank holds
+    """
+    z = _scaled(logits[:, :real], temperature)
+    at_target = torch.where(targets >= 0, z.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0)
+    peak = z.amax(dim=-1, keepdim=True)
+    z.sub_(peak)
+    weights = z.exp()
+    total = weights.sum(dim=-1)
+    mean = weights.mul_(z).sum(dim=-1) / total
+    return torch.stack([peak[:, 0] + total.log(), total.log() - mean, at_target])
+
+
+def local_backward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    log_z: torch.Tensor,
+    grad: torch.Tensor,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    real: int,
+    temperature: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The gradient of the logits, [N, local vocab] in `dtype`.
+
+    logits: as in `local_forward`; log_z, grad: [N] float32, over all ranks; of_entropy: the entropy's gradient and the entropy, [N] float32
+    """
+    logits[:, real:] = 0
+    log_p = _scaled(logits[:, :real], temperature).sub_(log_z.unsqueeze(-1))
+    grad = grad / temperature
+    factor = -grad.unsqueeze(-1)
+    if of_entropy is not None:
+        entropy_grad, entropy = (x.unsqueeze(-1) for x in of_entropy)
+        factor = (log_p + entropy).mul_(entropy_grad / -temperature).add_(factor)
+    dlogits = log_p.exp_().mul_(factor)
+    dlogits.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), torch.where(targets >= 0, grad, 0.0).unsqueeze(-1))
+    return logits.to(dtype)
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[N, local vocab] float32: the logits."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.mm(hidden, weight.t()).float()
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, where `total` is float32."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(torch.mm(a, b))
+
+
+def _local(hidden: torch.Tensor):
+    """The module whose `local_forward` and `local_backward` work on the logits of these hidden states."""
+    if hidden.is_cuda:
+        from megarl.kernels import chunked_logprobs_triton
+
+        return chunked_logprobs_triton
+    return sys.modules[__name__]
