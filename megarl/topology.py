@@ -35,7 +35,6 @@ class TrainerTopology:
     zero: int = 1
     first_stage_layers: int | None = None  # None: stages that are not told share the rest evenly
     last_stage_layers: int | None = None
-    fsdp: str | None = None  # "rows": torch FSDP2's chunks of dim 0; "flat": equal runs of the flattened parameter; None: whole
 
     @property
     def world_size(self) -> int:

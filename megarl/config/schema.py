@@ -78,14 +78,13 @@ class TrainerConfig:
     ep: int = setting(1, "expert parallel size", at_least(1))
     etp: int = setting(1, "tensor parallel size inside an expert", at_least(1))
     dp: int = setting(1, "data parallel size", at_least(1))
-    zero: int = setting(1, "0: plain data parallel; 1: distributed optimizer", one_of(0, 1))
+    zero: int = setting(
+        1,
+        "0: plain data parallel; 1: distributed optimizer, whose state is split over the data-parallel ranks",
+        one_of(0, 1),
+    )
     first_stage_layers: int | None = setting(None, "layers of the first pipeline stage; null: as many as the others", at_least(1))
     last_stage_layers: int | None = setting(None, "layers of the last pipeline stage; null: as many as the others", at_least(1))
-    fsdp: str | None = setting(
-        None,
-        "parameters sharded over dp and cp; rows: by dim 0, as torch FSDP2; flat: equal runs of elements; null: replicated",
-        one_of("rows", "flat"),
-    )
     sequence_parallel: bool = setting(False, "split norms and residuals along the sequence over the tp ranks")
     recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
     routing_replay: bool = setting(

@@ -68,7 +68,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
         ep = config.trainer.ep if spec.num_experts and tp * dp % config.trainer.ep == 0 else 1
         first, last = even_stages(spec.num_layers, pp)
         trainer = replace(
-            config.trainer, tp=tp, pp=pp, vpp=1, cp=1, dp=dp, ep=ep, etp=1, zero=1, fsdp=None, recompute=True,
+            config.trainer, tp=tp, pp=pp, vpp=1, cp=1, dp=dp, ep=ep, etp=1, zero=1, recompute=True,
             sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
         )  # fmt: skip
         ep = min(m, config.generator.ep) if spec.num_experts else 1

@@ -174,7 +174,7 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
         for pp in (1, 2, 4, 8, 16):
             first, last = even_stages(spec.num_layers, pp)
             base = replace(
-                config.trainer, tp=tp, pp=pp, vpp=1, cp=1, ep=1, etp=1, dp=max(experts), zero=1, fsdp=None,
+                config.trainer, tp=tp, pp=pp, vpp=1, cp=1, ep=1, etp=1, dp=max(experts), zero=1,
                 sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
             )  # fmt: skip
             if problems(replace(config, trainer=replace(base, dp=1)), spec):
@@ -201,7 +201,7 @@ def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorC
 
 
 def _trainer_settings(trainer: TrainerConfig) -> Settings:
-    keys = "tp pp vpp cp ep etp dp zero sequence_parallel first_stage_layers last_stage_layers fsdp recompute max_tokens_per_microbatch"
+    keys = "tp pp vpp cp ep etp dp zero sequence_parallel first_stage_layers last_stage_layers recompute max_tokens_per_microbatch"
     return {f"trainer.{key}": getattr(trainer, key) for key in keys.split()}
 
 

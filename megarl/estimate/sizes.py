@@ -12,7 +12,7 @@ from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST
 from megarl.models.registry import family
-from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
+from megarl.reshard.kinds import ITEM_BYTES, Layout
 from megarl.reshard.layout import generator_layout, stage_of_layer, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import landings
@@ -48,7 +48,7 @@ def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
     t = trainer
     return TrainerTopology(
         tp=t.tp, pp=t.pp, vpp=t.vpp, cp=t.cp, ep=t.ep, etp=t.etp, dp=t.dp, zero=t.zero, first_stage_layers=t.first_stage_layers,
-        last_stage_layers=t.last_stage_layers, fsdp=t.fsdp,
+        last_stage_layers=t.last_stage_layers,
     )  # fmt: skip
 
 
@@ -62,14 +62,13 @@ def stages_held(layout: Layout) -> list[Held]:
     held = np.zeros((stages, 2), dtype=np.int64)
     for kind in layout.kinds:
         of_experts = int(kind.shards[0].experts is not None)
-        held[:, of_experts] += np.bincount(kind.stages, minlength=stages) * max(map(elements, kind.shards))
+        held[:, of_experts] += np.bincount(kind.stages, minlength=stages) * max(math.prod(shard.shape) for shard in kind.shards)
     return [Held(int(dense), int(expert)) for dense, expert in held]
 
 
 def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
     """Elements on the fullest rank of each pipeline stage. Raises ConfigError if the sizes do not divide the model."""
-    topology = trainer_topology(trainer)
-    return _trainer_held(shape_of(spec), topology if topology.fsdp else _one_replica(topology), dtype)
+    return _trainer_held(shape_of(spec), _one_replica(trainer_topology(trainer)), dtype)
 
 
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
@@ -80,7 +79,7 @@ def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -
 def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
     """Memory that an engine rank keeps beside its weights if trainer ranks of other nodes write to it, for boxes of short rows
     (schedule.lands); 0 if the trainer cuts no finer than the engine."""
-    topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None, fsdp=None))
+    topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
     return _landing_bytes(shape_of(spec), topology, engine, generator.quantization, dtype)
 
@@ -127,7 +126,7 @@ def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantizatio
     layout = generator_layout(spec, topology, dtype, quantization=quantization)
     embedding = expert = streamed = 0
     for kind in layout.kinds:
-        size = kind.instances * max(elements(shard) * ITEM_BYTES[shard.dtype] for shard in kind.shards)
+        size = kind.instances * max(math.prod(shard.shape) * ITEM_BYTES[shard.dtype] for shard in kind.shards)
         if kind.shards[0].experts is not None:
             expert += size
         elif kind.place == FIRST and not spec.tie_word_embeddings:
@@ -143,21 +142,13 @@ def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorT
     return sum(copy.bytes for copy in landings(map, 0))
 
 
-def elements(tensor: LocalTensor) -> int:
-    """Elements in the rank's memory: only its run of an FSDP shard, or that run of each expert."""
-    if tensor.flat is None:
-        return math.prod(tensor.shape)
-    count = tensor.shape[0] if tensor.experts is not None else 1
-    return count * (tensor.flat[1] - tensor.flat[0])
-
-
 def rank_bytes(layout: Layout) -> list[int]:
     """Bytes of weights on each rank, [world_size]."""
     sizes = np.zeros(layout.world_size, dtype=np.int64)
     for kind in layout.kinds:
         times = np.bincount(kind.stages, minlength=kind.ranks.shape[0])  # instances on each stage
         for shard, tensor in enumerate(kind.shards):
-            np.add.at(sizes, kind.ranks[:, shard], times[:, None] * elements(tensor) * ITEM_BYTES[tensor.dtype])
+            np.add.at(sizes, kind.ranks[:, shard], times[:, None] * math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype])
     return sizes.tolist()
 
 

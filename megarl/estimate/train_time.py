@@ -59,16 +59,13 @@ class TrainModel:
         between = (2 + extra_forwards) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         held = max(trainer_held(self.spec, t, self.dtype), key=lambda stage: stage.total)
-        data = self._data_s(held, count)
-        if t.fsdp:  # the next layer's weights travel during this layer's products
-            data = max(data / count / layers, data - count * compute)
-        update_s = 30 * held.total / (t.dp * t.cp if t.zero and not t.fsdp else 1) / self._hbm  # Adam's reads and writes, bytes
+        update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
         total = TrainTime(
             compute=count * compute,
             tensor_parallel=count * tensor,
             expert_parallel=count * expert,
             pipeline=count * between + bubble * count,
-            data_parallel=data,
+            data_parallel=self._data_s(held),
             optimizer=update_s + k.step_s,
             tflops=0.0,
         )
@@ -131,13 +128,11 @@ class TrainModel:
         group = self._group(t.pp, t.tp * t.cp * t.dp)
         return t.vpp * (group.latency_s + sent / group.bytes_per_s)
 
-    def _data_s(self, held: Held, count: int) -> float:
-        """Once per step fp32 gradients are reduced, then weights gathered; FSDP gathers twice and reduces once per microbatch."""
+    def _data_s(self, held: Held) -> float:
+        """Once per step fp32 gradients are reduced, then weights gathered."""
         t, item = self.trainer, ITEM_BYTES[self.dtype]
         dense = self._group(t.dp * t.cp, t.tp)
         expert = self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp)
-        if t.fsdp:
-            return count * 3 * (dense.gather_s(item * held.dense * dense.size) + expert.gather_s(item * held.expert * expert.size))
         once = 4 + (item if t.zero else 4)
         return dense.gather_s(once * held.dense) + expert.gather_s(once * held.expert)
 

@@ -54,7 +54,6 @@ def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, 
         kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
         vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp if stage == trainer.pp - 1 else 0
         logits = LOGIT_BYTES[dtype] * tokens * vocab
-        whole_layer = item * held.total * trainer.dp * trainer.cp / max(1, sum(layers)) if trainer.fsdp else 0.0
         found.append(
             TrainerMemory(
                 weights=item * held.total,
@@ -63,7 +62,7 @@ def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, 
                 reference=item * held.total if reference else 0.0,
                 activations=kept,
                 logits=logits,
-                buffers=2 * whole_layer + 2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),
+                buffers=2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),
                 runtime=gpu.runtime_gib * GIB,
             )
         )
@@ -71,8 +70,8 @@ def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, 
 
 
 def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
-    """Adam's state: zero=1 splits it over the ranks with the same weights; with FSDP the weights are split already."""
-    if not trainer.zero or trainer.fsdp:
+    """Adam's state, which zero=1 splits over the ranks with the same weights."""
+    if not trainer.zero:
         return OPTIMIZER_BYTES[dtype] * held.total
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
     return OPTIMIZER_BYTES[dtype] * (held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp)

@@ -26,12 +26,6 @@ TAKEN_NAMES = ("reward", "response_tokens", "version")  # the metric eval/reward
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
-def check_trainer_features(config: RunConfig) -> Iterable[str]:
-    """Refuses settings that can be planned and resharded, but not trained yet."""
-    if config.trainer.fsdp is not None:
-        yield f"trainer.fsdp={config.trainer.fsdp}: only null can be trained"
-
-
 def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
     """The importance ratio needs mu under the distribution really sampled from; the trainer scores the untruncated one."""
     if config.rollout.top_p != 1:
@@ -128,11 +122,11 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_trainer_features, check_blackwell_blocks, check_resume)
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_blackwell_blocks, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
-    "sft": (check_run_dir, check_trainer_features, check_sft_command),
+    "sft": (check_run_dir, check_sft_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),
     "dry-run": _TRAIN_CHECKS,  # the machine need not have the run's folder
     "eval": (check_run_dir, check_evaluated_format, check_eval_command),
-    "export": (check_run_dir, check_trainer_features),
+    "export": (check_run_dir,),
 }

@@ -83,7 +83,7 @@ def as_warm_start(config: RunConfig) -> RunConfig:
     if not own:
         return config
     sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | own
-    plain = {"first_stage_layers": None, "last_stage_layers": None, "fsdp": None}
+    plain = {"first_stage_layers": None, "last_stage_layers": None}
     sequence_parallel = config.trainer.sequence_parallel and sizes["tp"] > 1
     return replace(config, trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel))
 

@@ -37,18 +37,13 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor in a rank's memory. Elements that no piece covers are padding, which holds zeros.
-
-    `flat` is set for an FSDP shard: this rank's memory holds only elements first .. end of the flattened tensor, as one 1-D tensor, while
-    shape and boxes still describe the whole. For experts it is the range of each one.
-    """
+    """A tensor in a rank's memory. Elements that no piece covers are padding, which holds zeros."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
     engine_shape: tuple[int, ...] | None = None  # if the engine shows the same memory in another shape: transposed, or a scalar
-    flat: tuple[int, int] | None = None
     experts: tuple[int, int] | None = None  # first and end of a shard's experts, in the statement of an expert kind
 
     def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:

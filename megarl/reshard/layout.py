@@ -14,7 +14,7 @@ from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor, Piece
 from megarl.reshard.scales import with_scales
-from megarl.reshard.shards import flat_shards, local_tensor
+from megarl.reshard.shards import local_tensor
 from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 
 __all__ = ["Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "stage_of_layer", "trainer_layout"]
@@ -58,8 +58,6 @@ def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer
     parameters = family(spec).megatron_parameters(spec, t, layer_spec)
     stages = np.array(stage_of_layer(spec.num_layers, t))
     kinds = _kinds("trainer", spec, parameters, dtype, stages, {_DENSE: dense, _EXPERT: expert}, (t.ep, t.etp))
-    if t.fsdp:
-        kinds = [flat_shards(kind, by_rows=t.fsdp == "rows") for kind in kinds]
     return Layout("trainer", t.world_size, tuple(kinds))
 
 

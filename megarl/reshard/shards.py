@@ -1,4 +1,4 @@
-"""The part of a parameter that one shard holds: cut by tensor and expert parallelism, and for FSDP over data-parallel ranks."""
+"""The part of a parameter that one shard holds: cut by tensor and expert parallelism; boxes of a run of its elements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from megarl.box import Box, whole_box
 from megarl.config.errors import ConfigError
 from megarl.models.parameters import LogicalTensor, Parameter
-from megarl.reshard.kinds import Kind, LocalTensor, Piece
+from megarl.reshard.kinds import LocalTensor, Piece
 
 
 def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str) -> LocalTensor:
@@ -22,13 +22,6 @@ def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], sha
     pieces = tuple(Piece(_stack(p.local, 0, count), p.logical_name, _stack(p.logical, expert_shard * count, count)) for p in tensor.pieces)
     experts = expert_shard * count, (expert_shard + 1) * count
     return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces, experts=experts)
-
-
-def flat_shards(kind: Kind, by_rows: bool) -> Kind:
-    """The kind with each shard cut once more over its replicas, into runs of rows (torch's chunks) or of elements."""
-    stages, shards, replicas = kind.ranks.shape
-    cut = [_flat(tensor, number, replicas, by_rows) for tensor in kind.shards for number in range(replicas)]
-    return replace(kind, shards=tuple(cut), ranks=kind.ranks.reshape(stages, shards * replicas, 1))
 
 
 def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
@@ -86,19 +79,6 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
             offset += size
     shape = tensors[0].shape
     return LocalTensor(parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces))
-
-
-def _flat(tensor: LocalTensor, number: int, count: int, by_rows: bool) -> LocalTensor:
-    shape = tensor.shape if tensor.experts is None else tensor.shape[1:]
-    row = math.prod(shape[1:]) if by_rows else 1
-    run = -(-math.prod(shape) // row // count) * row
-    first, end = min(number * run, math.prod(shape)), min((number + 1) * run, math.prod(shape))
-    held = list(flat_boxes(shape, first, end))
-    if tensor.experts is not None:
-        held = [_stack(box, 0, tensor.shape[0]) for box in held]
-    common = [(piece, both) for piece in tensor.pieces for box in held if (both := piece.local.intersect(box)) is not None]
-    pieces = tuple(Piece(both, piece.logical_name, both.move(piece.local, piece.logical)) for piece, both in common)
-    return replace(tensor, pieces=pieces, flat=(first, end))
 
 
 def _stack(box: Box, start: int, count: int) -> Box:

@@ -39,7 +39,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
         ),
         [*chunks],
     )
-    assert isinstance(optimizer, ChainedOptimizer)  # as it is without FSDP
+    assert isinstance(optimizer, ChainedOptimizer)  # as it is without Megatron-FSDP
     for part in optimizer.chained_optimizers:
         _allocate_state(part)
     return optimizer

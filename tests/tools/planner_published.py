@@ -6,6 +6,7 @@ fitted on, rows 2, 4, 6, … are held out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from megarl.estimate.baseline import even_stages
 from megarl.estimate.constants import CONSTANTS, Constants
 from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.hardware import GPUS, Cluster
-from megarl.estimate.train_time import TrainModel
+from megarl.estimate.sizes import trainer_held
+from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.workload import Workload
 from megarl.models import load_spec
+from megarl.reshard.kinds import ITEM_BYTES
 
 H100 = Cluster(GPUS["H100"])
 FP8_GEMM_GAIN = 0.75  # of fp8's doubled peak in training: scales, and products that stay in bf16
@@ -55,6 +58,21 @@ class Row:
         raise NotImplementedError
 
 
+class FsdpTrainModel(TrainModel):
+    """LlamaRL's trainer, whose data-parallel ranks hold shards of the weights. This project's shard the optimizer alone.
+
+    Each microbatch gathers the weights twice and reduces gradients once; one layer's transfers hide behind another's products.
+    """
+
+    def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
+        plain = super().seconds(workload, extra_forwards=extra_forwards)
+        count = math.ceil(workload.tokens / self.trainer.dp / self._rows(workload))
+        (held,) = trainer_held(self.spec, self.trainer, self.dtype)
+        transfers = count * 3 * self._group(self.trainer.dp, self.trainer.tp).gather_s(ITEM_BYTES[self.dtype] * held.dense)
+        exposed = max(transfers / count / self.spec.num_layers, transfers - plain.compute)
+        return replace(plain, data_parallel=exposed)
+
+
 @dataclass(frozen=True)
 class LlamaRlRow(Row):
     model: str
@@ -70,14 +88,14 @@ class LlamaRlRow(Row):
         spec = load_spec(MODELS / self.model)
         work = Workload(sequences=2048, prompts=512, prompt_tokens=128, response_tokens=512, max_response_tokens=2048)
         trainer = TrainerConfig(
-            tp=self.trainer_mp, dp=self.trainer_gpus // self.trainer_mp, fsdp="rows", sequence_parallel=self.trainer_mp > 1,
+            tp=self.trainer_mp, dp=self.trainer_gpus // self.trainer_mp, sequence_parallel=self.trainer_mp > 1,
             recompute=True, max_tokens_per_microbatch=16384,
         )  # fmt: skip
         generator = GeneratorConfig(
             engines=self.generator_gpus // self.generator_mp, tp=self.generator_mp, max_concurrency=self.concurrency,
             quantization="fp8_channel" if self.fp8 else None,
         )  # fmt: skip
-        train = TrainModel(spec, trainer, "bfloat16", H100, constants).seconds(work).total
+        train = FsdpTrainModel(spec, trainer, "bfloat16", H100, constants).seconds(work).total
         engines = GenerateModel(spec, generator, "bfloat16", H100, constants)
         generate = engines.seconds(work, carried_over=not self.synchronous).total
         return (train + generate if self.synchronous else max(train, generate)) + constants.glue_s

@@ -193,16 +193,6 @@ def test_engines_give_each_run_of_ranks_its_experts():
         assert {p.logical.start for p in w2.pieces} == {(0, 0, rank % 2 * 32)}
 
 
-def test_fsdp_ranks_hold_runs_of_rows_or_of_elements():
-    llama = spec(vocab=500)
-    by_rows = trainer_layout(llama, TrainerTopology(dp=3, fsdp="rows"), "bfloat16").tensors(1)
-    assert by_rows[0].shape == (512, 128) and by_rows[0].flat == (171 * 128, 342 * 128)  # torch.chunk(512, 3): 171, 171, 170
-    flat = trainer_layout(llama, TrainerTopology(dp=3, fsdp="flat"), "bfloat16").tensors(1)[0]
-    assert flat.flat == (21846, 43692)
-    boxes = [(piece.local.start, piece.local.shape) for piece in flat.pieces]
-    assert boxes == [((170, 86), (1, 42)), ((171, 0), (170, 128)), ((341, 0), (1, 44))]
-
-
 def test_cpu_engines_hold_zeros_where_they_padded_heads_and_gpu_engines_the_same_kv_head_twice():
     one_kv = spec(kv=1, vocab=500)
     cpu = generator_layout(one_kv, GeneratorTopology(tp=2), "float32", device="cpu").tensors(1)[1]

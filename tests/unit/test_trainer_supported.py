@@ -26,7 +26,6 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
     [
         ("mixtral-8x7b", ["trainer.tp=2", "generator.tp=8"], "trainer.sequence_parallel=false: must be true for a model with experts"),
         ("deepseek-v3", ["generator.tp=8", "generator.quantization=fp8_channel"], "fp8_channel: must be null or fp8_block"),
-        ("llama-3.1-8b", ["trainer.fsdp=flat"], "trainer.fsdp=flat: only null can be trained"),
     ],
 )
 def test_a_run_is_refused_before_it_starts(model: str, settings: list[str], wanted: str) -> None:
