@@ -15,7 +15,7 @@ class LossOutput(NamedTuple):
 
 
 class Microbatch(Protocol):
-    """The tensors a loss reads beside the log-probs it is given. Garbage is allowed wherever `loss_mask` is False."""
+    """The tensors that a loss reads beside the log-probs. Values where `loss_mask` is False are arbitrary."""
 
     @property
     def loss_mask(self) -> Tensor: ...  # [b, s] bool
@@ -31,7 +31,7 @@ class Microbatch(Protocol):
 
 
 class Algorithm(Protocol):
-    """One training objective, with its settings inside."""
+    """A training objective with its settings."""
 
     @property
     def needs_reference(self) -> bool:
@@ -40,7 +40,7 @@ class Algorithm(Protocol):
 
     @property
     def skip_zero(self) -> bool:
-        """Whether samples of zero advantage have no gradient, and may be left out of training."""
+        """Whether samples of zero advantage have no gradient, so that they may be left out of training."""
         ...
 
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class Algorithm(Protocol):
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of the losses' sum over a batch with this many tokens of the policy, and samples."""
+        """The divisor of the losses' sum over a batch with so many tokens by the policy and so many samples."""
         ...
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step, from the losses' sums over the global batch."""
+        """A step's metrics, from the losses' sums over the global batch."""
         ...

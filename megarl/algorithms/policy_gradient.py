@@ -1,4 +1,4 @@
-"""The policy gradient on samples of older weights: AIPO (LlamaRL, section 6) and its relatives, which weigh tokens by other rules."""
+"""The policy gradient on samples from older weights: AIPO (LlamaRL, section 6) and its relatives, which weight tokens by other rules."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from megarl.algorithms.base import LossOutput, Microbatch
 from megarl.algorithms.weights import Rule
 
-_MAX_REPORTED_LOG_RATIO = 20.0  # only for the `is_ratio` metric: one absurd token must not turn the mean into infinity
+_MAX_REPORTED_LOG_RATIO = 20.0  # for the `is_ratio` metric only: one absurd token must not make the mean infinite
 
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """`weigh` with its bounds `rho_min`, `rho`; `baseline` turns rewards into advantages.
+    """`weigh`, with bounds `rho_min` and `rho`, gives tokens their weights; `baseline` turns rewards into advantages.
 
-    `loss_mean` "token": every token of the batch counts the same; "sequence": every response does, whatever its length.
+    `loss_mean` "token": all tokens of the batch count equally; "sequence": all responses do, whatever their length.
     """
 
     weigh: Rule
@@ -54,7 +54,7 @@ class PolicyGradient:
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
 
         Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not their ratio), and kl if there is a reference.
-        Raises: ValueError if kl_coef is not 0 and no reference is given.
+        Raises ValueError if kl_coef is not 0 and no reference is given.
         """
         mask, advantages, reference = microbatch.loss_mask, microbatch.advantages, microbatch.reference_logprobs
         if reference is None and self.needs_reference:
@@ -77,11 +77,11 @@ class PolicyGradient:
         return LossOutput(self._sum(terms, mask), sums)
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """What the losses of a batch are divided by: the policy's tokens, or the samples, those without advantage included."""
+        """The divisor of a batch's losses: the policy's tokens or the samples, including those of zero advantage."""
         return float(samples if self.loss_mean == "sequence" else tokens)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Token means of a step's sums; NaN for a step on which nothing was trained."""
+        """Means over tokens; NaN for a step on which nothing was trained."""
         tokens = sums.get("tokens", 0.0) or math.nan
         means = {
             "is_ratio/mean": sums.get("is_ratio", 0.0) / tokens,
@@ -90,7 +90,7 @@ class PolicyGradient:
         return means | ({"kl/mean": sums["kl"] / tokens} if "kl" in sums else {})
 
     def _sum(self, terms: Tensor, mask: Tensor) -> Tensor:
-        """Of all tokens, or of the means of the rows."""
+        """The sum over all tokens, or over the rows' means."""
         if self.loss_mean == "token":
             return terms.sum()
         return (terms.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()

@@ -1,6 +1,6 @@
-"""What each algorithm is, as data: which bounds its importance ratios have, and what it takes for advantage and for mean.
+"""Algorithms as data: the bounds of their importance ratios, and how they form advantages and means.
 
-All of them are one loss (`policy_gradient`) with other weights (`weights`). Without torch, so that a configuration is checked at once.
+All of them are one loss (`policy_gradient`) with different weights (`weights`). Imports no torch, so a configuration is checked at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megarl.config.schema import AlgorithmConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, and it cannot be set."""
+    """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set."""
 
     rho_min: float | None
     rho: float | None
@@ -21,7 +21,7 @@ class Recipe:
     loss_mean: str = "token"
 
 
-# The bounds are those of the papers, which docs/algorithms.md names.
+# Bounds are the papers'; docs/algorithms.md names them.
 RECIPES = {
     "aipo": Recipe(0.0, 4.0),
     "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence"),
@@ -32,11 +32,11 @@ RECIPES = {
 }
 
 
-OWN = Recipe(0.0, 4.0)  # of a rule that a configuration names by its import path
+OWN = Recipe(0.0, 4.0)  # for a rule that a configuration names by import path
 
 
 def recipe_of(config: AlgorithmConfig) -> Recipe:
-    """That of `config.name`, with what the configuration sets in place of its own."""
+    """The recipe of `config.name`, with the configuration's settings in place of its defaults."""
     own = {key: value for key in _KEYS if (value := getattr(config, key)) is not None}
     return replace(RECIPES.get(config.name, OWN), **own)
 
@@ -45,7 +45,7 @@ _KEYS = ("rho_min", "rho", "advantage", "loss_mean")
 
 
 def problems(config: AlgorithmConfig) -> Iterator[str]:
-    """Bounds that the algorithm does not have, or that leave nothing between them."""
+    """Errors: bounds that the algorithm does not have, and bounds with nothing between them."""
     for key in ("rho_min", "rho"):
         value = getattr(config, key)
         if value is not None and getattr(RECIPES.get(config.name, OWN), key) is None:

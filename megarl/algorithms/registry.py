@@ -24,7 +24,7 @@ RULES: dict[str, Rule] = {
 
 
 def find_rule(name: str) -> Rule:
-    """One of RULES, or package.module:function. Raises ConfigError for what does not import, or does not take what a Rule takes."""
+    """One of RULES, or package.module:function. Raises ConfigError if it cannot be imported or does not take a Rule's arguments."""
     if name in RULES:
         return RULES[name]
     rule = find_callable(name, f"algorithm.name={name}", built_in=RULES)
@@ -37,12 +37,12 @@ def find_rule(name: str) -> Rule:
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """`config.name` with its settings; those that are null are the algorithm's own."""
+    """`config.name` with its settings; where these are null, the algorithm's defaults hold."""
     recipe = recipe_of(config)
     return PolicyGradient(
         weigh=find_rule(config.name),
         rho_min=recipe.rho_min or 0.0,
-        rho=recipe.rho or 1.0,  # without one in the rule, that of the KL penalty's correction
+        rho=recipe.rho or 1.0,  # a rule without this bound: still needed for the KL penalty's correction
         baseline=ADVANTAGES[recipe.advantage],
         loss_mean=recipe.loss_mean,
         kl_coef=config.kl_coef,

@@ -1,4 +1,4 @@
-"""From a batch of scored groups to what the trainer trains on, and the batch's own metrics."""
+"""Turns a batch of scored groups into training sequences and the batch's metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.types import Batch, Prompt, Sample, TrainSequence, Version
 
 
 def batch_rewards(batch: Batch) -> Tensor:
-    """Rewards [G, n], float64. Raises: ValueError if the groups differ in their number of samples."""
+    """Rewards [G, n], float64. Raises ValueError if groups have different numbers of samples."""
     if len({len(group.samples) for group in batch.groups}) != 1:
         raise ValueError(f"groups of step {batch.step} have different numbers of samples")
     return torch.tensor([[sample.reward for sample in group.samples] for group in batch.groups], dtype=torch.float64)
 
 
 def policy_tokens(batch: Batch) -> int:
-    """Tokens of all responses that the policy produced."""
+    """The number of tokens in all responses that the policy produced."""
     return sum(sample.policy_tokens for group in batch.groups for sample in group.samples)
 
 
@@ -29,8 +29,8 @@ def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> lis
     """Sequences to train on, in the batch's order.
 
     Args: advantages [G, n], one per sample (constant over its tokens: LlamaRL, section 6).
-    With `skip_zero`, samples of zero advantage are left out: they add nothing to the gradient, which `denominator` keeps the
-    same. The list may then be empty. (`Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero advantage.)
+    `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
+    `denominator` still counts them. `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero advantage.
     """
     return [
         _train_sequence(group.prompt, sample, advantage)
@@ -41,12 +41,12 @@ def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> lis
 
 
 def denominator(batch: Batch, algorithm: Algorithm) -> float:
-    """The divisor of the summed loss. It counts the whole batch, even if parts are left out of training."""
+    """The divisor of the summed loss: counts the whole batch, even if parts are left out of training."""
     return algorithm.denominator(policy_tokens(batch), sum(len(group.samples) for group in batch.groups))
 
 
 def _train_sequence(prompt: Prompt, sample: Sample, advantage: float) -> TrainSequence:
-    """The environment's tokens are masked like the prompt's: both are context that the policy did not choose."""
+    """Masks the environment's tokens like the prompt's: both are context that the policy did not choose."""
     p = len(prompt.token_ids)
     mask = sample.policy_mask or [True] * len(sample.token_ids)
     return TrainSequence(
@@ -59,10 +59,10 @@ def _train_sequence(prompt: Prompt, sample: Sample, advantage: float) -> TrainSe
 
 
 def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
-    """Metrics of one batch as the trainer, at weight version `version`, takes it.
+    """Metrics of a batch, used by a trainer at weight version `version`.
 
-    Staleness of a token: `version` minus the version that produced it; the environment's tokens have none. reward/std is
-    over all samples. rollout/<name> is the mean of Sample.metrics over the samples that have it, reward/<name>/mean that of reward_parts.
+    A token's staleness is `version` minus the version that produced it; the environment's tokens have none. reward/std is over all
+    samples. rollout/<name> and reward/<name>/mean are means of Sample.metrics and reward_parts over the samples that have them.
     """
     rewards = batch_rewards(batch)
     samples = [sample for group in batch.groups for sample in group.samples]
@@ -87,6 +87,6 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
 
 
 def _means(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By name, over those that have it."""
+    """The mean of each name over the mappings that have it."""
     names = sorted({name for each in counts for name in each})
     return {name: fmean(each[name] for each in counts if name in each) for name in names}

@@ -1,11 +1,11 @@
-"""Whether two answers are the same mathematics.
+"""Whether two answers are mathematically equal.
 
-Both are read into structures (megarl.rewards.structure), whose expressions are compared by their values (megarl.rewards.values): the
-verdict is a function of the two texts, in bounded time.
+Both are read into structures (megarl.rewards.structure), whose expressions are compared by value (megarl.rewards.values). The verdict
+depends on the two texts alone and takes bounded time.
 
-math-verify's own `verify` (0.9.0) is not used: it takes what stands right of "=" for the answer and drops the left ("7 = 5" is 5), calls
-2^{\\infty} equal to some numbers, others in each process, as SymPy's simplification follows the order of hashes, and rounds decimals to 6
-places whatever their size (0.0000001 is 0.0000002).
+math-verify's own `verify` (0.9.0) is not used. It takes what stands right of "=" as the answer and drops the left ("7 = 5" is 5). It calls
+2^{\\infty} equal to some numbers, which differ between processes, since SymPy's simplification depends on the order of hashes. It rounds
+decimals to 6 places whatever their size (0.0000001 is 0.0000002).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megarl.rewards.structure import FLIPPED, Chain, Items, Union, Word, is_func
 from megarl.rewards.values import LEAST_POINTS, equal_values, size_of, times, values_of
 
 _NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # of a base: 1010_2
-_ABOUT = Fraction(1, 100)  # relative: the sides of \approx
+_ABOUT = Fraction(1, 100)  # relative difference that \approx allows
 
 
 def equal(reference: str, candidate: str) -> bool:
-    """Mathematical equality of two cleaned answers. Raises: Refused if the candidate is outside the limits, or is no finite thing where the
-    reference is one."""
+    """Mathematical equality of two cleaned answers. Raises Refused if the candidate is outside the limits, or not finite though the
+    reference is."""
     if candidate == reference:
         return True
     if (word := word_of(candidate)) and word == word_of(reference):
         return True
     (gold, gold_percent), (found, percent) = _percent(reference), _percent(candidate)
-    if gold_percent != percent:  # 50% is 0.5, and 50 where percents were asked for
+    if gold_percent != percent:  # 50% is 0.5, or 50 if the question asked for percent
         return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
     gold, found = _without_base(gold, found)
     decided = plain_equal(plain_number(gold), plain_number(found))
@@ -50,8 +50,7 @@ def _percent(answer: str) -> tuple[str, bool]:
 
 
 def _without_base(gold: str, found: str) -> tuple[str, str]:
-    """Without the base of a numeral that only one of them states, or both the same: 1010_2 was asked for in base 2. Raises: Refused where
-    they state different ones."""
+    """Both without a numeral's base (1010_2), which the question has fixed. Raises Refused if they state different bases."""
     numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
     bases = {int(numeral[2] or numeral[3]) for numeral in numerals if numeral}
     if len(bases) > 1:
@@ -61,7 +60,7 @@ def _without_base(gold: str, found: str) -> tuple[str, str]:
 
 
 def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:
-    """Both as plain parts of one; the percentage divided by a hundred."""
+    """Both as numbers: divides the one that is a percentage by a hundred."""
     return (rf"\frac{{{gold}}}{{100}}", found) if gold_percent else (gold, rf"\frac{{{found}}}{{100}}")
 
 
@@ -91,7 +90,7 @@ def _same_sequences(gold: Any, found: Any) -> bool:
 
 
 def _as_sequence(structure: Any) -> Items:
-    """A set that the grammar gave (of ±2), or one item alone."""
+    """The items of a set by the grammar (as of ±2), or the structure as a single item."""
     if isinstance(structure, Items):
         return structure
     items = list(structure.args) if getattr(structure, "is_FiniteSet", False) else [structure]
@@ -99,7 +98,7 @@ def _as_sequence(structure: Any) -> Items:
 
 
 def _matched(golds: Sequence[Any], founds: Sequence[Any]) -> bool:
-    """In any order, one to one."""
+    """Whether the items match one to one, in any order."""
     left = list(founds)
     if len(golds) != len(left):
         return False
@@ -112,7 +111,7 @@ def _matched(golds: Sequence[Any], founds: Sequence[Any]) -> bool:
 
 
 def _same_chains(gold: Any, found: Any) -> bool:
-    if not isinstance(found, Chain):  # x = 5 was asked for, and 5 was said
+    if not isinstance(found, Chain):  # the reference is x = 5, the answer 5
         return gold.operators == ["="] and is_name(gold.sides[0]) and _same(gold.sides[1], found)
     if not isinstance(gold, Chain):
         return _leads_to(gold, found)
@@ -125,7 +124,7 @@ def _same_chains(gold: Any, found: Any) -> bool:
 
 
 def _leads_to(gold: Any, found: Chain) -> bool:
-    """A chain of equations that ends in the answer: every side before it is a name for it, or has its value."""
+    """Whether a chain of equations ends in the answer, and every side before it names the answer or has its value."""
     if any(operator not in ("=", "~") for operator in found.operators) or not _same(gold, found.sides[-1]):
         return False
     for side, operator in zip(found.sides, found.operators):
@@ -135,12 +134,12 @@ def _leads_to(gold: Any, found: Chain) -> bool:
 
 
 def _is_name_of(name: Any, structure: Any) -> bool:
-    """f(x) may be x + 1, but x may not."""
+    """Whether `name` may stand for `structure`: f(x) may be x + 1, but x may not."""
     return is_name(name) and (is_function(name) or not symbols(name) & symbols(structure))
 
 
 def _same_equations(gold: Sequence[Any], found: Sequence[Any]) -> bool:
-    """One is the other times a constant."""
+    """Whether one equation is the other times a constant."""
     if not _expressions(*gold, *found):
         return False
     values = [(x, y) for x, y in values_of(gold[0] - gold[1], found[0] - found[1]) if size_of(x) and size_of(y)]
@@ -171,7 +170,7 @@ def _same_objects(gold: Any, found: Any) -> bool:
         return type(gold) is type(found) and gold == found
     import sympy
 
-    if found.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # what is not finite is equal to itself, as it stands, and to nothing else
+    if found.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # an infinity equals itself and nothing else
         return found in (sympy.oo, -sympy.oo) and found == gold
     if found.is_Rational and gold.is_Rational:
         return found == gold

@@ -1,4 +1,4 @@
-"""Finding the final answer in a text. Linear in the text's length, and nothing is parsed or evaluated here."""
+"""Finds the final answer in a text, in time linear in its length, without parsing or evaluating anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
 _RUNNING_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", re.ASCII)
 _MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|and|or)\b)"
 _NUMBER_WITH_UNIT = re.compile(rf"(-?{_NUMBER})\s+{_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*", re.ASCII)
-# A number that stands free: in a sentence, behind "=" or a currency, not as a part of an expression, a list or a name.
+# A free-standing number: in a sentence, after "=" or a currency sign, but not part of an expression, a list or a name.
 _START = r"(?:^|(?<=[=\s*_\"'`\u3001-\u9fff\uac00-\ud7af\uff0c\uff1a])|(?<=[A-Za-z]:))(?:\\?[$€£]|\\\(|\$\$)?"
 _END = r"(?=(?:\\?[$€£]|\\\)|\*\*|[.,;:?\"'`°])*(?:\s|$))"
 _FREE_NUMBER = re.compile(rf"{_START}(-?{_NUMBER}){_END}", re.ASCII)
@@ -31,8 +31,10 @@ _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
 
 def marked_answer(text: str) -> str | None:
-    """The answer that the text marks as such, cleaned: in its last \\boxed{}, after its last "####" (GSM8K), or after its last
-    "answer is", in this order of precedence. None if it marks none; empty if what it marks is empty, too long or never closed."""
+    """The answer that the text marks, cleaned: in its last \\boxed{}, else after its last "####" (GSM8K), else after its last "answer is".
+
+    None if it marks none; empty if the marked answer is empty, too long or never closed.
+    """
     start = _last_box(text)
     if start >= 0:
         return clean(_boxed(text, start))
@@ -49,22 +51,24 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, or as much of its end as an answer may have characters."""
+    """The last line that is not blank, or the end of it that is no longer than an answer may be."""
     end = text.rstrip()[-MAX_ANSWER_CHARS:]
     inside = _without_closing(end)
     return (inside if "\n" in end[len(inside) :] else end).rsplit("\n", 1)[-1]
 
 
 def _without_closing(text: str) -> str:
-    """Without the delimiters that end it. (A search for them from the left would take the square of their number.)"""
+    """The text without closing delimiters at its end. (A search from the left would take time quadratic in their number.)"""
     while shorter := next((text[: -len(mark)].rstrip() for mark in _CLOSING if text.endswith(mark)), ""):
         text = shorter
     return text
 
 
 def last_number(text: str) -> str:
-    """The number that the last line speaks of last, if it is prose, commas between groups of three digits read as thousands separators.
-    Empty if that number does not stand free, as the 5 of 2^5, (3, 5), 1e5 and \\frac{1}{5} does not."""
+    """The last number of the last line, if that is prose. Commas between groups of three digits are thousands separators.
+
+    Empty if the number is part of something, like the 5 of 2^5, (3, 5), 1e5 and \\frac{1}{5}.
+    """
     line = _BOLD.sub(r"\1", last_line(text))
     if not _PROSE.search(line):
         return ""
@@ -76,12 +80,12 @@ def last_number(text: str) -> str:
 
 
 def last_running_number(text: str) -> str:
-    """The last number of the last line, a list such as "7,7,6,7,2": every comma separates. Empty if there is none."""
+    """The last number of the last line, a list such as "7,7,6,7,2" in which every comma separates. Empty if there is none."""
     return _last_match(_RUNNING_NUMBER, text)
 
 
 def clean(answer: str) -> str:
-    """Without surrounding blanks, math delimiters, bold marks, a final full stop, and the unit after a lone number."""
+    """The answer without surrounding blanks, math delimiters, bold marks, final full stop, and a lone number's unit."""
     if len(answer) > MAX_ANSWER_CHARS:
         return ""
     before = None
@@ -98,7 +102,7 @@ def clean(answer: str) -> str:
 
 
 def _last_box(text: str) -> int:
-    """Where the last box begins, one around others rather than one inside; -1 if there is none."""
+    """Where the last box begins, or the box around it; -1 if there is none."""
     last = max(text.rfind(box) for box in _BOXES)
     if last < 0 or not _BOX.match(text, last):  # or \\boxedfoo
         return -1
@@ -112,7 +116,7 @@ def _line(text: str, start: int) -> str:
 
 
 def _boxed(text: str, start: int) -> str:
-    """Content of the box that opens at `start`; empty if it is not closed within the allowed length, or a factor of a product."""
+    """Content of the box that opens at `start`; empty if it is a factor of a product or not closed within the allowed length."""
     line = text[max(0, start - MAX_ANSWER_CHARS) : start].rsplit("\n", 1)[-1]
     box = _BOX.match(text, start)
     assert box is not None

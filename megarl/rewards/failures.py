@@ -1,4 +1,4 @@
-"""Scores that failed: counted by kind, and too many of them found."""
+"""Counts failed scores by kind, and says when there are too many."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _EXAMPLE_CHARS = 200
 
 
 def failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """How many of the samples' scores failed, by kind, and the share of all."""
+    """How many of the samples' scores failed, by kind, and which share of all that is."""
     counts = _counts(samples)
     by_kind: dict[str, float] = {key: counts[kind] for kind, key in METRICS.items()}
     return {**by_kind, FAILED_FRACTION: counts.total() / len(samples)}
 
 
 def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> str | None:
-    """Why to stop, where more than `reward.max_failed_fraction` of the samples' scores failed: kinds, share and an example."""
+    """Why the run must stop, if more than `reward.max_failed_fraction` of the samples' scores failed: kinds, limit and an example."""
     counts = _counts(samples)
     if counts.total() <= config.max_failed_fraction * len(samples):
         return None
@@ -33,7 +33,7 @@ def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> str | 
 
 
 def told_failures(rows: Sequence[Mapping[str, float]]) -> str:
-    """What rows of metrics count, in words; empty where nothing failed."""
+    """The failures that rows of metrics count, in words; empty if there are none."""
     counts = {key: sum(row.get(key, 0) for row in rows) for key in METRICS.values()}
     told = ", ".join(f"{count:g} {key.partition('/')[2].replace('_', ' ')}" for key, count in counts.items() if count)
     return f"{sum(counts.values()):g} scores failed: {told}" if told else ""

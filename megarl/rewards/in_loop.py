@@ -1,4 +1,4 @@
-"""Verification by an async function of the user's own, which awaits a judge, say."""
+"""Rewards by the user's own async function, which may await a judge."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megarl.types import Failure
 
 
 class RewardInLoop:
-    """Calls it in the event loop, for as many responses at once as there are, each for at most `config.timeout_s`.
+    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`.
 
-    Failures and mistakes are those of RewardPool, as far as an event loop has them: no limit of memory holds.
+    Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """
 
     def __init__(self, config: RewardConfig, function: Callable[..., Awaitable[Any]], parameters: Sequence[str]):
         self._config, self._function, self._parameters = config, function, parameters
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Raises: RunError for a mistake of the function."""
+        """Raises RunError if the function makes a mistake."""
         arguments = dict(zip(self._parameters, arguments_of(request, self._parameters)))
         deadline = asyncio.timeout(self._config.timeout_s)
         try:

@@ -1,7 +1,7 @@
-"""What an answer may look like before anything parses it, and how large its value may grow before anything evaluates it.
+"""Limits on an answer's text, checked before it is parsed, and on the size of its value, checked before it is evaluated.
 
-Model output is hostile input. These limits make the known bombs cheap to refuse; the worker process's time and memory
-limits (megarl.rewards.worker) hold for whatever they do not foresee.
+Model output is hostile input. These limits make known bombs cheap to refuse; the worker process's limits on time and memory
+(megarl.rewards.worker) hold for all others.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 MAX_NESTING = 12
 MAX_COMMANDS = 48  # LaTeX commands in one answer
 MAX_POWERS = 24  # powers in one answer
-MAX_BARS = 8  # of absolute values: each may open or close one, and the grammar tries both
+MAX_BARS = 8  # each may open or close an absolute value, and the grammar tries both
 MAX_SUBSCRIPTS = 12
 MAX_DIGITS = 64  # of one number
 MAX_EXPONENT_DIGITS = 4
-MAX_VALUE_BITS = 10_000  # of any integer that evaluating the answer could produce
+MAX_VALUE_BITS = 10_000  # size of the largest integer that evaluating the answer could produce
 MAX_FACTORIAL = 1_000
 MAX_EXPANSION = 64  # exponent of a sum with symbols
 
@@ -30,14 +30,11 @@ _UNBOUNDED = re.compile(r"\\(?:i?i?int|oint|sum|prod|lim)(?![A-Za-z])|__")
 
 
 class Refused(Exception):
-    """The answer is outside the limits: it scores 0."""
+    """The answer is outside the limits, so it scores 0."""
 
 
 def check_characters(answer: str) -> None:
-    """No control, format (zero-width, bidirectional), private or unassigned characters; blanks are fine.
-
-    Raises: Refused.
-    """
+    """Raises Refused for control, format (zero-width, bidirectional), private and unassigned characters; blanks are fine."""
     if not answer.isascii() or not answer.isprintable():
         for character in answer:
             if unicodedata.category(character).startswith("C") and character not in " \t\r\n":
@@ -45,7 +42,7 @@ def check_characters(answer: str) -> None:
 
 
 def check_text(answer: str) -> None:
-    """Limits on an answer's text, before it is parsed. Raises: Refused."""
+    """Checks an answer's text before it is parsed. Raises Refused."""
     depth = 0
     for character in answer:
         depth += (character in "([{") - (character in ")]}")
@@ -68,7 +65,7 @@ def check_text(answer: str) -> None:
 
 
 def check_value(expression: Any) -> float:
-    """Upper bound of the bits that evaluating a parsed, unevaluated SymPy object can produce. Raises: Refused when above the limit."""
+    """Upper bound of the bits that evaluating a parsed, unevaluated SymPy object can produce. Raises Refused above the limit."""
     name = type(expression).__name__
     if name in ("Integral", "Derivative", "Sum", "Product", "Limit"):
         raise Refused(f"a {name.lower()}")

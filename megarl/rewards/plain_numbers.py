@@ -1,4 +1,4 @@
-"""Plain numbers, by exact arithmetic: integers, decimals, quotients, mixed numbers, repeating decimals."""
+"""Exact arithmetic on plain numbers: integers, decimals, quotients, mixed numbers, repeating decimals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megarl.rewards.limits import MAX_DIGITS
 
-SAME_DECIMALS = Fraction(1_000_001, 10**12)  # where one is a decimal: a millionth, and room for binary rounding; relative below 1
+SAME_DECIMALS = Fraction(1_000_001, 10**12)  # tolerance where one is a decimal: a millionth, plus binary rounding; relative below 1
 
 _PLAIN = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?(?:/(\d+)|[eE]([+-]?\d{1,3}))?", re.ASCII)
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?", re.ASCII)
@@ -21,7 +21,7 @@ class PlainNumber(NamedTuple):
 
 
 def plain_number(text: str) -> PlainNumber | None:
-    """An integer, decimal or quotient of integers, thousands separated or not, as an exact rational; None for anything else."""
+    """A plain number, with or without thousands separators, as an exact rational; None for anything else."""
     if len(text) > MAX_DIGITS:
         return None
     if repeating := _REPEATING.fullmatch(text):
@@ -40,7 +40,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def plain_equal(a: PlainNumber | None, b: PlainNumber | None) -> bool | None:
-    """Equality by exact arithmetic, up to the sixth place where one is a decimal; None where one is no plain number."""
+    """Exact equality, or equality to the sixth place if one is a decimal; None if one is not a plain number."""
     if a is None or b is None:
         return None
     return a.value == b.value or ((a.is_decimal or b.is_decimal) and _near(a.value, b.value, SAME_DECIMALS))

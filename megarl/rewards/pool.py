@@ -1,4 +1,4 @@
-"""Verification in worker processes, for an asyncio program."""
+"""Rewards computed in worker processes, for an asyncio program."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OF_VERIFIERS = ("response", "answer")
 
 
 class RewardPool(WorkerPool):
-    """Scores responses in `config.workers` processes, by one of VERIFIERS or by a function `package.module:name` of the user's, which is
-    given `parameters` (as rewards.score.parameters_of has them).
+    """Scores responses in `config.workers` processes, by one of VERIFIERS or by the user's function `package.module:name`, which gets
+    `parameters` (see rewards.score.parameters_of).
 
-    A call that raises ValueError, takes longer than `config.timeout_s`, runs out of memory, or has brought down two workers, is a failure:
-    it scores `config.failed_score`, and the score says so. Any other mistake of the function is told, not scored: a run must not learn from
-    it. What it prints goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event loop.
+    A call fails if it raises ValueError, takes longer than `config.timeout_s`, runs out of memory, or has brought down two workers; it then
+    scores `config.failed_score`, and the score says so. Any other mistake of the function raises, since a run must not learn from it. What
+    the function prints goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event loop.
     """
 
     def __init__(self, config: RewardConfig, parameters: Sequence[str] = OF_VERIFIERS, log_folder: Path | None = None):
@@ -35,7 +35,7 @@ class RewardPool(WorkerPool):
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [config.name, ",".join(parameters)]
         limits = (config.workers, config.timeout_s, config.memory_mib)
-        own = config.name not in VERIFIERS  # it was imported by the launcher, and may read files and keys as it did there
+        own = config.name not in VERIFIERS  # the launcher has imported it, so here too it may read files and keys
         super().__init__("reward", "megarl.rewards.worker", arguments, *limits, paths, log_folder, as_here=own)
 
     async def __aenter__(self) -> RewardPool:
@@ -46,7 +46,7 @@ class RewardPool(WorkerPool):
         await self.close()
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Raises: RunError if no worker can be started, or the user's function makes a mistake."""
+        """Raises RunError if no worker can be started or the user's function makes a mistake."""
         if len(request.response) > self._most_chars:
             return Score(0.0)
         try:
@@ -59,6 +59,6 @@ class RewardPool(WorkerPool):
 
 
 def mistake(config: RewardConfig, told: str, request: ScoreRequest) -> str:
-    """What the run ends with, when the user's function made a mistake over a response."""
+    """The error that ends the run after the user's function made a mistake over a response."""
     text = request.response if len(request.response) <= 200 else request.response[:200] + "…"
     return f"reward.name={config.name}: {told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log"

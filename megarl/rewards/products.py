@@ -1,8 +1,8 @@
-"""Products that LaTeX writes by placing factors side by side, with the sign that math-verify's grammar needs to take them for products.
+"""Puts multiplication signs between factors that LaTeX places side by side, since math-verify's grammar needs them.
 
-The grammar reads a whole number and what follows it as a mixed number: (3)(4) is 7 to it, and e^{0}(4) is 5. It reads 0.5 behind a fraction
-as 0 and .5. Here the sign is set wherever a number, a group, a fraction, a power or a binomial coefficient ends and another number, group,
-fraction or binomial coefficient begins, except between a number and a fraction that the grammar takes for a mixed number.
+The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as 5. It reads 0.5 after a fraction
+as 0 and .5. The sign goes wherever a number, group, fraction, power or binomial coefficient ends and another number, group, fraction or
+binomial coefficient begins, except between a number and a fraction that the grammar rightly reads as a mixed number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass
 class _Level:
-    """Between one pair of brackets: what was read last there."""
+    """What was read last inside one pair of brackets."""
 
     closing: str = ""
-    start: int = 0  # of its content among the tokens written
-    is_argument: bool = False  # of a command, or of ^ and _, outside
-    wanted: int = 0  # arguments of the last command that are still to come
-    is_operand: bool = False  # once they have come, they and the command end a factor
-    ended: bool = False  # a factor has ended just now
+    start: int = 0  # index of its content in the tokens written
+    is_argument: bool = False  # the brackets hold an argument of a command, ^ or _
+    wanted: int = 0  # arguments that the last command still expects
+    is_operand: bool = False  # the command and its arguments will end a factor
+    ended: bool = False  # a factor has just ended
     last: str = ""  # "number", "fraction", "name", …, or the token itself
 
 
@@ -59,7 +59,7 @@ def with_signs(text: str) -> str:
 
 
 def _number(token: str, level: _Level, written: list[str]) -> None:
-    if level.wanted:  # \frac12 has both of its arguments here, x^12 its only one
+    if level.wanted:  # \frac12 holds both arguments, x^12 its only one
         level.wanted = max(0, level.wanted - len(token)) if level.last == "fraction" else 0
         level.ended = level.is_operand and not level.wanted
     else:
@@ -77,7 +77,7 @@ def _closed(inner: _Level, content: str, level: _Level) -> None:
         level.ended = level.is_operand and not level.wanted
     elif inner.closing != ")" and level.last.startswith("\\"):  # \text{…}, \begin{pmatrix}
         level.ended = False
-    elif not level.wanted:  # otherwise the option of a root, whose argument is to come
+    elif not level.wanted:  # else it is a root's option, and the argument follows
         level.ended, level.last = True, "group"
 
 

@@ -1,4 +1,4 @@
-"""What a verifier is told of a response, and what it makes of it; and what a function of the user's own may ask for and give."""
+"""What a verifier is told about a response and returns; what a user's own function may ask for and return."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import MAX_REWARD
 from megarl.types import Failure
 
-SCORE = "score"  # the key, or the field, of a result with named parts that is the reward
+SCORE = "score"  # in a result with named parts, the key or field that is the reward
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 200
 
 
 class ScoreRequest(msgspec.Struct, frozen=True):
-    """A response, and all that is known of it. A function of the user's own is given those fields that its parameters are called by."""
+    """A response and all that is known about it. A user's own function gets the fields that its parameters name."""
 
-    response: str  # the policy's text, of its last turn; also called `text`
+    response: str  # the policy's text in its last turn; also called `text`
     answer: str  # the reference answer
     prompt: str = ""  # as the model saw it
     row: dict[str, Any] = {}  # the prompt's whole row of the data set
     prompt_token_ids: list[int] = []
-    token_ids: list[int] = []  # of the response, all turns, end-of-text included
-    version: int = -1  # newest weight version among its tokens: optimizer steps done by then
-    sample_index: int = 0  # which of the prompt's samples, from 0
-    truncated: bool = False  # it was cut at the longest length
+    token_ids: list[int] = []  # the response's, all turns, including end-of-text
+    version: int = -1  # newest weight version among its tokens: how many optimizer steps had been done
+    sample_index: int = 0  # the sample's number within its prompt, from 0
+    truncated: bool = False  # it was cut at the maximum length
 
 
 _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_fields__}}
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What a response is worth. With a `failure`, `reward` is the score that stands in."""
+    """A response's reward. With a `failure`, `reward` is the substitute score."""
 
     reward: float
     parts: dict[str, float] = {}
@@ -48,15 +48,15 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
-    """Names of what `function` asks for, in its order; all there is for one that takes **kwargs. Args: setting, "key=value" of it.
+    """Names of the fields that `function` asks for, in its order; all fields if it takes **kwargs. Args: setting: its "key=value".
 
-    Raises: ConfigError for parameters that nothing is known for, or that cannot be given by name.
+    Raises ConfigError for parameters that name no field, or that cannot be passed by name.
     """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     problems = [f"{setting}: its parameter {name} is none of {', '.join(_FIELDS)}{_near(name)}" for name in names if name not in _FIELDS]
     unnamed = ["*" * (p.kind is p.VAR_POSITIONAL) + p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
-    problems += [f"{setting}: its parameter {shown} must be one that can be given by name" for shown in unnamed]
+    problems += [f"{setting}: its parameter {shown} must be one that can be passed by name" for shown in unnamed]
     if problems:
         raise ConfigError(problems)
     rest = [name for name in _FIELDS if name not in names] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
@@ -69,8 +69,8 @@ def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
 
 
 def score_of(found: Any) -> Score:
-    """What a function gave: a number, or one named "score" among others, in a dict or a dataclass. Raises: TypeError, which says what it
-    gave instead."""
+    """The Score of a function's result: a number, or a dict or dataclass of numbers with one named "score". Raises TypeError for
+    anything else."""
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
         found = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     if not isinstance(found, dict):
@@ -82,7 +82,7 @@ def score_of(found: Any) -> Score:
 
 
 def _number(value: Any, wanted: str) -> float:
-    """Also of truth values and of NumPy's and torch's scalars. Text is none, whatever it says."""
+    """Accepts truth values and scalars of NumPy and torch, but no text, not even "1"."""
     scalar = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
     if not isinstance(scalar, numbers.Real):
         raise TypeError(f"it must give {wanted}, not {_shown(value)}")
@@ -98,7 +98,7 @@ def _number(value: Any, wanted: str) -> float:
 def _shown(value: Any) -> str:
     try:
         return _SHOWN.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # Python does not write integers of so many digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"one of {type(value).__name__}"
 
 

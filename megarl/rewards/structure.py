@@ -1,7 +1,7 @@
-"""The structure of an answer, read from its text: lists, intervals, unions, chains of relations.
+"""Reads an answer's text into its structure: lists, intervals, unions, chains of relations.
 
-What stands between, an expression or a matrix, is parsed by the LaTeX grammar of math-verify (0.9.0; latex2sympy2_extended 1.11.0):
-`_checked` and `_rewritten` keep off what it reads wrongly.
+The expressions and matrices in it are parsed by the LaTeX grammar of math-verify (0.9.0; latex2sympy2_extended 1.11.0); `_checked` refuses
+and `_rewritten` changes what the grammar would read wrongly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×
 
 
 class Items(NamedTuple):
-    """Items in brackets: a point, an interval or, in braces, a set; bare (opening "") what is separated by commas."""
+    """Items in brackets: a point, an interval or, in braces, a set; without brackets (opening ""): a list with commas."""
 
     opening: str
     closing: str
@@ -62,7 +62,7 @@ def read_reference(text: str) -> Any:
 
 
 def read(text: str, checked: bool) -> Any:
-    """The structure of an answer; None where it cannot be read. With `checked`, it is a model's: Raises Refused."""
+    """The structure of an answer; None if it cannot be read. `checked`: it is a model's answer, and Refused is raised outside limits."""
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
     text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
@@ -105,13 +105,13 @@ def _structure(text: str, checked: bool) -> Any:
 
 
 def word_of(text: str) -> str:
-    """A name or a choice, as it is compared; empty if the text is none."""
+    """A name or a choice in the form that is compared; empty if the text is not one."""
     match = _WORD.fullmatch(text)
     return " ".join((match[1] or match[2]).casefold().split()) if match else ""
 
 
 def _chain(chain: Chain) -> Any:
-    """Inequalities of one variable between constants as the interval that they say."""
+    """Turns inequalities of one variable between constants into an interval."""
     if all(operator in FLIPPED for operator in chain.operators):
         sides, operators = chain
         if operators[0] in (">", ">="):
@@ -147,7 +147,7 @@ def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
 
 
 def _bracketed(text: str) -> tuple[str, str, str] | None:
-    """Opening, content and closing of a text that one pair of brackets holds together."""
+    """Opening, content and closing, if one pair of brackets encloses the text."""
     if text.startswith("\\{") and text.endswith("\\}"):
         opening, content, closing = "{", text[2:-2], "}"
     elif text[:1] in ("(", "[") and text[-1:] in (")", "]"):
@@ -163,19 +163,19 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
 
 
 def _checked(text: str) -> None:
-    """Raises: Refused for what the grammar reads as something else: it takes a box or a text out of a product, and spaces for sums."""
+    """Raises Refused for what the grammar misreads: it takes boxes and texts out of products, and spaces between numbers for sums."""
     if "\\boxed" in text or "\\fbox" in text:
         raise Refused("a box inside the answer")
     if any(re.search(r"\d", inside) for inside in _IN_TEXT.findall(text)):
         raise Refused("digits in words")
     if re.search(r"(?<![_^\d.])\d[\d.]*\s+\.?\d", text):
         raise Refused("numbers side by side")
-    if re.search(r"(?<![A-Za-z_\\\d.])[\d.]+\s*_", text):  # the grammar drops it
+    if re.search(r"(?<![A-Za-z_\\\d.])[\d.]+\s*_", text):  # the grammar drops the index
         raise Refused("an index of a number")
 
 
 def _rewritten(text: str) -> str:
-    """As the grammar reads it rightly: products have their sign, 10^-2 has its braces, the degrees of sines are not radians."""
+    """The text in a form that the grammar reads rightly: signs in products, braces in 10^-2, degrees converted to radians for sin etc."""
     text = with_signs(re.sub(r"\^\s*-\s*(\d+|[A-Za-z](?![A-Za-z]))", r"^{-\1}", text))
     if re.search(r"sin|cos|tan|cot|sec|csc", text):
         text = re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\1\\cdot\\pi/180)", text)
@@ -183,7 +183,7 @@ def _rewritten(text: str) -> str:
 
 
 def _expression(text: str, checked: bool) -> Any:
-    """A SymPy object by the LaTeX grammar alone, sums and powers not evaluated; None if it does not parse."""
+    """The text as a SymPy object whose sums and powers are not evaluated; None if it does not parse."""
     plain = plain_number(text)
     if plain is not None and not plain.is_decimal:
         from sympy import Rational
@@ -191,10 +191,10 @@ def _expression(text: str, checked: bool) -> Any:
         return Rational(plain.value.numerator, plain.value.denominator)
     if checked:
         _checked(text)
-    import math_verify  # with SymPy half a second and 50 MiB: only once an answer needs it
+    import math_verify  # takes half a second and 50 MiB with SymPy, so only when an answer needs it
 
     latex = f"${_rewritten(text)}$"
-    no_timeout: Any = None  # its annotation has forgotten the None that its documentation allows
+    no_timeout: Any = None  # the documentation allows None, the annotation does not
     found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=no_timeout)
     if not found:
         return None

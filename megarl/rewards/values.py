@@ -1,4 +1,4 @@
-"""Values of two expressions, at 60 digits; of those with variables at fixed points."""
+"""Values of two expressions at 60 digits; expressions with variables are evaluated at fixed points."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from typing import Any
 
 from megarl.rewards.plain_numbers import SAME_DECIMALS
 
-LEAST_POINTS = 3  # of those at which expressions with variables are compared: at so many both must have a value
+LEAST_POINTS = 3  # points at which two expressions with variables must both have a value to be compared
 _DIGITS = 60
-_SAME = Fraction(1, 10**45)  # relative, and absolute below 1, of exact values
+_SAME = Fraction(1, 10**45)  # tolerance for exact values: relative, below 1 absolute
 _POINTS = 6
-_MAX_BITS = 50_000  # of a value, and of what is below its point
+_MAX_BITS = 50_000  # of a value's integer part, and of its fraction
 
 Value = tuple[Fraction, Fraction]
 """Real and imaginary part."""
 
 
 def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
-    """Values of two expressions, at fixed points of their variables, where they have any; left out where neither has a value."""
+    """Values of two expressions at fixed points of their variables, if any, without points at which neither has a value.
+
+    Empty if at some point only one of them has a value.
+    """
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
     found = []
     for point in range(_POINTS if names else 1):
@@ -33,7 +36,7 @@ def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
 
 
 def equal_values(a: Value, b: Value, decimals: bool) -> bool:
-    """Exact values may be off by rounding, which is absolute below 1; of decimals the sixth place is meant, of small ones too."""
+    """Equality of exact values up to rounding (absolute below 1), or of decimals up to the sixth place (relative below 1)."""
     distance, size = size_of((a[0] - b[0], a[1] - b[1])), max(size_of(a), size_of(b))
     return distance <= (SAME_DECIMALS * min(1, size) if decimals else _SAME * max(1, size))
 
@@ -53,11 +56,11 @@ def _coordinate(point: int, number: int) -> Fraction:
 
 
 def _value(expression: Any, where: dict[str, Fraction]) -> Value | None:
-    """None where it has no finite value."""
+    """The value, or None if it is not finite."""
     import sympy
 
     at = {symbol: sympy.Rational(where[symbol.name].numerator, where[symbol.name].denominator) for symbol in expression.free_symbols}
-    if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):  # of roots of rationals SymPy looks for factors, for seconds
+    if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):  # SymPy would factor the radicands, for seconds
         at = {symbol: sympy.Float(value, 2 * _DIGITS) for symbol, value in at.items()}
     parts = expression.subs(at).doit().evalf(_DIGITS).as_real_imag()
     if not all(part.is_Float or part.is_Rational for part in parts):
@@ -70,6 +73,6 @@ def _fraction(number: Any) -> Fraction | None:
     if number.is_Rational:
         return Fraction(int(number.p), int(number.q))
     sign, mantissa, exponent, bits = number._mpf_
-    if (not mantissa and exponent) or abs(exponent) + bits > _MAX_BITS:  # infinite or no number; or too large to write down
+    if (not mantissa and exponent) or abs(exponent) + bits > _MAX_BITS:  # infinite, not a number, or too large
         return None
     return Fraction(int(-mantissa if sign else mantissa)) * Fraction(2) ** int(exponent)

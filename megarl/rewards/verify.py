@@ -1,7 +1,7 @@
 """Rule-based rewards: 1.0 for a right answer, 0.0 for any other.
 
-Runs only inside the worker processes of megarl.rewards.pool, which bound its time and memory. Answers reach SymPy by
-math-verify's LaTeX grammar only; `sympify` and `parse_expr`, which evaluate Python, are never called on them.
+Runs only in the worker processes of megarl.rewards.pool, which limit its time and memory. Answers reach SymPy only through
+math-verify's LaTeX grammar, never through `sympify` or `parse_expr`, which evaluate Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def math_reward(text: str, answer: str) -> float:
 
 
 def last_number_reward(text: str, answer: str) -> float:
-    """Whether the last number of a list such as running totals "7,7,6,7,2" equals `answer`. Every comma separates."""
+    """Whether the last number of a list, such as the running totals "7,7,6,7,2", equals `answer`. Every comma separates."""
     if len(text) > MAX_TEXT_CHARS or not _clean_characters(last_line(text)):
         return 0.0
     return float(_equal_or_refused(clean(answer), last_running_number(text)))
@@ -39,7 +39,7 @@ VERIFIERS: dict[str, Callable[[str, str], float]] = {"math": math_reward, "last_
 
 
 def _unmarked_answers(text: str) -> list[str]:
-    """The last line, if it is an expression; a number that it ends in, if it is prose or ends in an equation."""
+    """The last line if it is an expression; the number at its end if it is prose or ends in an equation."""
     line = last_line(text)
     return list(dict.fromkeys((clean(line), last_number(text)))) if _clean_characters(line) else []
 

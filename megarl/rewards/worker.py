@@ -1,6 +1,6 @@
-"""The process that verifies model output: small, without torch, and under limits of its own.
+"""The process that verifies model output: small, without torch, under its own limits.
 
-Started by megarl.rewards.pool, which also kills it when one answer takes too long.
+megarl.rewards.pool starts it, and kills it when an answer takes too long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.rewards.score import Score, score_of
 from megarl.sandbox import process
 from megarl.sandbox.mistakes import own_line
 
-# Equal pairs that make SymPy load what it loads late, before the clock runs and side effects are forbidden.
+# Equal pairs that make SymPy do its late imports before the clock runs and side effects are forbidden.
 _WARM_UP = {
     "math": [
         ("\\boxed{x^2+2x+1}", "(x+1)^2"),
@@ -30,21 +30,21 @@ _WARM_UP = {
     ],
     "last_number": [("1,2", "2.0")],
 }
-# SymPy makes numbers from text by evaluating these; latex2sympy has it do so with what its grammar took for a number.
+# SymPy evaluates these to make numbers from text; latex2sympy uses that for what its grammar took for a number.
 _NUMBER_SOURCE = re.compile(rb"from sympy import \*|[-+]?\s*(?:Integer|Float)\s*\(\s*'?[\d.]+(?:[eE][-+]?\d+)?'?\s*\)")
 _FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "tempfile.", "urllib.", "sqlite3.", "signal.", "gc.")
-_HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "ctypes.set_errno", "ctypes.cdata")  # of Python's own import
+_HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "ctypes.set_errno", "ctypes.cdata")  # by Python's imports
 
 
 def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent: str) -> None:
-    """Serve until standard input closes."""
+    """Serves until standard input closes."""
     process.prepare(parent)
     if ":" in verifier:
         function = own_function(verifier, parameters.split(","))
         process.limit_resources(memory_mib, files_writable=True)
         process.serve(function, timeout_s)
         return
-    logging.disable(logging.CRITICAL)  # math-verify logs what it cannot parse: model output, in any quantity
+    logging.disable(logging.CRITICAL)  # math-verify logs model output that it cannot parse, in any quantity
     from megarl.rewards.verify import VERIFIERS
 
     verify = VERIFIERS[verifier]
@@ -57,8 +57,8 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
 
 
 def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str, Any] | str]:
-    """The user's function as one that takes the values of `parameters` and gives a Score, or says as text which mistake it makes. A
-    ValueError is none."""
+    """Wraps the user's function: takes the values of `parameters`, returns a Score, or its mistake as text. ValueError is not a mistake
+    and is raised."""
     module, _, name = path.partition(":")
     function = getattr(importlib.import_module(module), name)
 
@@ -79,7 +79,7 @@ def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str
 
 
 def score(verify: Callable[[str, str], float], text: str, answer: str) -> dict[str, Any]:
-    """The verifier's score. Raises: ValueError if it fails on this text, MemoryError."""
+    """The verifier's score. Raises ValueError if it fails on this text, MemoryError."""
     try:
         return msgspec.to_builtins(Score(verify(text, answer)))
     except MemoryError:
@@ -89,9 +89,9 @@ def score(verify: Callable[[str, str], float], text: str, answer: str) -> dict[s
 
 
 def _forbid_side_effects() -> None:
-    """From here on: no new process, connection, deletion or written file, and no Python but numbers made from text by SymPy.
+    """Forbids new processes, connections, deleting and writing files, and evaluating any Python but SymPy's numbers from text.
 
-    A second line of defence: the first is that no answer is ever handed to anything that evaluates Python.
+    This is a second line of defence; the first is that no answer is passed to anything that evaluates Python.
     """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The process that calls any function `package.module:name`, which it imports before the limits hold and the clock runs."""
+"""The process that calls any function `package.module:name`. It imports the function before the limits hold and the clock runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.sandbox import process
 
 
 def main(path: str, memory_mib: str, timeout_s: str, parent: str) -> None:
-    """Serve until standard input closes."""
+    """Serves until standard input closes."""
     process.prepare(parent)
     module, _, name = path.partition(":")
     function = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Calls of one function in worker processes, for an asyncio program. Whatever a call does to its process, the others get their answers."""
+"""Calls one function in worker processes, for an asyncio program. Whatever a call does to its process, other calls get their answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WORKER = "import sys; sys.path.extend(sys.argv[1].split(':')); from {module} im
 
 
 class CallFailed(Exception):
-    """A call without a result. `kind` says why: it raised an "error", took too long ("timeout"), ran out of "memory", or brought its worker
+    """A call has no result. `kind` says why: it raised an "error", took too long ("timeout"), ran out of "memory", or brought its worker
     down ("exit")."""
 
     def __init__(self, kind: str, reason: str):
@@ -56,19 +56,18 @@ class _Worker:
     def kill(self) -> None:
         self.writer.close()
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it, in a call that does not return: nobody waits for that
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a system call, which is not waited for
             self.process.wait(_KILLED_S)
 
 
 class WorkerPool:
     """Runs the main function of `module` in `workers` processes, each under a memory limit and a time limit per call.
 
-    `main(*arguments, memory_mib, timeout_s, parent)` serves requests by megarl.sandbox.process.serve; all its arguments
-    are strings. A call that takes longer than `timeout_s` fails and costs its worker, which is replaced; so does one that
-    has brought down two workers. Every other call is answered whatever happens to a worker. If workers cannot be started
-    at all, pending and later calls raise RunError, which calls the pool by its `name`. What the functions print, and the tracebacks of
-    what they raise, goes to `log_folder`/<name>.<number>.log, of each worker its own, or to standard error. `open` and `close` in one
-    event loop.
+    `main(*arguments, memory_mib, timeout_s, parent)` serves requests by megarl.sandbox.process.serve; all its arguments are strings.
+    A call that takes longer than `timeout_s` fails, and its worker is replaced; a call that has brought down two workers fails too. Every
+    other call is answered, whatever happens to a worker. If no worker can be started, pending and later calls raise RunError, which
+    names the pool by `name`. What functions print, and the tracebacks of their exceptions, goes to `log_folder`/<name>.<number>.log, one
+    file per worker, or to standard error. `open` and `close` must be called in one event loop.
     """
 
     def __init__(
@@ -83,11 +82,11 @@ class WorkerPool:
         log_folder: Path | None = None,
         as_here: bool = False,
     ):
-        """`paths` are places to import from, beside that of this package. `as_here`: the workers have the working directory and the
-        environment of this process; otherwise the root, and nothing but PATH."""
+        """`paths`: folders to import from, beside this package's. `as_here`: workers get this process's working directory and environment;
+        otherwise the root directory, and no environment but PATH."""
         self.name = name
-        self.timed_out = 0  # calls failed for their time
-        self.replaced = 0  # workers lost, for whatever reason
+        self.timed_out = 0  # calls that took too long
+        self.replaced = 0  # workers lost for any reason
         code = _WORKER.format(module=module)
         limits = (str(memory_mib), str(timeout_s), str(os.getpid()))
         self._command = [sys.executable, "-s", "-P", "-u", "-c", code, ":".join([_PACKAGE_PARENT, *paths]), *arguments, *limits]
@@ -104,14 +103,14 @@ class WorkerPool:
         self._tasks = [asyncio.create_task(self._serve(i), name=f"{self.name} worker {i}") for i in range(self._workers)]
 
     async def close(self) -> None:
-        """End the workers. Calls still pending raise RuntimeError."""
+        """Ends the workers. Pending calls raise RuntimeError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail(RuntimeError(f"the {self.name} pool is closed"))
 
     async def call(self, *arguments: Any) -> Any:
-        """The function's result; arguments and result are JSON. Raises: CallFailed; RunError if no worker can be started."""
+        """The function's result; arguments and result are JSON. Raises CallFailed; RunError if no worker can be started."""
         if self._failure is not None:
             raise self._failure
         line = json.dumps(arguments, default=msgspec.to_builtins).encode() + b"\n"
@@ -121,11 +120,11 @@ class WorkerPool:
         return await request.result
 
     def log(self, number: int) -> Path | None:
-        """The file with the output of worker `number` and its predecessors."""
+        """The file with the output of worker slot `number`."""
         return self._log_folder / f"{self.name.replace(':', '.')}.{number}.log" if self._log_folder else None
 
     async def _serve(self, number: int) -> None:
-        """Life of one worker slot: start a process, give it what waits, replace it when it is lost."""
+        """Serves one worker slot: starts a process, gives it waiting requests, replaces it when it is lost."""
         worker: _Worker | None = None
         try:
             while True:
@@ -137,7 +136,7 @@ class WorkerPool:
                     worker.kill()
                     worker = None
                     self.replaced += 1
-        except Exception as error:  # nobody awaits this task while the pool is in use: tell those who wait for results
+        except Exception as error:  # nobody awaits this task while the pool is in use, so the callers must be told
             self._fail(RuntimeError(f"{self.name} worker failed: {error!r}"))
             raise
         finally:
@@ -145,7 +144,7 @@ class WorkerPool:
                 worker.kill()
 
     async def _take(self) -> deque[_Request]:
-        """A fair share of what waits, at least one request."""
+        """A fair share of the waiting requests, at least one."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -153,7 +152,7 @@ class WorkerPool:
         return deque(self._waiting.popleft() for _ in range(share))
 
     async def _run(self, worker: _Worker, batch: deque[_Request]) -> bool:
-        """Answer the batch in order; False if the worker is lost, with what it left unanswered waiting again, first in line."""
+        """Answers the batch in order. Returns False if the worker is lost; unanswered requests then wait again, first in line."""
         worker.writer.write(b"".join(request.line for request in batch))
         try:
             while batch:
@@ -169,11 +168,11 @@ class WorkerPool:
                 self._arrived.set()
 
     async def _reply(self, worker: _Worker) -> bytes | None:
-        """The next line, empty or cut short if the worker died, None if it took too long (it is then dead too)."""
+        """The next line; empty or cut short if the worker died; None if it took too long and was killed."""
         loop = asyncio.get_running_loop()
         expired = False
 
-        def warn() -> None:  # a loop that was itself held up reads what has come in meanwhile before it judges
+        def warn() -> None:  # if the event loop itself was held up, it must first read what has arrived
             nonlocal timer
             timer = loop.call_later(_GRACE_S, expire)
 
@@ -192,7 +191,7 @@ class WorkerPool:
         return None if expired else reply
 
     def _blame(self, batch: deque[_Request], worker: _Worker, timed_out: bool) -> None:
-        """The worker was busy with the first of the batch: that one fails for its time, or the second time it loses a worker."""
+        """The worker was busy with the first request of the batch, which fails if it timed out or has now lost its second worker."""
         worker.kill()
         status = worker.process.returncode
         timed_out = timed_out or status == -signal.SIGXCPU
@@ -205,7 +204,7 @@ class WorkerPool:
             _answer(batch.popleft(), {"error": f"it brought its process down ({how})", "kind": "exit"})
 
     async def _start(self, number: int) -> _Worker | None:
-        """A worker that has said it is ready; None once starting has failed for good."""
+        """A worker that is ready; None once starting has failed for good."""
         code = None
         for _ in range(_MAX_FAILED_STARTS):
             worker = await self._spawn(number)
@@ -231,8 +230,8 @@ class WorkerPool:
         log = self.log(number)
         with theirs, open(log, "ab") if log else contextlib.nullcontext() as printed:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
-            # Nothing is awaited from here until the process is known: a close at that moment would leave it behind.
-            # Hashes as in every other worker: nothing that depends on the order of a set may differ between them.
+            # No await from here until the process is known: a cancellation at that moment would leave it behind.
+            # PYTHONHASHSEED is fixed: what depends on the order of a set must not differ between workers.
             inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
             environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
             end = theirs.fileno()

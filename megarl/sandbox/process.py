@@ -1,7 +1,7 @@
-"""What the processes of a WorkerPool have in common: they die with their parent, keep within their limits, and answer in order.
+"""What the processes of a WorkerPool have in common: they die with their parent, keep within limits, and answer in order.
 
-Requests come on standard input, one JSON array of arguments a line; replies leave on standard output, one JSON object a
-line, {"result": …} or {"error": "why there is none", "kind": as CallFailed has it}.
+Requests come on standard input, each a line with a JSON array of arguments; replies go to standard output, each a line with a JSON
+object, {"result": …} or {"error": "why there is none", "kind": CallFailed.kind}.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, BinaryIO
 from megarl.parent import end_with_parent
 
 _MAX_OPEN_FILES = 64
-MAX_REPLY_BYTES = 1 << 20  # without the end of the line
-_LEAST_FREE_BYTES = 64 << 20  # a call's own share of the memory limit
+MAX_REPLY_BYTES = 1 << 20  # without the newline
+_LEAST_FREE_BYTES = 64 << 20  # what the memory limit must leave for a call
 
 
 def prepare(parent: str) -> None:
-    """First of all: end with the process `parent`, and leave interrupts to it."""
+    """Makes this process end with `parent`, and ignore interrupts, which are the parent's. Call it first."""
     end_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def limit_resources(memory_mib: str, files_writable: bool) -> None:
-    """Raises: MemoryError if the limit leaves no room for any call, so that the worker does not start."""
+    """Raises MemoryError if the limit leaves no room for any call, so that the worker does not start."""
     limit_bytes = int(memory_mib) << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
@@ -39,7 +39,7 @@ def limit_resources(memory_mib: str, files_writable: bool) -> None:
 
 
 def serve(function: Callable[..., Any], timeout_s: str) -> None:
-    """Answers until standard input closes. After running out of memory the process ends: a fresh one is cleaner."""
+    """Answers until standard input closes. After running out of memory the process ends, to be replaced by a fresh one."""
     requests, write = _own_ends()
     _write(write, "ready")
     for line in requests:
@@ -55,8 +55,8 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
 
 
 def _own_ends() -> tuple[BinaryIO, int]:
-    """Standard input and output, from now on for ourselves alone: what the function or its children print is no reply, and what they read
-    no request."""
+    """Standard input and output, taken over for requests and replies: what the function or its children print or read does not
+    interfere."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -64,7 +64,7 @@ def _own_ends() -> tuple[BinaryIO, int]:
 
 
 def reply(function: Callable[..., Any], arguments: list[Any]) -> str:
-    """A ValueError is the function's word on its arguments; any other exception is a mistake, and goes to standard error."""
+    """The reply to a call. A ValueError is a verdict on the arguments; other exceptions are mistakes, printed on standard error."""
     try:
         return json.dumps({"result": function(*arguments)})
     except ValueError as error:
@@ -87,7 +87,7 @@ def _write(file: int, line: str) -> None:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """CPU time allowed until the next request: the pool's deadline counts wall time, this one holds even without the pool."""
+    """Limits CPU time until the next request: unlike the pool's deadline, which counts wall time, this holds even without the pool."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     allowed_s = int(usage.ru_utime + usage.ru_stime + timeout_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, resource.RLIM_INFINITY))

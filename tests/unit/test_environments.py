@@ -284,7 +284,7 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
             "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
             "sample_index, truncated; did you mean answer?",
         ),
-        (f"{__name__}:nameless", "its parameter *rest must be one that can be given by name"),
+        (f"{__name__}:nameless", "its parameter *rest must be one that can be passed by name"),
         (f"{__name__}:same_length", ""),
         (f"{__name__}:judge", ""),
     ],
