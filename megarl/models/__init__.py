@@ -12,7 +12,7 @@ Adding a family is one file, `megarl/models/<name>.py`, or one outside of the pa
 and is found by that: nothing has to be registered. Most of a family is put together from blocks that state one part of a layer on
 all three sides: `vocabulary`, `attention`, `latent_attention`, `mlp`, `experts`; `dense` and `sparse` join them to whole layers.
 What is new in a family is stated in `parameters`' vocabulary; read that module first, then `qwen2` (shortest), `deepseek_v3` (longest).
-To test it, add its name to FAMILIES in tests/unit/test_reshard_execution.py, and to tests/unit/reshard_reference.py its tensors by plain
+To test it, add its name to FAMILIES in tests/unit/reshard_cases.py, and to tests/unit/reshard_reference.py its tensors by plain
 slicing.
 """
 

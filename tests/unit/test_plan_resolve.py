@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,50 +12,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from resolving import CONFIGS, config, problems_of, with_weights
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import dump_config, load_config
+from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
-from megarl.hub import unreachable
 from megarl.models import ModelSpec
 from megarl.plan import server_args, sglang_arguments
 from megarl.plan.model_checks import check_pipeline, check_tensor_parallel
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.resume import changes
-from megarl.plan.weights import WARM_START, begin_with, warm_start_record
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.topology import GeneratorTopology, TrainerTopology
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+pytestmark = pytest.mark.usefixtures("hub_offline")
+
 SGLANG = sglang_arguments.version()
-MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
 
 REPLICAS = f"model.path={CONFIGS}/models/qwen3-30b-a3b generator.tp=2 generator.dp_attention=2"
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    unreachable.cache_clear()
-
-
-def config(tmp_path: Path, *overrides: str) -> RunConfig:
-    path = tmp_path / "run.yaml"
-    path.write_text(f"model: {{path: {MODEL}}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
-    return load_config(path, list(overrides))
-
-
-def with_weights(folder: Path) -> str:
-    """Override that names a model folder in which weights lie too."""
-    shutil.copytree(MODEL, folder)
-    (folder / "model.safetensors").touch()
-    return f"model.path={folder}"
-
-
-def problems_of(tmp_path: Path, *overrides: str, command: str | None = None) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        resolve(config(tmp_path, *overrides), command)
-    return caught.value.problems
 
 
 def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
@@ -313,161 +285,6 @@ def test_the_warm_start_has_parallel_sizes_of_its_own(tmp_path: Path) -> None:
     assert own.trainer_topology == TrainerTopology(dp=2) and not own.config.trainer.sequence_parallel
     assert resolve(config(tmp_path, weights, *sizes), "sft").trainer_topology == TrainerTopology(tp=2, pp=2)
     assert resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "train").trainer_topology == TrainerTopology(tp=2, pp=2)
-
-
-def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(MODEL, tmp_path / "tiny-llama")
-    near, exact = tmp_path / "tiny-lama", tmp_path / "tiny-llama"
-    assert problems_of(tmp_path, f"model.path={near}") == [f"model.path={near}: no such folder; did you mean {exact}?"]
-    assert problems_of(tmp_path, f"model.tokenizer={near}") == [f"model.tokenizer={near}: no such folder; did you mean {exact}?"]
-    output = tmp_path / "run/sft/hf"
-    assert problems_of(tmp_path, "model.path=${sft.output}") == [f"model.path={output}: no such folder; megarl sft writes it"]
-    monkeypatch.chdir(tmp_path)  # as the configs of a checkout do, from elsewhere
-    there = "configs/models/tiny-llama"
-    assert problems_of(tmp_path, f"model.path={there}") == [f"model.path={there}: no such folder in {tmp_path}"]
-    (exact / "config.json").unlink()
-    assert "config.json" in problems_of(tmp_path, f"model.path={exact}")[0]
-
-
-def test_a_hub_name_is_planned_from_model_spec(tmp_path: Path) -> None:
-    (message,) = problems_of(tmp_path, "model.path=some-org/some-model")
-    assert "some-org/some-model" in message and message.endswith("to plan without the checkpoint, set model.spec")
-    plan = resolve(config(tmp_path, "model.path=some-org/some-model", f"model.spec={CONFIGS}/models/llama-3.1-70b/config.json"))
-    assert plan.spec.num_layers == 80
-    assert problems_of(tmp_path, "model.path=some-org/some-model", "model.spec=nowhere.json") == ["model.spec=nowhere.json: no such file"]
-    (tmp_path / "bare").mkdir()
-    for key in ("path", "spec"):
-        problem = f"model.{key}={tmp_path}/bare: the folder holds no config.json"
-        assert problems_of(tmp_path, "model.path=some-org/some-model", f"model.{key}={tmp_path}/bare") == [problem]
-
-
-def test_a_rope_that_the_trainer_does_not_know(tmp_path: Path) -> None:
-    values = json.loads((MODEL / "config.json").read_text())
-    values["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    (message,) = problems_of(tmp_path, f"model.path={tmp_path}")
-    assert message.endswith("its rope_scaling of type yarn must be one of default, linear, llama3")
-
-
-def test_model_spec_must_agree_with_a_checkpoint_at_hand(tmp_path: Path) -> None:
-    (message,) = problems_of(tmp_path, f"model.spec={CONFIGS}/models/llama-3.1-70b")
-    assert message.startswith("model.spec=") and "num_layers 80" in message and "hidden_size 8192" in message
-
-
-class TestWhereWeightsComeFrom:
-    def test_from_the_model_folder_or_the_hub(self, tmp_path: Path) -> None:
-        assert resolve(config(tmp_path, with_weights(tmp_path / "model")), "train").weights_path == str(tmp_path / "model")
-        hub = config(tmp_path, "model.path=some-org/some-model", f"model.spec={MODEL}")
-        assert resolve(hub, "train").weights_path == "some-org/some-model"
-
-    def test_from_sft_where_the_folder_holds_none(self, tmp_path: Path) -> None:
-        output = tmp_path / "run/sft/hf"
-        for command in ("train", "eval"):
-            assert problems_of(tmp_path, "data.eval.source=rows.jsonl", command=command) == [
-                f"model.path={MODEL}: holds no weights (*.safetensors), and neither does sft.output={output}: run megarl sft first"
-            ]
-        assert problems_of(tmp_path, "sft.steps=1", command="sft") == [
-            f"model.path={MODEL}: holds no weights (*.safetensors); set model.random_init=true to start from random ones"
-        ]
-        fresh = config(tmp_path, "sft.steps=1", "model.random_init=true")
-        for command in ("sft", "export"):  # on each of several nodes this is looked for before anything starts
-            assert resolve(fresh, command).weights_path == str(MODEL)
-        with_weights(output)
-        assert resolve(config(tmp_path), "train").weights_path == str(output)
-
-    def test_from_a_warm_start_of_the_same_model(self, tmp_path: Path) -> None:
-        """What `megarl sft run.yaml && megarl train run.yaml` means."""
-        output = tmp_path / "run/sft/hf"
-        own = config(tmp_path, with_weights(tmp_path / "model"), "sft.steps=3")
-        assert str(resolve(own, "train").weights) == (
-            f"model.path={tmp_path}/model; sft.steps=3, but there is no warm start in sft.output={output}: megarl sft makes it"
-        )
-        with_weights(output)
-        weights = resolve(own, "train").weights
-        assert weights.path == str(tmp_path / "model") and "not used: it has no warm_start.json" in weights.remark
-        (output / WARM_START).write_text(warm_start_record(own))
-        for command in ("train", "eval", "dry-run"):
-            weights = resolve(dataclasses.replace(own, data=dataclasses.replace(own.data, eval=own.data.train)), command).weights
-            assert str(weights) == f"the warm start in sft.output={output}; megarl sft made it from model.path={tmp_path}/model"
-        assert resolve(own, "sft").weights_path == str(tmp_path / "model")
-        other = config(tmp_path, with_weights(tmp_path / "other"))
-        assert str(resolve(other, "train").weights) == (
-            f"model.path={tmp_path}/other; the warm start in sft.output={output} is not used: it was made from {tmp_path}/model"
-        )
-
-    def test_a_warm_start_made_otherwise_is_not_taken_for_done(self, tmp_path: Path) -> None:
-        output, model = tmp_path / "run/sft/hf", with_weights(tmp_path / "model")
-        with_weights(output)
-        instead = "remove it to train it anew, or name another folder"
-        assert problems_of(tmp_path, model, "sft.steps=3", command="sft") == [
-            f"sft.output={output}: is there already, and was not made by megarl sft (it has no warm_start.json); {instead}"
-        ]
-        (output / WARM_START).write_text(warm_start_record(config(tmp_path, model, "sft.steps=3")))
-        assert problems_of(tmp_path, model, "sft.steps=4", "seed=1", command="sft") == [
-            f"sft.steps=4: the warm start in sft.output={output} was made with 3; {instead}",
-            f"seed=1: the warm start in sft.output={output} was made with 0; {instead}",
-        ]
-        resolve(config(tmp_path, model, "sft.steps=3", "trainer.tp=2", "sft.dp=2"), "sft")
-        for damaged in ("", "null", "{}", '{"model.path": 3}'):
-            (output / WARM_START).write_text(damaged)
-            (problem,) = problems_of(tmp_path, model, command="train")
-            assert problem.startswith(f"{output}/{WARM_START}: is damaged (")
-
-
-class TestResume:
-    def begin(self, tmp_path: Path, *overrides: str) -> None:
-        with_weights(tmp_path / "run/sft/hf")
-        begun = config(tmp_path, *overrides)
-        (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
-        (tmp_path / "run/config.yaml").write_text(dump_config(begun))
-
-    def test_what_may_not_change(self, tmp_path: Path) -> None:
-        self.begin(tmp_path)
-        run = tmp_path / "run"
-        assert problems_of(tmp_path, "seed=1", "data.train.source=other.jsonl", "data.shuffle=false", command="train") == [
-            f"data.train.source=other.jsonl: the run in run_dir={run} began with rows.jsonl; keep that, or use another run_dir",
-            f"data.shuffle=false: the run in run_dir={run} began with true; keep that, or use another run_dir",
-            f"seed=1: the run in run_dir={run} began with 0; keep that, or use another run_dir",
-        ]
-
-    def test_what_may_change(self, tmp_path: Path) -> None:
-        self.begin(tmp_path)
-        changed = config(tmp_path, "max_steps=500", "trainer.tp=2", "generator.engines=4", "async.capacity=2", "trainer.optimizer.lr=1e-5")
-        assert resolve(changed, "train").steps == 500
-        assert changes(changed) == [
-            "trainer.tp=2, was 1", "trainer.optimizer.lr=1e-05, was 1e-06", "generator.engines=4, was 1", "async.capacity=2, was 1",
-            "max_steps=500, was 100",
-        ]  # fmt: skip
-        assert changes(config(tmp_path)) == []
-
-    def test_a_half_written_checkpoint_is_none(self, tmp_path: Path) -> None:
-        self.begin(tmp_path)
-        (tmp_path / "run/checkpoints/step_000010").rename(tmp_path / "run/checkpoints/step_000010.partial")
-        assert resolve(config(tmp_path, "seed=1"), "train").config.seed == 1
-        assert changes(config(tmp_path, "seed=1")) == []
-
-    def test_a_run_keeps_to_the_weights_that_it_began_with(self, tmp_path: Path) -> None:
-        """Also when a warm start is made meanwhile; and where they are gone, it does without, unless they are the reference model."""
-        output, model = tmp_path / "run/sft/hf", with_weights(tmp_path / "model")
-        begun = resolve(config(tmp_path, model), "train")
-        (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)
-        begin_with(begun.config, begun.weights, "00")
-        (tmp_path / "run/config.yaml").write_text(dump_config(begun.config))
-        with_weights(output)
-        (output / WARM_START).write_text(warm_start_record(begun.config))
-        again = resolve(begun.config, "train").weights
-        assert (again.path, again.warm_start, again.fingerprint) == (str(tmp_path / "model"), False, "00")
-        (tmp_path / "model/model.safetensors").unlink()
-        assert resolve(begun.config, "train").weights.are_gone
-        assert problems_of(tmp_path, f"model.path={tmp_path}/model", "algorithm.kl_coef=0.1", command="train") == [
-            f"algorithm.kl_coef=0.1: its reference model is what the run began with, but {tmp_path}/model holds no weights any more"
-        ]
-
-    def test_only_training_over_checkpoints_is_held_to_it(self, tmp_path: Path) -> None:
-        self.begin(tmp_path)
-        resolve(config(tmp_path, "seed=1"), "plan")
-        shutil.rmtree(tmp_path / "run/checkpoints")
-        resolve(config(tmp_path, "seed=1"), "train")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reshard_execution import cases
+from reshard_cases import cases
 
 from megarl.models import ModelSpec
 from megarl.reshard.balance import sender_bound

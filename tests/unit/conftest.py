@@ -1,0 +1,31 @@
+"""Fixtures of several files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.hub import unreachable
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "llama-3.1-8b", model)
+    (model / "model.safetensors").touch()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "tiny-llama" / name, model)
+    rows, path = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    path.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: {rows}}}}}\nrun_dir: {tmp_path}/run\n")
+    return path
+
+
+@pytest.fixture
+def hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    unreachable.cache_clear()

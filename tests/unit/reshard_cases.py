@@ -1,0 +1,137 @@
+"""Random models and layouts for the reshard tests, their maps executed on real tensors, and what must hold of the lists of copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from copies_reference import apply_copy, prove_copies
+from hypothesis import strategies as st
+from quantise_reference import block_rule
+from reshard_reference import HF
+
+from megarl.kernels.quantise_rules import CHANNEL, TENSOR
+from megarl.models import ModelSpec
+from megarl.reshard.amax import amax_parts, peers
+from megarl.reshard.execute import AmaxTable
+from megarl.reshard.layout import Layout
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.schedule import batches_from
+from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
+
+torch.set_num_threads(1)
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
+Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
+
+
+@st.composite
+def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
+    """fp8: sizes in which no engine cuts a block of 4 or pads."""
+    name = draw(st.sampled_from(FAMILIES))
+    latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3")
+    tp = draw(st.sampled_from([1, 2, 4] if fp8 or latent else [1, 2, 3, 4]))
+    pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]))
+    etp, ep = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))) if sparse else (1, 1)
+    cp = draw(st.integers(1, 2))
+    dp = draw(st.integers(1, 2)) * (etp * ep // math.gcd(etp * ep, tp * cp))
+    generator_tp = draw(st.sampled_from([1, 2, 4]))
+    generator_ep = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0])) if sparse else 1
+    device = "cuda" if fp8 or latent else draw(st.sampled_from(["cpu", "cuda"]))  # trainer and GPU engines refuse what does not divide
+    dp_attention = 1
+    if device == "cuda" and name in DP_ATTENTION_FAMILIES:
+        dp_attention = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0]))
+    kv = draw(st.sampled_from([tp, 2 * tp, 4 * tp] if device == "cpu" or tp == 3 else [1, 2, 4, 8]))
+    if device == "cuda" and ((kv % generator_tp and generator_tp % kv) or (kv % tp and tp % kv)):
+        kv = tp * generator_tp
+    heads = kv * draw(st.sampled_from([1, 2, 3])) * (tp * generator_tp if kv % tp or device == "cuda" else 1)
+    unit = 16 if fp8 else tp * (generator_tp if device == "cuda" else 1)
+    first = draw(st.sampled_from([None, vpp])) if pp > 1 else None
+    last = draw(st.sampled_from([None, 2 * vpp])) if pp > 1 and (first is None or vpp == 1 or pp > 2) else None
+    told = [n for n in (first, last) if n is not None]
+    spec = ModelSpec(
+        family=name,
+        num_layers=sum(told) + (pp - len(told)) * vpp * draw(st.integers(1, 2)),
+        hidden_size=draw(st.integers(1, 9)) + (3 if fp8 else 0),
+        intermediate_size=unit * draw(st.integers(1, 3)),
+        num_attention_heads=4 * generator_tp if latent else heads,
+        num_kv_heads=4 * generator_tp if latent else kv,
+        head_dim=4 * draw(st.integers(1, 2)),
+        vocab_size=draw(st.integers(2, 200)),
+        max_position_embeddings=16,
+        tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3") else False,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        qkv_bias=name == "qwen2",
+        qk_norm=name in ("qwen3", "qwen3_moe"),
+    )
+    if sparse:
+        spec = dataclasses.replace(spec, num_experts=4 * draw(st.integers(1, 2)), expert_intermediate_size=etp * unit)
+    if latent:
+        spec = dataclasses.replace(spec, shared_intermediate_size=2 * unit * tp, router_bias=True, head_dim=8, qk_nope_head_dim=4)
+        spec = dataclasses.replace(spec, qk_rope_head_dim=4, v_head_dim=4, q_lora_rank=4 * tp, kv_lora_rank=8 * tp - 4)
+        spec = dataclasses.replace(spec, first_dense_layers=draw(st.integers(0, 1)))
+    trainer = TrainerTopology(
+        tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first, last_stage_layers=last,
+    )  # fmt: skip
+    return spec, trainer, GeneratorTopology(draw(st.integers(1, 3)), generator_tp, generator_ep, dp_attention), device
+
+
+def empty(layout: Layout, rank: int) -> HF:
+    return {t.name: torch.full(t.shape, float("nan")).to(DTYPES[t.dtype]) for t in layout.tensors(rank)}
+
+
+def exchanged(map: ReshardMap, sources: list[HF]) -> list[AmaxTable]:
+    """Every rank's table after the exchange with its peers."""
+    parts = [amax_parts(map, rank) for rank in range(map.source.world_size)]
+    tables = [AmaxTable.measure(own, tensors) for own, tensors in zip(parts, sources)]
+    sent = [list(table.entries) for table in tables]
+    for rank, table in enumerate(tables):
+        for peer in peers(parts[rank]):
+            assert rank in peers(parts[peer])
+            table.merge(sent[peer])
+    return tables
+
+
+def carry_out(map: ReshardMap, sources: list[HF], joined: bool) -> tuple[list[HF], list[Copy]]:
+    """Destination tensors after executing every sender's copies (or joined writes)."""
+    result = [empty(map.destination, rank) for rank in range(map.destination.world_size)]
+    copies = []
+    for rank, (tensors, table) in enumerate(zip(sources, exchanged(map, sources))):
+        for copy in map.writes_from(rank) if joined else map.copies_from(rank):
+            assert copy.source_rank == rank
+            apply_copy(copy, tensors.get(copy.source_tensor), result[copy.destination_rank][copy.destination_tensor], table)
+            copies.append(copy)
+    return result, copies
+
+
+def assert_equal(found: list[HF], expected: list[HF]) -> None:
+    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert mine.keys() == theirs.keys()
+        for name in theirs:
+            assert mine[name].dtype == theirs[name].dtype and torch.equal(bits(mine[name]), bits(theirs[name])), (rank, name)
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+
+
+def check_lists(map: ReshardMap, copies: list[Copy], joined: bool) -> None:
+    """Both ends write out the same lists, the proof accepts them, and the summary counts them."""
+    prove_copies(copies, map.source, map.destination)
+    ranks = range(map.destination.world_size)
+    received = [c for rank in ranks for c in (map.writes_to(rank) if joined else map.copies_to(rank))]
+    assert sorted(map_key(c) for c in received) == sorted(map_key(c) for c in copies)
+    summary = map.summary()
+    assert sum(c.bytes for c in copies) == summary.bytes == summary.bytes_minimum
+    assert len(copies) == (summary.writes if joined else summary.copies)
+    assert summary.tensors == sum(len(map.destination.tensors(rank)) for rank in ranks)
+    if joined:
+        scheduled = [w for rank in range(map.source.world_size) for batch in batches_from(map, rank, 900) for w in batch.writes]
+        assert sorted(map_key(c) for c in scheduled) == sorted(map_key(c) for c in copies)
+
+
+def map_key(copy: Copy) -> tuple:
+    return copy.source_rank, copy.destination_rank, copy.destination_tensor, copy.destination_box.start

@@ -1,0 +1,35 @@
+"""A configuration of Llama-3.1-8B for the tests of what is resolved from one, and its problems."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import RunConfig
+from megarl.plan.resolve import resolve
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = CONFIGS / "models" / "llama-3.1-8b"  # 32 layers, 32 heads, 8 kv heads, ffn 14336, context 131072
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: {MODEL}}}\ndata: {{train: {{source: rows.jsonl}}}}\nrun_dir: {tmp_path}/run\n")
+    return load_config(path, list(overrides))
+
+
+def with_weights(folder: Path) -> str:
+    """Override that names a model folder in which weights lie too."""
+    shutil.copytree(MODEL, folder)
+    (folder / "model.safetensors").touch()
+    return f"model.path={folder}"
+
+
+def problems_of(tmp_path: Path, *overrides: str, command: str | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(tmp_path, *overrides), command)
+    return caught.value.problems

@@ -1,0 +1,282 @@
+"""A fleet of engines as a client sees it: cuts, updates, lost engines, stop strings. The engines are fakes; real ones are in tests/cpu."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from loops import DEADLINE_S, settle
+
+from megarl.generator.client import EngineClient, EngineUnreachable
+from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
+from megarl.generator.fleet import Fleet
+from megarl.generator.returns import watch_returns
+from megarl.generator.stops import StopStrings
+
+
+class FakeEngine:
+    """Answers each request by what `answer(inputs, samplings)` gives, and notes the versions it was asked under."""
+
+    url = "engine"
+
+    def __init__(self, answer):
+        self.answer, self.versions, self.aborted = answer, [], asyncio.Event()
+
+    async def complete(self, inputs, samplings, version):
+        self.versions.append(version)
+        return await self.answer(inputs, samplings)
+
+    async def abort_all(self, timeout_s):
+        self.aborted.set()
+
+
+def tokens_of(count: int, finish_reason: str) -> Completion:
+    return Completion([7] * count, [-0.5] * count, [0] * count, finish_reason)
+
+
+def test_a_response_is_put_together_from_its_cuts():
+    async def answer(inputs, samplings):
+        seen.append([(len(tokens), sampling.max_tokens) for tokens, sampling in zip(inputs, samplings)])
+        cut = [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
+        return [tokens_of(1, "stop"), *cut[1:]] if len(inputs[0]) >= 9 else cut
+
+    async def run():
+        fleet = Fleet([FakeEngine(answer)], "resume", chunk_tokens=4)
+        return await fleet.generate([1, 2, 3], Sampling(max_tokens=10), 2)
+
+    seen: list = []
+    first, second = asyncio.run(run())
+    assert seen == [[(3, 4), (3, 4)], [(7, 4), (7, 4)], [(11, 2), (11, 2)]]
+    assert (len(first.token_ids), first.finish_reason) == (9, "stop")
+    assert (len(second.token_ids), second.finish_reason) == (10, "length")
+
+
+def test_an_update_cuts_requests_where_they_are():
+    """They keep what they have with `resume`, and begin anew with `abort`; a request that was still on its way is told again."""
+
+    async def answer(inputs, samplings):
+        seen.append([len(tokens) for tokens in inputs])
+        if len(seen) > 1:
+            return [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
+        for _ in range(2):
+            await engine.aborted.wait()
+            engine.aborted.clear()
+        return [tokens_of(5, "stop"), tokens_of(3, "abort")]
+
+    async def run(mode):
+        nonlocal engine
+        fleet = Fleet([engine := FakeEngine(answer)], mode)
+        request = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=8), 2))
+        await settle()
+        async with asyncio.timeout(DEADLINE_S):
+            await fleet.hold(1)
+            assert not request.done()
+            fleet.release(1)
+            return [len(completion.token_ids) for completion in await request]
+
+    engine = None
+    for mode, again in (("resume", 5), ("abort", 2)):
+        seen: list = []
+        assert asyncio.run(run(mode)) == [5, 8]
+        assert seen == [[2, 2], [again]]
+
+
+def test_the_last_token_of_an_aborted_answer_is_sampled_again():
+    """It may be the one that ends the response: an engine that is told to end a request does not look."""
+    tokens = [[-0.5, token, None] for token in (5, 6, 7)]
+    meta = {"weight_version": "3", "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]}
+    finish = {"finish_reason": {"type": "abort"}}
+    answers = [{"meta_info": {**meta, **finish, "output_token_logprobs": tokens}}, {"meta_info": {"weight_version": "3", **finish}}]
+    cut, empty = completions_of("engine", json.dumps(answers).encode(), [Sampling(8)] * 2)
+    assert cut == Completion([5, 6], [-0.5, -0.5], [2, 3], "abort")
+    assert empty == Completion([], [], [], "abort")
+    truncated = Sampling(8, top_k=4)
+    assert completions_of("engine", json.dumps(answers[:1]).encode(), [truncated]) == [empty], "its log-probs are missing"
+
+
+def test_a_log_prob_that_is_no_number_names_the_engine():
+    meta = {"weight_version": "3", "finish_reason": {"type": "stop"}, "output_token_logprobs": [[None, 5, None]]}
+    with pytest.raises(EngineError, match="engine url gave an unreadable answer: Expected `float`, got `null`.*NaN or infinite"):
+        completions_of("url", json.dumps([{"meta_info": meta}]).encode(), [Sampling(8)])
+
+
+def test_requests_wait_for_the_end_of_an_update_and_carry_the_new_version():
+    async def answer(inputs, samplings):
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    async def run():
+        fleet = Fleet([engine := FakeEngine(answer)], "in_flight")
+        fleet.release(4)
+        await fleet.hold(1)
+        request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
+        await settle()
+        assert engine.versions == []
+        fleet.release(5)
+        await request
+        assert engine.versions == [5]
+
+    asyncio.run(run())
+
+
+def test_an_abort_that_nobody_asked_for_is_an_error():
+    async def answer(inputs, samplings):
+        return [Completion([], [], [], "abort")]
+
+    async def run():
+        await Fleet([FakeEngine(answer)], "abort").generate([1], Sampling(max_tokens=2), 1)
+
+    with pytest.raises(EngineError, match="engine engine aborted a request that nobody told it to"):
+        asyncio.run(run())
+
+
+def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
+    """The first cut of each response comes from the engine that is then lost; the rest from the other, which is told what there is."""
+
+    async def run():
+        fleet = Fleet([first := FakeEngine(lost_at_the_second), second := FakeEngine(answer)], "resume", chunk_tokens=4, elastic=True)
+        first.url, second.url = "first", "second"
+        fleet.release(3)
+        completions = await fleet.generate([1, 2, 3], Sampling(max_tokens=10), 2)
+        assert fleet.serving == {1} and fleet.lost == {0: "gone"} and fleet.members == [1]
+        fleet.come_back(0)
+        assert fleet.serving == {1} and fleet.members == [0, 1], "it has no weights yet"
+        fleet.take_back([0, 1], 4)
+        assert fleet.serving == {0, 1} and not fleet.lost and not fleet.returned
+        return completions
+
+    async def lost_at_the_second(inputs, samplings):
+        seen.append(("first", [len(tokens) for tokens in inputs]))
+        if len(inputs[0]) > 3:
+            raise EngineUnreachable("first", "gone")
+        return await answer(inputs, samplings)
+
+    async def answer(inputs, samplings):
+        seen.append(("both", [len(tokens) for tokens in inputs]))
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    seen: list = []
+    completions = asyncio.run(run())
+    assert [len(completion.token_ids) for completion in completions] == [10, 10]
+    lengths = [lengths for who, lengths in seen if who == "both"]
+    assert lengths == [[3, 3], [7, 7], [11, 11]], "nothing that was answered is asked for again"
+
+
+def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
+    """It may run again by then, without the weights."""
+
+    async def run():
+        fleet = Fleet([first := FakeEngine(answer), second := FakeEngine(answer)], "in_flight", elastic=True)
+        first.url, second.url = "first", "second"
+        fleet.release(0)
+        await fleet.hold(1)
+        request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
+        await settle()
+        fleet.lose(EngineUnreachable("first", "gone"))
+        fleet.come_back(0)
+        fleet.release(1)
+        await request
+        assert (first.versions, second.versions) == ([], [1])
+
+    async def answer(inputs, samplings):
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    asyncio.run(run())
+
+
+def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
+    async def run():
+        fleet = Fleet([engine := FakeEngine(answer)], "in_flight", elastic=True)
+        fleet.release(0)
+        request = asyncio.create_task(fleet.generate([1], Sampling(max_tokens=2), 1))
+        await settle()
+        assert not fleet.serving and not request.done()
+        fleet.come_back(0)
+        await settle()
+        assert not request.done(), "it has no weights yet"
+        fleet.take_back([0], 4)
+        assert len((await request)[0].token_ids) == 2
+        assert len(engine.versions) == 2
+
+    async def answer(inputs, samplings):
+        if not answered:
+            answered.append(True)
+            raise EngineUnreachable("engine", "gone")
+        return [tokens_of(s.max_tokens, "length") for s in samplings]
+
+    answered: list = []
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("in_an_update, comes_back", [(False, True), (True, False)])
+def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(in_an_update, comes_back, monkeypatch):
+    """But for one that may be half-written: it must be started again, and then has no weights of ours."""
+
+    async def run():
+        fleet = Fleet([engine := FakeEngine(None), FakeEngine(None)], "in_flight", elastic=True)
+        engine.url = "first"
+        fleet.release(3)
+        if in_an_update:
+            await fleet.hold(1)
+        fleet.lose(EngineUnreachable("first", "reset by peer"))
+        watching = asyncio.create_task(watch_returns(fleet, Path("logs"), restarted=True, startup_timeout_s=10))
+        await settle()
+        assert fleet.returned == ({0} if comes_back else set()) and fleet.serving == {1}
+        watching.cancel()
+
+    async def no(engine):
+        return False
+
+    async def yes(engine):
+        return True
+
+    monkeypatch.setattr(FakeEngine, "fresh", no, raising=False)
+    monkeypatch.setattr(FakeEngine, "answers", yes, raising=False)
+    asyncio.run(run())
+
+
+def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
+    """Each connection is one; with an elastic fleet one engine after the other would count as lost."""
+
+    async def run():
+        client = EngineClient("http://127.0.0.1:9", "key", "key")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+            with pytest.raises(
+                EngineError, match="no connection to engine http://127.0.0.1:9: Too many open files; raise ulimit -n"
+            ) as found:
+                await client.generate([1], Sampling(max_tokens=2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            await client.close()
+        assert not isinstance(found.value, EngineUnreachable)
+
+    asyncio.run(run())
+
+
+def test_a_fleet_that_is_not_elastic_raises():
+    async def answer(inputs, samplings):
+        raise EngineUnreachable("engine", "gone")
+
+    with pytest.raises(EngineUnreachable, match="gone"):
+        asyncio.run(Fleet([FakeEngine(answer)]).generate([1], Sampling(max_tokens=2), 1))
+
+
+def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
+    """Its parts may lie in two requests, and an engine may have gone on behind it; what is cut takes its log-probs and experts along."""
+    texts = {1: "a", 2: "\n", 3: "En", 4: "d", 5: "End"}
+    stops = StopStrings(["\nEnd", "zz"], lambda ids: "".join(texts[token] for token in ids))
+    assert stops.end([1, 2, 3, 4, 1]) == 4 and stops.end([2, 5]) == 2 and stops.end([1, 3, 4]) is None and stops.end([]) is None
+
+    async def answer(inputs, samplings):
+        more = [[1, 2, 3], [4, 1, 1]][len(inputs[0]) > 2]
+        routing = bytes(len(inputs[0]) + len(more) - 1)
+        return [Completion(more, [-0.5 * token for token in more], [0] * len(more), "length", routing) for _ in inputs]
+
+    async def run():
+        return await Fleet([FakeEngine(answer)], "resume", chunk_tokens=3, stops=stops).generate([7, 7], Sampling(max_tokens=9), 1)
+
+    assert asyncio.run(run()) == [Completion([1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0], [0] * 4, "stop", bytes(5))]

@@ -1,0 +1,89 @@
+"""Quantising on the way equals gathering, quantising and slicing, bit for bit, for random models and layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reshard_cases import DTYPES, FAMILIES, RULES, carry_out, cases, check_lists
+from reshard_reference import HF, full_tensors, megatron, sglang
+
+from megarl.kernels.quantise import quantise
+from megarl.kernels.quantise_rules import Rule
+from megarl.models import ModelSpec
+from megarl.models.registry import family
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+
+
+@settings(max_examples=15, deadline=None)
+@given(case=cases(fp8=True), rule=st.sampled_from(sorted(RULES)), joined=st.booleans(), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
+    spec, topology, generator, device = case
+    trainer = trainer_layout(spec, topology, dtype)
+    map = ReshardMap.build(trainer, generator_layout(spec, generator, "bfloat16", device, RULES[rule]))
+    prove_exactly_once(map)
+    hf = full_tensors(spec, DTYPES[dtype])
+    sources = [megatron(spec, hf, topology, rank, fill=7.0) for rank in range(topology.world_size)]
+    found, copies = carry_out(map, sources, joined)
+    codes, scales = quantised_checkpoint(spec, hf, RULES[rule])
+    for rank in range(generator.world_size):
+        wanted = sglang(spec, codes, generator, rank % generator.tp, device)
+        spreads = sglang(spec, scales, generator, rank % generator.tp, device)
+        for tensor in map.destination.tensors(rank):
+            mine, name = found[rank][tensor.name], tensor.name
+            if name.endswith(("_scale", "_scale_inv")):
+                every = RULES[rule].rows, RULES[rule].cols
+                of = spreads[name.removesuffix("_scale_inv").removesuffix("_scale")]
+                theirs = of[..., :: every[0] or of.shape[-2], :: every[1] or of.shape[-1]]
+                assert mine.dtype == torch.float32 and torch.equal(mine, theirs), (rank, name)
+            elif tensor.dtype == "float8_e4m3fn":
+                assert torch.equal(mine.view(torch.uint8).float(), wanted[name].float()), (rank, name)
+            else:
+                assert torch.equal(mine, wanted[name].to(mine.dtype)), (rank, name)
+    check_lists(map, copies, joined)
+
+
+def quantised_checkpoint(spec: ModelSpec, hf: HF, rule: Rule) -> tuple[HF, HF]:
+    """The checkpoint with the codes of each quantised weight, and with each weight's scale in the place of every element.
+
+    Which HF tensors these are is stated here anew: the linear layers of attention, MLP and experts, as SGLang fuses them.
+    """
+    codes, scales = dict(hf), dict(hf)
+    for group in fused_groups(spec, hf):
+        if rule.rows is None:
+            both = quantise(torch.cat([hf[name].flatten() for name in group])[None], rule, group[0])
+            parts = both[0].view(torch.uint8).flatten().split([hf[name].numel() for name in group])
+            for name, part in zip(group, parts):
+                codes[name], scales[name] = part.view(hf[name].shape), both[1].expand(hf[name].shape)
+            continue
+        for name in group:
+            code, scale = quantise(hf[name], rule, name)
+            rows, cols = hf[name].shape
+            codes[name] = code.view(torch.uint8)
+            wide = scale.repeat_interleave(rule.rows, 0)[:rows]
+            scales[name] = wide.repeat_interleave(rule.cols or cols, 1)[:, :cols].contiguous()
+    return codes, scales
+
+
+def fused_groups(spec: ModelSpec, hf: HF) -> list[tuple[str, ...]]:
+    fused = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3")]
+    fused += [(name,) for name in ("o_proj", "down_proj", "q_b_proj", "kv_b_proj", "w2")]
+    groups = []
+    for name in hf:
+        for group in fused:
+            if name.endswith(f".{group[0]}.weight"):
+                groups.append(tuple(name.replace(group[0], other) for other in group))
+    return groups
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_quantised_is_a_list_of_the_familys_own_parameters(name):
+    assert len(set(family(dataclasses.replace(BASE, family=name)).quantised_parameters(BASE))) >= 4
+
+
+BASE = ModelSpec("llama", 1, 4, 4, 2, 2, 2, 8, 16, False, 1e-6, 1e4)
