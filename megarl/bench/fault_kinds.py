@@ -47,7 +47,7 @@ def bit_flipped(run: FaultRun, random: Random) -> dict[str, str]:
 
 _LOST, _BACK = r"engine {engine} is lost", r"engines \[[\d, ]*{engine}[\d, ]*\] serve version"
 _SILENT = r"engine\.{engine} has answered nothing for"
-_NO_MESSAGE = r"was sent what is no message of this run by trainer\.\d"
+_NO_MESSAGE = r"was sent something by trainer\.\d that is not a message of this run"
 _NOT_WRITTEN = r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free"
 _NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"  # the memory was changed during an update
 _REWRITTEN = r"something other than an update has written to an engine's memory:\s+\S+ on generator rank \d"

@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run cannot go on. The message says everything a user needs; it is shown instead of the traceback, which is in the log."""
+    """A run cannot go on. The message has everything a user needs and is shown instead of the traceback, which is in the log."""
 
 
 def unreadable(error: OSError) -> ConfigError:

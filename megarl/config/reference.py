@@ -12,13 +12,13 @@ from megarl.config.keys import Section, Setting, sections, settings
 HEAD = """\
 # Configuration
 
-Every key of a run, in the order of `megarl/config/schema.py`, from which this file is written:
+Every key of a run, in the order of `megarl/config/schema.py`, from which this file is generated:
 `python -m megarl.config.reference > docs/config.md`.
 
-A configuration file is YAML with these keys nested at their dots; on the command line they are written `dotted.key=value`
-after the file, and win over it. `${other.key}` stands for the value of another key. Unknown keys, wrong types and values that
-are not allowed end the program with status 2 before anything starts, all of them in one message. Paths are relative to the
-working directory. NAME in a key is any name of your own, and there may be several.
+A configuration file is YAML with these keys nested at their dots. On the command line, `dotted.key=value` after the file overrides
+it. `${other.key}` stands for the value of another key. If there are unknown keys, wrong types or values that are not allowed, the
+program reports all of them in one message and exits with status 2 before anything starts. Paths are relative to the working
+directory. NAME in a key is a name that you choose; there may be several.
 """
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple[float, float]: "two numbers", list[str]: "texts"}
 

@@ -1,4 +1,4 @@
-"""A conversation as the text that a model has learned to read it as: by its tokenizer's chat template, as transformers renders it."""
+"""Renders conversations by a tokenizer's chat template, exactly as transformers does."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import find_file, read_json
 
-CHAT = "chat"  # in the place of a prompt_template: the model's own
+CHAT = "chat"  # as prompt_template: use the model's chat template
 Render = Callable[[Sequence[dict[str, Any]]], str]
-"""Messages, each with role and content -> the prompt, up to where the assistant begins. Raises ValueError for what the template refuses."""
+"""Messages with role and content -> the prompt, up to where the assistant begins. Raises ValueError if the template refuses them."""
 
 
 def load_chat_template(source: str, key: str) -> Render:
-    """The chat template of a tokenizer (a local folder or a hub name). Messages name `key`, which asks for it. Raises: ConfigError."""
+    """The chat template of a tokenizer (a local folder or a hub name). Raises ConfigError that names `key`, which asks for it."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -46,7 +46,7 @@ def load_chat_template(source: str, key: str) -> Render:
 
 
 def _default(template: Any) -> Any:
-    """Some tokenizers have several, by name."""
+    """The default template, if the tokenizer has several by name."""
     return {entry["name"]: entry["template"] for entry in template}.get("default") if isinstance(template, list) else template
 
 

@@ -1,4 +1,4 @@
-"""All that can be wrong with a run's data, found before any process starts."""
+"""Checks a run's data before any process starts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
 
-KEPT_BACK = 6  # tokens of its context, and of its KV cache, that SGLang uses for no request (0.5.21, tp_worker.py: max_req_input_len)
-_MAX_PROBLEMS = 10  # too long prompts named per dataset
-_SYNTHETIC_ROWS = 64  # rows of a synthetic task that stand for all of them
+KEPT_BACK = 6  # tokens of context and KV cache that SGLang keeps from every request (0.5.21, tp_worker.py: max_req_input_len)
+_MAX_PROBLEMS = 10  # problems with prompts that are reported per dataset
+_SYNTHETIC_ROWS = 64  # rows that are checked for all of a synthetic task
 _AT_HAND_PROMPTS = 1000
 
 
@@ -31,7 +31,7 @@ class Checked:
 
     def __str__(self) -> str:
         if self.rows is None:
-            return f"{self.key}: {self.source}, of the hub, is read when the run starts"
+            return f"{self.key}: {self.source}, on the hub, is read when the run starts"
         prompts = f"the first {self.prompts:,} prompts" if self.prompts < self.rows else "all prompts"
         lengths = f"{prompts} leave room for a response" if self.prompts else "lengths are checked when the run starts"
         read = "" if self.source.startswith(PREFIX) else ", all read"
@@ -39,11 +39,11 @@ class Checked:
 
 
 def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False) -> list[Checked]:
-    """Reads what `command` ("train", "sft", "eval") will read, and checks it against tokenizer and model. Without `spec`: the rows alone.
+    """Reads what `command` ("train", "sft", "eval") will read, and checks it against tokenizer and model; without `spec` only the rows.
 
-    `at_hand`: only what is on this machine, and no more than a thousand prompts of each dataset against the model's context.
-    Raises: ConfigError with all problems: of the files (see load_rows), a tokenizer that does not fit the model,
-    characters the tokenizer does not know, prompts that leave no room for a response in the model's context.
+    `at_hand`: checks only what is on this machine, and at most a thousand prompts per dataset against the model's context.
+    Raises ConfigError with all problems: in the files (see load_rows), a tokenizer that does not fit the model, characters that the
+    tokenizer does not know, prompts that leave no room for a response in the model's context.
     """
     problems: list[str] = []
     tokenizer, checked = None, []
@@ -75,7 +75,7 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
 
 
 def _datasets(config: RunConfig, command: str) -> list[tuple[str, DatasetConfig, int]]:
-    """(key, dataset, tokens its responses may have) of all datasets that the command reads. SFT checks lengths as it goes."""
+    """(key, dataset, most tokens of a response) of all datasets that the command reads. SFT checks lengths while it runs."""
     if command == "sft":
         return [("sft.data", config.sft.data, 1)] if config.sft.data else [("data.train", config.data.train, 1)]
     evaluation = [(key, dataset, held_out_tokens(config, own)) for _, key, dataset, own in held_out(config)]
@@ -83,9 +83,9 @@ def _datasets(config: RunConfig, command: str) -> list[tuple[str, DatasetConfig,
 
 
 def _room(config: RunConfig, spec: ModelSpec, command: str, response_tokens: int) -> tuple[int, str]:
-    """Tokens that a prompt may have, and how they are reckoned.
+    """How many tokens a prompt may have, and how that number comes about.
 
-    A response that the engine ends before its last token could not be gone on with: a prompt and a prefix so long are refused.
+    KEPT_BACK is subtracted because a response that the engine cut short could not be continued: it refuses so long a prompt and prefix.
     """
     tokens, of_what = spec.max_position_embeddings, "context"
     if command == "sft":

@@ -1,4 +1,4 @@
-"""Rows from a JSONL or parquet file, from the hub, or from a synthetic task, in the shape of GSM8K or MATH."""
+"""Reads rows from JSONL or parquet files, the hub, or synthetic tasks, in the shape of GSM8K or MATH."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_PROBLEMS = 10  # shown at once
 _MISSING = object()
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".parquet")
-_OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # no name that the hub knows
+_OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # a file, not a hub name
 
 
 class _Problem(Exception):
@@ -33,17 +33,17 @@ class _Problem(Exception):
 def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "final", tokenizer: str = "") -> Rows:
     """All rows of a dataset.
 
-    The final answer is what the answer column marks as such: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
-    Args: key, the config section such as "data.train", for messages; seed, for synthetic tasks; answers, what to make of that column;
-    tokenizer, the folder or hub name whose chat template a prompt_template "chat" means.
-    Raises: ConfigError that lists what is wrong, with file and line: a malformed line, a missing or empty field, a wrong
-    type, an answer that cannot be found, no rows at all.
+    The final answer is what the answer column marks: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
+    Args: key: config section such as "data.train", for messages; seed: for synthetic tasks; answers: what to take from the answer column;
+    tokenizer: folder or hub name whose chat template prompt_template="chat" uses.
+    Raises ConfigError that lists all problems with file and line: malformed lines, missing or empty fields, wrong types, answers that
+    cannot be found, no rows at all.
     """
     return read_rows(config, key, seed, answers, tokenizer)[0]
 
 
 def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, tokenizer: str, kept: int | None = None) -> tuple[Rows, int]:
-    """Like `load_rows`: reads and checks all rows one by one, but returns only the first `kept`, and the number of all rows."""
+    """Like `load_rows`, checks all rows, but returns only the first `kept` of them, and the number of all rows."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
     if config.source.startswith(PREFIX):
@@ -56,7 +56,7 @@ def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, toke
 
 
 def answers_of(config: RunConfig) -> Answers:
-    """The form of the answers that the run's verifier compares with."""
+    """The form of reference answers that the run's verifier needs."""
     return "whole" if ":" in config.reward.name else "final"
 
 
@@ -85,7 +85,7 @@ def _checked_rows(
 
 
 def _as_in(others: int) -> str:
-    return f" (as in {others} row{'s' * (others > 1)} more)" if others else ""
+    return f" (as in {others} more row{'s' * (others > 1)})" if others else ""
 
 
 def _row(where: str, record: Any, config: DatasetConfig, key: str, answers: Answers, chat: Render | None) -> Row:
@@ -108,7 +108,7 @@ def _row(where: str, record: Any, config: DatasetConfig, key: str, answers: Answ
 
 
 def _check_columns(record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers) -> None:
-    """All that the row lacks in one line, with the settings that name it."""
+    """Reports all missing columns in one line, with the settings that name them."""
     named = ["prompt_key", *(["answer_key"] if answers != "none" or not config.demonstration_key else [])]
     named += ["demonstration_key"] if config.demonstration_key else []
     wanted = {setting: getattr(config, setting) for setting in named}
@@ -120,7 +120,7 @@ def _check_columns(record: dict[str, Any], config: DatasetConfig, key: str, answ
 
 
 def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Render | None) -> str:
-    """The column in its template; with a chat template it is a user's message, or a list of messages."""
+    """The prompt column in its template. A chat template takes it as a user's message or a list of messages."""
     if chat is None:
         return config.prompt_template.replace("{prompt}", _text(record, config.prompt_key))
     messages = _dig(record, config.prompt_key)
@@ -136,7 +136,7 @@ def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Render | None) 
 
 
 def _whole_answer(record: dict[str, Any], field: str) -> str:
-    """Text as it stands, anything else as JSON: a list of test cases, say."""
+    """Text as it is; anything else, such as a list of test cases, as JSON."""
     value = _dig(record, field)
     return json.dumps(value) if isinstance(value, (list, dict, bool)) else _text(record, field, numbers=True)
 
@@ -153,7 +153,7 @@ def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
 
 
 def _dig(record: dict[str, Any], field: str) -> Any:
-    """A column, or what is inside one: `reward_model.ground_truth`. _MISSING if it is not there."""
+    """A column, or a field inside one (`reward_model.ground_truth`); _MISSING if there is none."""
     if field in record:
         return record[field]
     column, dot, rest = field.partition(".")
@@ -161,12 +161,12 @@ def _dig(record: dict[str, Any], field: str) -> Any:
 
 
 def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
-    """One text; or a list, the policy's texts and the environment's in turn, the policy's first and last."""
+    """One text; or a list of texts by policy and environment in turn, of which the policy's are first and last."""
     texts = _dig(record, field)
     if not isinstance(texts, list):
         return _text(record, field, numbers=True)
     if len(texts) % 2 == 0 or not all(isinstance(text, str) and text for text in texts):
-        raise _Problem(f"field {field!r} must be text, or an odd number of texts: of policy and environment in turn, the policy's last")
+        raise _Problem(f"field {field!r} must be text, or an odd number of texts: policy and environment in turn, policy first and last")
     return tuple(texts)
 
 
@@ -187,14 +187,14 @@ def _kind(value: Any) -> str:
 
 
 def is_local(source: str) -> bool:
-    """Whether nothing of the network is asked for it: a file or folder, one that is missing, or a synthetic task."""
+    """Whether reading it needs no network: it is a file or folder, even if missing, or a synthetic task."""
     path = Path(source).expanduser()
     looks_local = not _HUB_NAME.fullmatch(source) or path.suffix in (*_FILES, *_OTHER_FILES)
     return source.startswith(PREFIX) or looks_local or path.exists()
 
 
 def _records(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) pairs; a line that is no JSON comes as a _Problem in place of its record."""
+    """(where, record) pairs; for a line that is not JSON the record is a _Problem."""
     path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
     if not is_local(config.source) or path.is_dir():
         return _hub(config, key)
@@ -241,7 +241,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _hub(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
-    why = "" if Path(config.source).exists() else unreachable()  # before the import, which looks at what this sets
+    why = "" if Path(config.source).exists() else unreachable()  # must precede the import, which reads what this sets
     import datasets
     from datasets.exceptions import DatasetsError
 

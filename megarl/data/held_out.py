@@ -1,4 +1,4 @@
-"""The held-out sets of a run: data.eval, and those of eval.suites."""
+"""The held-out sets of a run: data.eval and eval.suites."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from megarl.config.schema import DatasetConfig, RunConfig, SuiteConfig
 
 
 def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
-    """(name, key in the config, dataset, the same with its own sampling) of every held-out set that the config names."""
+    """(name, config key, dataset, suite or None) of every held-out set; a suite is the dataset with its own sampling."""
     suites = [(name, f"eval.suites.{name}", suite, suite) for name, suite in config.eval.suites.items() if suite is not None]
     return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
 
 
 def held_out_tokens(config: RunConfig, suite: SuiteConfig | None) -> int:
-    """Longest response, in tokens."""
+    """Tokens of the longest allowed response."""
     return (suite.max_tokens if suite else None) or config.eval.max_tokens or config.rollout.max_tokens

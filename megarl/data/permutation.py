@@ -8,11 +8,11 @@ _ROUNDS = 6
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Index at `position` of a pseudo-random permutation of range(size), a function of `key` alone.
+    """Index at `position` of a pseudo-random permutation of range(size) that depends on `key` alone.
 
     A Feistel network on the smallest even number of bits that hold `size`, walked until it lands inside the range
     (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002: cycle walking).
-    Raises: IndexError outside 0 <= position < size.
+    Raises IndexError outside 0 <= position < size.
     """
     if not 0 <= position < size:
         raise IndexError(f"position {position} is outside 0..{size - 1}")

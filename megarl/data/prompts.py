@@ -1,4 +1,4 @@
-"""The endless stream of training prompts, and the held-out ones."""
+"""The endless stream of training prompts, and the held-out prompts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.types import Prompt
 
 
 def row_index(ordinal: int, rows: int, order: str, shuffle: bool) -> int:
-    """Row of the `ordinal`-th draw: every row once per epoch, each epoch in an order of its own (a function of `order`)."""
+    """Row of the `ordinal`-th draw: every row once per epoch; each epoch has its own order, which depends on `order`."""
     epoch, position = divmod(ordinal, rows)
     return permute(position, rows, f"{order}/{epoch}") if shuffle else position
 
 
 @dataclass(frozen=True)
 class PromptStream:
-    """ordinal -> Prompt, a pure function: a run resumes by its number of prompts alone, and no epoch repeats one."""
+    """ordinal -> Prompt, a pure function, so a run resumes by its number of prompts alone. No epoch repeats a prompt."""
 
     rows: Rows
     tokenizer: Tokenizer
@@ -34,16 +34,16 @@ class PromptStream:
 
 
 def train_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
-    """The prompts of `data.train`, in the order that `seed` gives. Raises: ConfigError for mistakes in the data."""
+    """The prompts of `data.train`, in the order given by `seed`. Raises ConfigError for mistakes in the data."""
     rows = load_rows(config.data.train, "data.train", config.seed, answers_of(config), tokenizer.source)
     return PromptStream(rows, tokenizer, config.seed, config.data.shuffle)
 
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """Prompts that are never trained on, and how each is answered."""
+    """Prompts that are never trained on, and how they are sampled."""
 
-    name: str  # "" for data.eval, else that of eval.suites
+    name: str  # "" for data.eval, else the suite's
     prompts: list[Prompt]
     samples: int  # per prompt
     temperature: float  # 0: greedy
@@ -52,7 +52,7 @@ class HeldOutSet:
 
 
 def held_out_sets(config: RunConfig, tokenizer: Tokenizer) -> list[HeldOutSet]:
-    """`data.eval`, then those of `eval.suites`, the first `eval.limit` prompts of each. Raises: ConfigError for mistakes in the data."""
+    """`data.eval`, then `eval.suites`, the first `eval.limit` prompts of each. Raises ConfigError for mistakes in the data."""
     return [
         HeldOutSet(
             name=name,

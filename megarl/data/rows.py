@@ -1,4 +1,4 @@
-"""One row of a dataset, whatever it came from."""
+"""One row of a dataset, whatever its source."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    prompt: str  # what the model sees, template applied
-    answer: str  # the reference that the verifier compares with, empty if none is read
-    demonstration: str | tuple[str, ...]  # what supervised learning teaches; several texts: the policy's and the environment's in turn
+    prompt: str  # what the model sees, after the template
+    answer: str  # the verifier's reference; empty if none is read
+    demonstration: str | tuple[str, ...]  # for supervised learning; several texts are the policy's and the environment's in turn
     where: str  # file and line, for messages
-    record: dict[str, Any] = field(default_factory=dict)  # the whole row, for a reward function of the user's own
+    record: dict[str, Any] = field(default_factory=dict)  # the whole row, for a user's own reward function
 
 
 Rows = Sequence[Row]
 
 Answers = Literal["final", "whole", "none"]
-"""What of the answer column the reference is: what it marks as final; all of it, for a reward function of the user's own; nothing, since
+"""What of the answer column becomes the reference: the part marked as final; all of it, for a user's own reward function; nothing, where
 only demonstrations are read."""

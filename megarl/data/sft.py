@@ -15,9 +15,9 @@ from megarl.types import TrainSequence
 
 
 def sft_batches(config: RunConfig, spec: ModelSpec) -> Iterator[list[TrainSequence]]:
-    """The batches of `sft.steps` steps, each of `sft.batch_size` sequences; batch t depends on t and `seed` alone.
+    """`sft.steps` batches of `sft.batch_size` sequences; batch t depends on t and `seed` alone.
 
-    Raises: ConfigError for mistakes in the data, or when a sequence is longer than the model's context.
+    Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's context.
     """
     tokenizer = load_tokenizer(config.model)
     dataset, key = (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
@@ -30,9 +30,9 @@ def sft_batches(config: RunConfig, spec: ModelSpec) -> Iterator[list[TrainSequen
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSequence:
-    """Prompt and demonstration; only the policy's part of the demonstration and its end-of-text are learned.
+    """Prompt and demonstration; only the policy's parts of the demonstration and end-of-text are learned.
 
-    Each text is tokenised by itself, as in a rollout. Raises: ConfigError if too long.
+    Each text is tokenised separately, as in a rollout. Raises ConfigError if the sequence is too long.
     """
     texts = [row.demonstration] if isinstance(row.demonstration, str) else row.demonstration
     token_ids = tokenizer.encode_prompt(row.prompt)

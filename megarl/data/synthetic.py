@@ -1,13 +1,13 @@
-"""Tasks made on the fly, row by row: nothing is downloaded and nothing is stored.
+"""Tasks that are generated row by row: nothing is downloaded or stored.
 
 chain: evaluate five one-digit numbers joined by + and - modulo 10, writing the running totals: "7+0+9+1+5=" -> "7,7,6,7,2".
-There are 1.6 million such expressions; 512 of them form the split "eval" and are in no other. In the demonstrations a step
-that wraps around is clamped to 0 or 9 instead with probability 0.6, so that two thirds of them end wrong, the wrong rule is
-the likelier one at every wrap, and the right one has to be found by reward.
+There are 1.6 million such expressions; 512 of them form the split "eval" and are in no other. In demonstrations, a step that wraps
+around is instead clamped to 0 or 9 with probability 0.6. So two thirds of the demonstrations end wrong, the wrong rule is likelier at
+every wrap, and the right one must be found by reward.
 
-product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of
-ten demonstrations guess, "?31870", in as many digits as the answer has and hardly ever right; the others call a calculator, as
-the rollout tool_calls has it with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
+product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of ten
+demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator by the rollout
+tool_calls with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HELD_OUT = 512
 _CLAMP_PROBABILITY = 0.6
 _FACTORS = 900  # 100 to 999
 _GUESS_PROBABILITY = 0.7
-_ORDER = "chain"  # the same for every seed, and so is what is held out
+_ORDER = "chain"  # the order, and so what is held out, is the same for every seed
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Chain(Sequence[Row]):
 
 
 def _expression(number: int) -> tuple[str, int, list[int]]:
-    """The expression with this number: its text, first term and signed further terms. Numbers and texts are one to one."""
+    """The expression with this number: text, first term, signed further terms. Every number has a different text."""
     signs, digits = divmod(number, _DIGITS)
     terms = [digits // 10**place % 10 for place in range(_TERMS)]
     minus = [bool(signs >> place & 1) for place in range(_TERMS - 1)]
@@ -105,7 +105,7 @@ _TASKS = {"chain": Chain, "product": Product}
 
 
 def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:
-    """Rows of `synthetic:<task>`. Args: key, the config section, for messages. Raises: ConfigError."""
+    """Rows of `synthetic:<task>`. Args: key: the config section, for messages. Raises ConfigError."""
     task = source.removeprefix(PREFIX)
     if task not in _TASKS:
         raise ConfigError(f"{key}.source={source}: no such task; there is {', '.join(PREFIX + name for name in sorted(_TASKS))}")

@@ -1,4 +1,4 @@
-"""The model's tokenizer: its tokenizer.json, read by the tokenizers library alone (no torch, no model code)."""
+"""The model's tokenizer: tokenizer.json, read by the tokenizers library (no torch, no model code)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Tokenizer:
     source: str
     backend: tokenizers.Tokenizer
     bos_token: str | None
-    unknown_id: int | None  # what stands for text the tokenizer cannot represent; None where it represents all
-    eos_ids: tuple[int, ...]  # any of them ends a response; the first is taught in SFT; empty if the model states none
+    unknown_id: int | None  # stands for text that the tokenizer cannot represent; None if it can represent all text
+    eos_ids: tuple[int, ...]  # any of them ends a response; SFT teaches the first; empty if the model states none
 
     @property
     def eos_id(self) -> int:
@@ -33,7 +33,7 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids with what the model expects in front (BOS), once, and nothing behind."""
+        """Token ids with exactly one BOS in front, if the model expects it, and nothing behind."""
         has_bos = self.bos_token is not None and text.startswith(self.bos_token)
         ids = self.backend.encode(text, add_special_tokens=not has_bos).ids
         while ids and ids[-1] in self.eos_ids:
@@ -41,14 +41,14 @@ class Tokenizer:
         return ids
 
     def encode_response(self, text: str) -> list[int]:
-        """Token ids of a full response: no BOS, end-of-text at the end."""
+        """Token ids of a whole response: without BOS, with end-of-text."""
         return [*self.backend.encode(text, add_special_tokens=False).ids, self.eos_id]
 
     def encode_text(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Token ids of text inside a sequence: nothing in front, nothing behind.
+        """Token ids of text inside a sequence, with nothing added in front or behind.
 
-        Unless `special_tokens`, the name of a special token, such as "<eos>", is read as the characters it is written with:
-        text from outside cannot end a turn or open another.
+        Unless `special_tokens`, the name of a special token, such as "<eos>", is read as plain characters, so text from outside cannot end
+        a turn or open another.
         """
         self.backend.encode_special_tokens = not special_tokens
         try:
@@ -57,12 +57,12 @@ class Tokenizer:
             self.backend.encode_special_tokens = False
 
     def token_id(self, token: str) -> int | None:
-        """The id of what is one token; None if `token` takes several, or none that the tokenizer knows."""
+        """The id of a single token; None if the text takes several tokens or the tokenizer does not know it."""
         ids = self.encode_text(token, special_tokens=True)
         return ids[0] if len(ids) == 1 and ids[0] != self.unknown_id else None
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text with special tokens, written as they are called."""
+        """Text with the names of special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -71,7 +71,7 @@ class Tokenizer:
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:
-    """Tokenizer of `model.tokenizer`, else of `model.path`: a local folder or a hub name. Raises: ConfigError."""
+    """The tokenizer of `model.tokenizer`, else of `model.path`: a local folder or a hub name. Raises ConfigError."""
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
     try:
@@ -82,7 +82,7 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
         raise ConfigError(f"{key}={source}: the folder holds no tokenizer.json{_convert(Path(source))}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{file}: not a tokenizer ({error})") from error
     settings = read_json(source, "tokenizer_config.json")
     unknown = _token(settings.get("unk_token"))
@@ -96,9 +96,9 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
 
 
 def _convert(folder: Path) -> str:
-    """Where there is another tokenizer, what makes one of it."""
+    """How to convert the folder's tokenizer, if it has one of another format."""
     convertible = any((folder / name).exists() for name in ("tokenizer.model", "vocab.json"))
-    return "; transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes one of what is there" if convertible else ""
+    return "; transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) converts the one it has" if convertible else ""
 
 
 def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
@@ -111,7 +111,7 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
         )
     if not tokenizer.eos_ids:
         problems.append(
-            f"tokenizer {tokenizer.source} has no end-of-text token: set eos_token in tokenizer_config.json, to a token that it has"
+            f"tokenizer {tokenizer.source} has no end-of-text token: set eos_token in tokenizer_config.json to one of its tokens"
         )
     elif max(tokenizer.eos_ids) >= spec.vocab_size:
         largest = max(tokenizer.eos_ids)
@@ -120,7 +120,7 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
 
 
 def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    """The tokenizer's own end-of-text first, then those the model's generation settings add (Llama 3 has three)."""
+    """The tokenizer's own end-of-text, then those that the model's generation settings add (Llama 3 has three)."""
     own = backend.token_to_id(eos_token) if eos_token else None
     stated = read_json(source, "generation_config.json").get("eos_token_id", read_json(source, "config.json").get("eos_token_id"))
     stated_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
@@ -132,13 +132,13 @@ def _token(setting: Any) -> str | None:
 
 
 def read_json(source: str, name: str) -> dict[str, Any]:
-    """What a JSON file beside the tokenizer says; empty if it is not there."""
+    """The contents of a JSON file beside the tokenizer; empty if there is none."""
     file = find_file(source, name)
     return json.loads(file.read_text()) if file else {}
 
 
 def find_file(source: str, name: str) -> Path | None:
-    """A file of a local folder or of a hub repository; None if it is not there, or the hub cannot be asked."""
+    """A file of a local folder or a hub repository; None if it is missing or the hub cannot be reached."""
     try:
         return _file(source, name)
     except HubError:

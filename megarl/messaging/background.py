@@ -1,4 +1,4 @@
-"""Tasks that go on beside what an executor does."""
+"""Tasks that run beside an executor's work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """The first task that dies fails whatever is being done at the time, with its own error. Inside one event loop."""
+    """Tasks of one event loop; the error of the first task that fails also ends what runs `beside` them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task] = set()
@@ -22,8 +22,8 @@ class Background:
         task.add_done_callback(self._ended)
 
     async def beside(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` to its end. Raises what it raises, or what a task raises or has raised; then all tasks are ended too,
-        so that nothing but the error is heard of them."""
+        """Runs `coroutine` to its end. Raises its error or a task's, also an earlier one; all tasks are then cancelled, so that only that
+        error is reported."""
         self._failure = self._failure or asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(coroutine)
         try:
@@ -42,7 +42,7 @@ class Background:
         if task.cancelled() or (error := task.exception()) is None:
             return
         self._failure = self._failure or task.get_loop().create_future()
-        if not self._failure.done():  # the first is the cause, or nearest to it
+        if not self._failure.done():  # the first error is closest to the cause
             error.add_note(f"in the background task: {task.get_name()}")
             self._failure.set_exception(error)
 

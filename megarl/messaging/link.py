@@ -1,9 +1,8 @@
-"""Typed messages between the processes of one run: ZeroMQ for transport, MessagePack for content, CURVE for who may speak.
+"""Typed messages between the processes of one run: ZeroMQ for transport, MessagePack for content, CURVE for authentication.
 
-A `Hub` binds; `Peer`s connect to it under their own name. Only holders of the run's key get through: others are refused, and
-logged. Content is decoded into the declared message types and nothing else; one that is none of these is an error wherever anything is
-awaited, now and later, and names its sender. Every wait has a deadline that names both sides. A wait blocks (`receive`), or lets the tasks
-beside it go on (`arrival`, on the hub).
+A `Hub` binds; `Peer`s connect to it under their own names. Only holders of the run's key get through; others are refused and logged.
+Messages are decoded into the declared types only. Any other message makes the current wait and all later ones raise an error that names
+its sender. Every wait has a deadline that names both sides. `receive` blocks; the hub's `arrival` lets other tasks go on.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from megarl.messaging.pulse import Pulse
 M = TypeVar("M", bound=Message)
 
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-LOOK_UP_S = 0.2  # how often a wait that may be given up asks whether it is
+LOOK_UP_S = 0.2  # interval at which a wait asks whether it is given up
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """The secret of one run: CURVE key pairs of the binding and of the connecting side."""
+    """The secret of one run: CURVE key pairs of the binding and the connecting side."""
 
     hub_public: str
     hub_secret: str
@@ -60,17 +59,17 @@ class RunKey:
 
 
 class _OnlyThisRun:
-    """Credentials provider for the ZAP handler: the run's peer key is the one accepted."""
+    """Credentials provider for the ZAP handler; accepts only the run's peer key."""
 
     def __init__(self, key: RunKey):
         self._accepted = key.peer_public.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._accepted  # pyzmq hands the key over as Z85 text
+        return key == self._accepted  # pyzmq passes the key as Z85 text
 
 
 class _Inbox:
-    """Messages that arrived while another type was awaited, in order of arrival per type."""
+    """Messages that have arrived but were not awaited yet, in order of arrival per type."""
 
     def __init__(self) -> None:
         self._queues: dict[type, deque[tuple[str, Any]]] = defaultdict(deque)  # by type: (sender, message of that type)
@@ -87,24 +86,24 @@ class _Inbox:
 
 
 class UnknownMessage(RunError):
-    """Somebody who has the run's key has sent what is no message of the run: another version of the program, or damage."""
+    """A holder of the run's key has sent something that is not a message of the run: it has another version, or the data are damaged."""
 
 
 class _Endpoint:
-    """The common part of hub and peer: one socket, one inbox, waits with a deadline."""
+    """What hub and peer have in common: one socket, one inbox, waits with a deadline."""
 
     def __init__(self, name: str, socket: zmq.Socket):
         self.name = name
         self._socket = socket
         self._inbox = _Inbox()
-        self._broken: Exception | None = None  # nothing is read any more
+        self._broken: Exception | None = None  # once set, nothing more is read
 
     def _read(self) -> tuple[str, Message]:
-        """The next message. Raises zmq.Again when none has arrived, UnknownMessage."""
+        """The next message. Raises UnknownMessage; zmq.Again if none has arrived."""
         raise NotImplementedError
 
     def _take_in(self) -> None:
-        """Moves everything that has arrived into the inbox. Raises what reading has raised, from then on whenever it is called."""
+        """Moves everything that has arrived into the inbox. Raises the error of reading, then and at every later call."""
         if self._broken is not None:
             raise self._broken
         try:
@@ -122,14 +121,14 @@ class _Endpoint:
             (body,) = frames
             return decode(body)
         except (ValueError, msgspec.DecodeError) as error:
-            sent = f"{sum(map(len, frames))} bytes in {len(frames)} parts, beginning with {b''.join(frames)[:16].hex()}"
-            raise UnknownMessage(f"{self.name} was sent what is no message of this run by {sender}: {sent}: {error}") from error
+            sent = f"{sum(map(len, frames))} bytes in {len(frames)} parts, beginning with {b''.join(frames)[:16].hex()}: {error}"
+            raise UnknownMessage(f"{self.name} was sent something by {sender} that is not a message of this run: {sent}") from error
 
     def _arrived(self) -> None:
-        """Something has come in."""
+        """Called when messages have arrived."""
 
     def poll(self, kind: type[M]) -> tuple[str, M] | None:
-        """(sender, message) if one of that type has arrived; does not wait."""
+        """(sender, message) if a message of that type has arrived; does not wait."""
         self._take_in()
         return self._inbox.take(kind)
 
@@ -139,7 +138,7 @@ class _Endpoint:
         return [message for _, message in self._inbox.take_all(kind)]
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until anything at all arrives; False past the deadline."""
+        """Blocks until anything arrives; returns False past the deadline."""
         return bool(self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000)))
 
     def receive(self, kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M]:
@@ -153,7 +152,7 @@ class _Endpoint:
         return found
 
     def receive_unless(self, given_up: Callable[[], bool], kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M] | None:
-        """Like `receive`, but returns None once `given_up` holds and no message has come."""
+        """Like `receive`, but returns None if `given_up` becomes true before a message arrives."""
         deadline = time.monotonic() + timeout_s
         while (found := self.poll(kind)) is None:
             left_s = deadline - time.monotonic()
@@ -172,7 +171,7 @@ class Hub(_Endpoint):
     """The binding side. `port` 0 takes a free one; `address` is what peers connect to."""
 
     def __init__(self, name: str, key: RunKey, host: str = "127.0.0.1", port: int = 0):
-        context = zmq.Context()  # its own: ZeroMQ allows one authenticator per context
+        context = zmq.Context()  # a context of its own: ZeroMQ allows one authenticator per context
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThisRun(key))
@@ -180,7 +179,7 @@ class Hub(_Endpoint):
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = key.hub_public.encode(), key.hub_secret.encode()
         socket.router_mandatory = True  # sending to a peer that is gone is an error, not a silent drop
-        socket.router_handover = True  # a peer whose connection broke unnoticed here comes back under its name; else nobody would hear it
+        socket.router_handover = True  # a peer whose connection broke unnoticed can come back under its name
         socket.sndhwm = socket.rcvhwm = 0
         socket.bind(f"tcp://{host}:{port}")
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -196,12 +195,12 @@ class Hub(_Endpoint):
         return name, self._decoded(name, *frames)
 
     def _note_refusals(self) -> None:
-        """Those who came without the run's key: the first is told, the second, the fourth, …, so that they cannot fill the log."""
+        """Logs connections refused for lack of the run's key: the first, second, fourth, …, so that they cannot fill the log."""
         while int(self._refusals.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             recv_monitor_message(self._refusals)
             self._refused += 1
             if self._refused.bit_count() == 1:
-                print(f"{self.name} refused somebody without the run's key at {self.address}, {self._refused} by now", flush=True)
+                print(f"{self.name} refused a connection without the run's key at {self.address}, {self._refused} by now", flush=True)
 
     def send(self, peer: str, message: Message) -> None:
         """Raises RuntimeError when `peer` is not connected."""
@@ -213,9 +212,9 @@ class Hub(_Endpoint):
             self._take_in()
 
     async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str) -> tuple[str, M]:
-        """Like `receive`, while other tasks of the event loop go on. A timeout of None waits as long as the task lives.
+        """Like `receive`, while other tasks of the event loop go on. A timeout of None means no deadline.
 
-        Several tasks may wait at once, each for a type of its own.
+        Several tasks may wait at once, each for a different type.
         """
         self._listen()
         found: list[tuple[str, M]] = []
@@ -232,15 +231,17 @@ class Hub(_Endpoint):
         return found[0]
 
     def _listen(self) -> None:
-        """ZeroMQ's descriptor becomes readable when the socket's state may have changed, not while there is something to read:
-        all must be taken in every time it does, and after every send, which can swallow the change."""
+        """ZeroMQ's descriptor becomes readable when the socket's state may have changed, not while there is something to read.
+
+        So everything must be taken in whenever it does, and after every send, which can swallow the change.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._arrivals = loop, Pulse()
             loop.add_reader(self._socket.fileno(), self._take_in_readable)
 
     def _take_in_readable(self) -> None:
-        """Called by the event loop, which would log what is raised, and go on: those who wait look, and raise it."""
+        """Called by the event loop, which would only log an error; the waiting tasks find it and raise it."""
         try:
             self._take_in()
         except Exception:

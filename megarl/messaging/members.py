@@ -1,9 +1,9 @@
-"""Process groups of gloo, closed when their members have met.
+"""Closes gloo's process groups to strangers once their members have met.
 
-A member of such a group listens for the others, and knows them by a number that can be guessed alone; what ranks exchange is pickled in
-part. It goes on listening, too, and dies of as many connections as it may have files. Gloo's own means against this, TLS, is not in
-torch's wheels. So as soon as all have connected, the kernel is told to let no packet through that would begin another connection, and those
-that there are must come from this user.
+A member of a gloo group listens for the others and recognises them only by a number that can be guessed; part of what ranks exchange is
+pickled. It also keeps listening, and dies when connections exhaust its file descriptors. Gloo's remedy, TLS, is not in torch's wheels. So
+once all members have connected, the kernel is told to drop packets that would begin another connection, and the existing connections must
+be this user's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # of all users' sockets in this network namespace
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # all users' sockets in this network namespace
 _HELD = ("01", "08")  # states in which a process still holds its end: ESTABLISHED, CLOSE_WAIT
 _NOBODY = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a packet filter (linux/filter.h): BPF_RET | BPF_K, 0 bytes
 _SO_ATTACH_FILTER = 26
@@ -29,7 +29,7 @@ Listeners = dict[int, int]  # TCP sockets on which this process listens: descrip
 
 @contextlib.contextmanager
 def members_only() -> Iterator[None]:
-    """Closes listeners that begin in this block (gloo groups, and the store where they meet) to connections made after it.
+    """Closes the listeners opened in this block (of gloo groups and their store) to later connections.
 
     Raises RuntimeError if a connection is another user's.
     """
@@ -40,7 +40,7 @@ def members_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_listeners() -> Iterator[Listeners]:
-    """Those that are there when the block is left, and were not before. One such block at a time."""
+    """The listeners that the block has opened. Only one such block may run at a time."""
     found: Listeners = {}
     with _one_at_a_time:
         before = _listening()
@@ -49,16 +49,16 @@ def new_listeners() -> Iterator[Listeners]:
 
 
 def admit_no_more(listeners: Listeners) -> None:
-    """All that are to connect have. Raises RuntimeError as `members_only` does."""
+    """Closes `listeners` to further connections. Raises RuntimeError like `members_only`."""
     for descriptor in listeners.values():
         _admit_nobody(descriptor)
     if strangers := _strangers(set(listeners)):
         users = ", ".join(map(str, sorted(strangers)))
-        raise RuntimeError(f"user {users} of this host has connected to a process group of this run, instead of one of its ranks")
+        raise RuntimeError(f"user {users} of this host has connected to a process group of this run in place of one of its ranks")
 
 
 def _listening() -> Listeners:
-    """All of this process."""
+    """All listeners of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed by now
@@ -73,7 +73,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _admit_nobody(descriptor: int) -> None:
-    """Connections that there are already are not touched by the filter."""
+    """The filter does not affect existing connections."""
     with socket.socket(fileno=os.dup(descriptor)) as each:
         each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(_NOBODY)))
 
@@ -89,8 +89,7 @@ class _Row(NamedTuple):
 
 
 def _strangers(listeners: set[int]) -> set[int]:
-    """Users, other than this process's, who hold the far end of a connection to one of these sockets of ours. Of ends on other hosts
-    nothing is known here."""
+    """Other users who hold the far end of a connection to one of these sockets. Ends on other hosts cannot be checked."""
     lines = [line.split() for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
     rows = [_Row(line[1], line[2], line[3], int(line[7]), int(line[9])) for line in lines]
     ours = {row.local for row in rows if row.inode in listeners}

@@ -1,4 +1,4 @@
-"""Every message that crosses a process boundary of a run. Decoding admits these types and nothing else."""
+"""Every message that crosses a process boundary of a run. Decoding admits only these types."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_Message, frozen=True):
-    """First word of a trainer rank: it is up, here, and this is the reshard map it computed."""
+    """A trainer rank's first message: that it is up, where, and which reshard map it has computed."""
 
     plan_hash: str
     host: Host = Host()
 
 
 class WeightsOffer(_Message, frozen=True):
-    """Trainer rank: my shard of these weights is final until you tell me it is written."""
+    """Trainer rank: my shard of this version stays unchanged until the update is over."""
 
     version: int
 
 
 class WeightsGrant(_Message, frozen=True):
-    """Generator: the engines stand still, write `version` now.
+    """Generator: the engines are paused, write `version` now.
 
     With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
-    Without, all stays what it was. `engines` counts the engines that take part; 0: there is nothing to write.
+    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write.
     """
 
     version: int
     endpoints: list[str]
     engines: int = -1
-    relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), where engines pass on a part
-    plan_hash: str = ""  # of the map that leaves out what they pass on
+    relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), if engines pass on a part
+    plan_hash: str = ""  # of the map without what engines pass on
 
 
 class WeightsWritten(_Message, frozen=True):
-    """Trainer rank: my copies are written. `shares[generator rank][tensor]` is their share of the audit hash of that tensor.
+    """Trainer rank: my copies are written, or `error` says why not. `shares[generator rank][tensor]`: their share of its audit hash.
 
-    Or they are not: `error` then says why, and is empty otherwise. `unwritten` are generator ranks that could not be reached. With `more`
-    to come, only those copies are that land (Mooncake): the workers can spread them while the others are written.
+    `unwritten`: generator ranks that could not be reached. `more`: only the copies that land (Mooncake) are written yet, so the workers
+    can scatter them while the others follow.
     """
 
     version: int
@@ -59,19 +59,19 @@ class WeightsApplied(_Message, frozen=True):
     """Generator: the engines serve `version`."""
 
     version: int
-    audited: bool  # a failed audit never gets here: it ends the run
-    pause_s: float  # how long the engines stood still
+    audited: bool  # whether there was an audit; a failed one ends the run
+    pause_s: float  # how long the engines were paused
     bytes_written: int  # by all trainer ranks together
 
 
 class WeightsWanted(_Message, frozen=True):
-    """Generator, to trainer rank 0: an engine has come back; offer `version`, if it is still your newest, again."""
+    """Generator, to trainer rank 0: an engine has come back; offer `version` again if it is still your newest."""
 
     version: int
 
 
 class GenerateFrom(_Message, frozen=True):
-    """Trainer rank 0, first of all: generate every prompt from `first` on but those of `skip`, which are trained on or held here."""
+    """Trainer rank 0's first order: generate all prompts from `first` on except `skip`, which are trained on or held here."""
 
     first: Ordinal
     skip: list[Ordinal]
@@ -85,21 +85,21 @@ class GroupsStarted(_Message, frozen=True):
 
 
 class GroupReady(_Message, frozen=True, gc=False):
-    """Generator: a finished group. Times are seconds of the generator's monotonic clock; all 0 in a group that an earlier process made.
+    """Generator: a finished group. Times are seconds on the generator's monotonic clock; 0 in a group that an earlier process made.
 
-    (Out of the garbage collector's sight, for the sake of full buffers: it holds nothing that could refer back to it.)
+    gc=False keeps full buffers cheap for the garbage collector; nothing in a message can refer back to it.
     """
 
     ordinal: Ordinal
     oldest: Version  # of its tokens
     started_s: float
     ended_s: float
-    idle_s: float  # how long the generator has waited for weights since it was started, counted in places in flight
-    group: msgspec.Raw  # an encoded Group: decoded by those who train on it, once
+    idle_s: float  # how long the generator's places in flight have waited for weights since its start, averaged over them
+    group: msgspec.Raw  # an encoded Group, decoded only where it is trained on
 
 
 class Regenerate(_Message, frozen=True):
-    """Trainer rank 0: these groups came too late to be trained on; generate them again."""
+    """Trainer rank 0: these groups are too old to be trained on; generate them again."""
 
     ordinals: list[Ordinal]
 
@@ -111,11 +111,11 @@ class ProbeReady(_Message, frozen=True):
     token_ids: list[list[int]]
     prompt_lengths: list[int]
     logprobs: list[list[float]]
-    routing: list[bytes]  # of each sequence (models/routing.py), empty where it was not recorded
+    routing: list[bytes]  # per sequence (models/routing.py); empty if not recorded
 
 
 class WorkerReply(_Message, frozen=True):
-    """Answer of one engine worker to a loader command; `error` is empty on success, else what went wrong there."""
+    """One engine worker's answer to a loader command; `error` is empty on success."""
 
     generator_rank: int
     command: str
@@ -136,5 +136,5 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Raises msgspec.DecodeError on anything but a declared message."""
+    """Raises msgspec.DecodeError for anything but a declared message."""
     return _decoder.decode(body)

@@ -1,4 +1,4 @@
-"""Waiting inside one event loop for something to become true."""
+"""Waiting within one event loop for a condition."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 
 class Pulse:
-    """Whoever changes what others wait for beats; whoever waits looks again."""
+    """A task that changes what others may wait for calls `beat`; waiting tasks then check their condition again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def beat(self) -> None:
-        self._event.set()  # wakes all that wait now
+        self._event.set()  # wakes all waiting tasks
         self._event.clear()
 
     async def until(self, holds: Callable[[], bool]) -> None:

@@ -12,21 +12,21 @@ import msgspec
 
 from megarl.messaging.link import RunKey
 
-LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services listen below
+LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services have lower ports
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Written by the launcher before it starts anything, readable by this user alone: it holds the engines' keys."""
+    """The launcher writes it before it starts anything, readable by this user alone, since it holds the engines' keys."""
 
     hub_host: str
     hub_port: int
     key_file: str  # the RunKey of every message between processes
-    trainer_host: str  # of trainer rank 0, where torch.distributed meets
+    trainer_host: str  # trainer rank 0's, where torch.distributed meets
     trainer_port: int
     engine_hosts: list[str]
     engine_ports: list[int]
-    engine_group_ports: list[int]  # where the parts of an engine that spans nodes meet
+    engine_group_ports: list[int]  # where parts of an engine on several nodes meet
     engine_key: str  # generation
     engine_admin_key: str  # weight updates
     start_step: int
@@ -45,7 +45,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return [f"http://{host}:{port}" for host, port in zip(self.engine_hosts, self.engine_ports)]
 
     def save(self, launch_dir: Path) -> None:
-        """By rename: launchers of other nodes wait for the file to appear."""
+        """Appears by a rename, whole, since launchers of other nodes wait for the file."""
         path = rendezvous_path(launch_dir)
         half = path.with_suffix(".half")
         half.unlink(missing_ok=True)
@@ -56,12 +56,12 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, launch_dir: Path) -> Rendezvous:
-        """Raises RuntimeError where it is damaged."""
+        """Raises RuntimeError if the file is damaged."""
         path = rendezvous_path(launch_dir)
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
-            raise RuntimeError(f"{path}: is damaged ({error}); it belongs to this launch alone: start again") from error
+            raise RuntimeError(f"{path}: is damaged ({error}); only this launch needs it: start the run again") from error
 
 
 def rendezvous_path(launch_dir: Path) -> Path:
@@ -69,10 +69,10 @@ def rendezvous_path(launch_dir: Path) -> Path:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that were free a moment ago, all different. Raises RuntimeError when there are not enough.
+    """Different ports that were free a moment ago. Raises RuntimeError if there are not enough.
 
-    An engine binds its port seconds later. By then the kernel may have given any port of the ephemeral range to an
-    outgoing connection, so these lie outside of it, unless the host leaves nothing there.
+    An engine binds its port seconds later. Until then the kernel may give any ephemeral port to an outgoing connection, so these ports lie
+    outside that range, unless the host leaves none there.
     """
     low, high = map(int, EPHEMERAL_RANGE.read_text().split())
     candidates = [*range(LOWEST_PORT, low), *range(high + 1, END_OF_PORTS)] or list(range(LOWEST_PORT, END_OF_PORTS))

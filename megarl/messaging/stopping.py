@@ -1,8 +1,8 @@
-"""A run that is asked to stop, as its trainer ranks see it: SIGTERM, sent by the launcher or by Slurm to all processes of a job.
+"""How trainer ranks stop on SIGTERM, which the launcher or Slurm sends to all processes of a job.
 
-Ranks hear of it at different moments, and may be inside collectives then. So the signal only sets a mark. Rank 0 says at the
-next batch that there is none (`rollouts`), and where every rank waits on its own, all agree whether the wait was given up.
-The step that is running is finished in either case.
+Ranks receive the signal at different moments, possibly inside collectives, so it only sets a mark. Rank 0 announces the stop in place of
+the next batch (`rollouts`); where every rank waits on its own, all agree whether the wait is given up. The running step is finished in
+either case.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class StopRequest:
         self.asked = False
 
     def listen(self) -> None:
-        """From now on SIGTERM asks, and does not kill. Main thread only."""
+        """Makes SIGTERM a request instead of the end of the process. Main thread only."""
         signal.signal(signal.SIGTERM, lambda *_: self.ask())
 
     def ask(self) -> None:
         self.asked = True
 
     def agree(self, given_up: bool, device: torch.device) -> bool:
-        """Whether any rank has given up what all were waiting for; all stop then. Collective over the default process group."""
+        """Whether any rank has given up the wait; then all stop. Collective over the default process group."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             votes = torch.tensor([given_up], dtype=torch.int32, device=device)
             dist.all_reduce(votes, op=dist.ReduceOp.MAX)

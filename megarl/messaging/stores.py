@@ -1,7 +1,7 @@
-"""Where the members of a process group meet: torch's stores. Whoever can reach one can read and change what is in it.
+"""Torch's stores, where the members of a process group meet. Whoever can reach a store can read and change it.
 
-So on one host it is a file that this user alone can open. Between hosts it is a port, of the one network that they share: torch has no keys
-for it, and would listen on every network.
+So on one host the store is a file that only this user can open. Between hosts it is a port, but only on the network that they share: torch
+has no keys for it, and would listen on every network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 
 def open_store(host: str) -> tuple[dist.Store, str]:
-    """A store that others reach on `host`, an IP address, and its own address."""
+    """A store that others reach at `host`, an IP address; and the store's address."""
     if ipaddress.ip_address(host).is_loopback:
         folder = tempfile.mkdtemp(prefix="store-")
         path = os.path.join(folder, "store")
@@ -31,7 +31,7 @@ def open_store(host: str) -> tuple[dist.Store, str]:
 
 
 def connect_store(address: str, timeout_s: float) -> dist.Store:
-    """Connects to a store that `open_store` has opened. Raises RuntimeError if it cannot be reached within the deadline."""
+    """Connects to a store of `open_store`. Raises RuntimeError if it cannot be reached before the deadline."""
     parts, timeout = urlsplit(address), timedelta(seconds=timeout_s)
     if parts.scheme == "file":
         store = dist.FileStore(parts.path)
@@ -42,7 +42,7 @@ def connect_store(address: str, timeout_s: float) -> dist.Store:
 
 
 def listening_store(host: str, port: int, timeout_s: float = 300) -> dist.TCPStore:
-    """A store in this process that listens on `host` alone. `port` 0 takes a free one."""
+    """A store in this process that listens only on `host`. `port` 0: a free one."""
     listener = socket.create_server((host, port))
     return dist.TCPStore(
         host,

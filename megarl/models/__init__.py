@@ -1,19 +1,18 @@
-"""Model families: one file each, stating its logical tensors and where Megatron-core 0.16 and SGLang 0.5.21 keep them.
+"""Model families: one file each, which states the family's logical tensors and where Megatron-core 0.16 and SGLang 0.5.21 keep them.
 
-Adding a family is one file, `megarl/models/<name>.py`, or one outside of the package that `model.family` names. It declares
+A new family is one file, `megarl/models/<name>.py`, or one outside the package that `model.family` names. It declares
 
     ARCHITECTURES = ("<Name>ForCausalLM",)                                        names as in config.json
     read_spec(reader) -> ModelSpec                                                keys of config.json; refuses variants it does not state
     logical_tensors(spec) -> tuple[LogicalTensor, ...]                            tensors of the HF checkpoint, in forward order
     megatron_parameters(spec, topology, layer_spec) -> tuple[Parameter, ...]      parameters of the trainer
     sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]            parameters of one engine
-    quantised_parameters(spec) -> tuple[str, ...]                                 which of the engine's are kept in fp8
+    quantised_parameters(spec) -> tuple[str, ...]                                 the engine's parameters that are kept in fp8
 
-and is found by that: nothing has to be registered. Most of a family is put together from blocks that state one part of a layer on
-all three sides: `vocabulary`, `attention`, `latent_attention`, `mlp`, `experts`; `dense` and `sparse` join them to whole layers.
-What is new in a family is stated in `parameters`' vocabulary; read that module first, then `qwen2` (shortest), `deepseek_v3` (longest).
-To test it, add its name to FAMILIES in tests/unit/reshard_cases.py, and to tests/unit/reshard_reference.py its tensors by plain
-slicing.
+and needs no registration. Most families consist of blocks that state one part of a layer on all three sides: `vocabulary`, `attention`,
+`latent_attention`, `mlp`, `experts`; `dense` and `sparse` join these into whole layers. What is new in a family is stated in the
+vocabulary of `parameters`; read that module first, then `qwen2` (shortest) and `deepseek_v3` (longest). To test a family, add its name to
+FAMILIES in tests/unit/reshard_cases.py, and its tensors by plain slicing to tests/unit/reshard_reference.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention of grouped queries (Llama, Qwen, Mixtral) with the norm before it; optional qkv biases and query/key norms.
+"""Grouped-query attention (Llama, Qwen, Mixtral) with the norm before it; optional qkv biases and query/key norms.
 
 Each block file of this package has the functions `logical`, `megatron`, `sglang` and the tuple `QUANTISED`: the SGLang
-parameters that are kept in fp8 when the engine is quantised.
+parameters that are in fp8 when the engine is quantised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QK_NORMS = (_L + "self_attn.q_norm.weight", _L + "self_attn.k_norm.weight")
 SGLANG_QKV = _L + "self_attn.qkv_proj."
 QUANTISED = (SGLANG_QKV + "weight", O)
 
-# Where Megatron keeps the norm: an own module in the local layer spec, fused into the linear layer by Transformer Engine.
+# Where Megatron keeps the norm: as a module of its own in the local layer spec; Transformer Engine fuses it into the linear layer.
 INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.linear_qkv.layer_norm_weight"}
 
 
@@ -35,7 +35,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    """Raises ConfigError when `tp` does not divide the heads."""
+    """Raises ConfigError if `tp` does not divide the heads."""
     tp, kv = topology.tp, spec.num_kv_heads
     problems = indivisible("trainer.tp", tp, num_attention_heads=spec.num_attention_heads)
     if kv % tp and tp % kv:

@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and R1: latent attention, a few dense layers, then mixtures with shared experts and a bias on the router's choice.
+"""DeepSeek-V3 and R1: latent attention; a few dense layers, then mixtures with shared experts and a bias on the router's choice.
 
-Left out: the multi-token-prediction layer (index num_hidden_layers in the checkpoint), which neither side runs. SGLang must be
-started with disable_shared_experts_fusion: by itself it may keep the shared expert as one more routed expert.
+The multi-token-prediction layer (index num_hidden_layers in the checkpoint) is left out: neither side runs it. SGLang must be
+started with disable_shared_experts_fusion, since it may otherwise keep the shared expert as one more routed expert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALLOWED = {
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
     "rope_interleave": True,
-    "rms_norm_eps": 1e-6,  # what Hugging Face takes for the two norms inside attention, whatever is said; SGLang takes what is said
+    "rms_norm_eps": 1e-6,  # Hugging Face always uses this for the two norms inside attention, SGLang uses config.json's value
 }
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
@@ -31,7 +31,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     for key, allowed in _ALLOWED.items():
         reader.expect(key, allowed, allowed)
     _, scaling = reader.rope()
-    if missing := [key for key in _YARN if scaling and key not in scaling]:  # defaults differ between Hugging Face and SGLang
+    if missing := [key for key in _YARN if scaling and key not in scaling]:  # Hugging Face and SGLang have different defaults
         raise ConfigError(f"{reader.source}: rope_scaling lacks {', '.join(missing)}")
     nope, rope = reader.integer("qk_nope_head_dim"), reader.integer("qk_rope_head_dim")
     expert_rows = reader.integer("moe_intermediate_size")
@@ -85,12 +85,12 @@ def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    """As in DeepSeek's own fp8 checkpoints: all linear layers but the router and the output layer."""
+    """All linear layers except the router and the output layer, as in DeepSeek's own fp8 checkpoints."""
     dense = mlp.QUANTISED if spec.first_dense_layers else ()
     sparse = mlp.QUANTISED_SHARED + experts.quantised("mlp") if spec.first_dense_layers < spec.num_layers else ()
     return latent_attention.QUANTISED + dense + sparse
 
 
 def _layers(spec: ModelSpec) -> tuple[Layers, Layers]:
-    """Dense layers and layers with experts. The norm before each belongs to the one or the other: Megatron names them apart."""
+    """Dense layers, layers with experts. Megatron names the norms before the two differently."""
     return (0, spec.first_dense_layers), (spec.first_dense_layers, spec.num_layers)

@@ -1,4 +1,4 @@
-"""Families whose layers are all alike: attention of grouped queries, then a dense MLP. Llama, Qwen2.5 and Qwen3 are such."""
+"""Families whose layers all have grouped-query attention and a dense MLP: Llama, Qwen2.5 and Qwen3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.topology import GeneratorTopology, TrainerTopology
 
 
 def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
-    """The keys that all families have in common; `own` are further fields of the spec, and win.
+    """Reads the keys that all families have in common; `own` fields of the spec are added, and take precedence.
 
     Raises ConfigError for missing keys and sizes that do not fit.
     """

@@ -1,6 +1,6 @@
-"""A mixture of experts: router and routed experts. The norm before it and shared experts are in `mlp`.
+"""The router and routed experts of a mixture of experts. The norm before it and shared experts are in `mlp`.
 
-Checkpoints differ in names alone: `module` is "mlp" (gate_proj, up_proj, down_proj) or "block_sparse_moe" (Mixtral: w1, w3, w2).
+Checkpoints differ only in names: `module` is "mlp" (gate_proj, up_proj, down_proj) or "block_sparse_moe" (Mixtral: w1, w3, w2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 _PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
-# Megatron's names of expert K: an own module each (SequentialMLP), or one of Transformer Engine's grouped linear layers.
+# Megatron's names of expert K: a module per expert (SequentialMLP), or Transformer Engine's grouped linear layers.
 _MEGATRON_NAMES = {"local": "local_experts.{expert}.linear_fc%d.weight", "te": "linear_fc%d.weight{expert}"}
 
 
@@ -35,7 +35,7 @@ def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) 
 def megatron(
     spec: ModelSpec, topology: TrainerTopology, layer_spec: str, module: str = "mlp", layers: Layers | None = None
 ) -> list[Parameter]:
-    """Raises ConfigError when `ep` does not divide the experts, or `etp` their rows."""
+    """Raises ConfigError if `ep` does not divide the experts, or `etp` their rows."""
     problems = indivisible("trainer.ep", topology.ep, num_experts=spec.num_experts)
     problems += indivisible("trainer.etp", topology.etp, moe_intermediate_size=spec.expert_intermediate_size)
     if problems:
@@ -43,7 +43,7 @@ def megatron(
     gate, up, down = _names(module)
     own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + _MEGATRON_NAMES[layer_spec]
     parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
-    if spec.router_bias:  # a buffer, always float32; moe/router.py
+    if spec.router_bias:  # a buffer that is always float32 (moe/router.py)
         parameters.append(whole(own + "router.expert_bias", LAYER, _router_bias(module), layers=layers, dtype="float32"))
     fc1, fc2 = (names.replace("%d", n) for n in "12")
     return parameters + [
@@ -53,7 +53,7 @@ def megatron(
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, module: str = "mlp", layers: Layers | None = None) -> list[Parameter]:
-    """Contiguous runs of experts over `ep`, each cut over the tp / ep ranks that share it (moe tp)."""
+    """Each of `ep` shards has a contiguous run of experts, which is cut over its tp / ep ranks (moe tp)."""
     problems = indivisible("generator.ep", topology.ep, **{"generator.tp": topology.tp, "num_experts": spec.num_experts})
     if problems:
         raise ConfigError(problems)

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) with the norm before it.
 
-SGLang derives w_kc and w_vc from kv_b_proj after loading; they are no parameters, and not stated here.
+SGLang derives w_kc and w_vc from kv_b_proj after loading; they are not parameters, so they are not stated here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    """The local layer spec cuts the down projections by rows; Transformer Engine keeps them whole on every tp rank, and the two
-    inner norms inside the up projections. Raises ConfigError when `tp` does not divide heads or ranks."""
+    """The local layer spec cuts the down projections by rows; Transformer Engine keeps them whole on every tp rank, and fuses the two
+    inner norms into the up projections. Raises ConfigError if `tp` does not divide heads or latent ranks."""
     tp, te = topology.tp, layer_spec == "te"
     sizes = {"num_attention_heads": spec.num_attention_heads}
     if not te:
@@ -56,7 +56,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    """Every rank holds both down projections whole, fused. Raises ConfigError when `tp` does not divide the heads."""
+    """Every rank holds both down projections, whole and fused. Raises ConfigError if `tp` does not divide the heads."""
     tp = topology.attention_tp
     if problems := indivisible("generator.tp", tp, num_attention_heads=spec.num_attention_heads):
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""Mixtral: Llama's attention; every layer a mixture of experts."""
+"""Mixtral: Llama's attention; every layer is a mixture of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULE = "block_sparse_moe"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for heads of another width, and for rotary embeddings, that SGLang would serve otherwise without a word."""
+    """Raises ConfigError also for head widths and rotary embeddings that SGLang would silently serve otherwise."""
     reader.expect("sliding_window", None, None)
     spec = read_common(
         reader,

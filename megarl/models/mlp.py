@@ -1,4 +1,4 @@
-"""The dense gated MLP with the norm before it; also as the shared experts of a mixture."""
+"""The dense gated MLP with the norm before it; a mixture's shared experts are one too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 POST_NORM = _L + "post_attention_layernorm.weight"
-SGLANG_CPU_PADDING = 32  # of ffn rows, times tp; sglang/srt/configs/update_config.py
+SGLANG_CPU_PADDING = 32  # ffn rows are padded to a multiple of this times tp; sglang/srt/configs/update_config.py
 MLP, SHARED = "mlp", "mlp.shared_experts"  # module names in HF checkpoints and SGLang
 QUANTISED = (_L + MLP + ".gate_up_proj.weight", _L + MLP + ".down_proj.weight")
 QUANTISED_SHARED = tuple(name.replace(MLP, SHARED) for name in QUANTISED)
@@ -28,7 +28,7 @@ def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
 
 
 def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
-    """Megatron uses the same module names. Raises ConfigError when `tp` does not divide the rows."""
+    """Megatron uses the same module names. Raises ConfigError if `tp` does not divide the rows."""
     tp = topology.tp
     if problems := indivisible("trainer.tp", tp, intermediate_size=rows):
         raise ConfigError(problems)
@@ -41,12 +41,12 @@ def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: La
 
 
 def megatron_norm(layer_spec: str, layers: Layers | None = None) -> Parameter:
-    """Before a dense MLP; before experts it is an own module in both layer specs: layer_spec "local"."""
+    """The norm before a dense MLP. Before experts both layer specs have it as a module of its own: pass layer_spec "local"."""
     return whole("decoder.layers.{layer}." + MLP_NORM_NAMES[layer_spec], LAYER, POST_NORM, layers=layers)
 
 
 def sglang(topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
-    """Raises ConfigError where GPU engines refuse `tp`; CPU engines pad the rows."""
+    """Raises ConfigError if GPU engines refuse `tp`; CPU engines pad the rows."""
     tp = topology.tp
     if device == "cpu":
         rows = round_up(rows, tp * SGLANG_CPU_PADDING)

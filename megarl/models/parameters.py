@@ -1,17 +1,17 @@
 """The vocabulary in which a family states where an engine keeps the model's tensors.
 
-A *logical tensor* is a tensor of the HF checkpoint, full and unsharded. An engine's *parameter* is one or several logical
-tensors fused along one dim and cut over the shards of tensor parallelism. All fused layouts in use are one pattern:
-`groups` times in turn, a slice of each part; shard s holds the s-th contiguous chunk of that sequence.
+A *logical tensor* is a full, unsharded tensor of the HF checkpoint. An engine's *parameter* is one or several logical tensors, fused along
+one dim and cut over the tensor-parallel shards. All fused layouts follow one pattern: `groups` times a slice of each part in turn;
+shard s holds the s-th contiguous chunk of that sequence.
 
     Megatron linear_qkv    groups = kv heads   [q..q, k, v] per query group
     SGLang qkv_proj        groups = tp         [Q_r; K_r; V_r] per rank
     gate_up, linear_fc1    groups = tp         [gate_r; up_r] per rank
     plain row/column cut   groups = tp         one part
 
-Experts: a logical name with `{expert}` stands for one tensor per expert. Its parameter is stated as for a single expert; over
-expert-parallel shards the experts are cut into contiguous runs. A parameter that itself has `{expert}` in its name is one
-tensor per expert in the engine too; otherwise the engine stacks its experts along a leading dim.
+A logical name with `{expert}` stands for one tensor per expert. Its parameter is stated as for a single expert; each expert-parallel
+shard has a contiguous run of experts. If the parameter's own name has `{expert}`, the engine keeps one tensor per expert too; otherwise it
+stacks its experts along a leading dim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST, LAYER, LAST = "first", "layer", "last"
-LAYER_FIELD = "{layer}"  # stands for the global layer number in names of place LAYER
+LAYER_FIELD = "{layer}"  # stands for the global layer number, in names whose place is LAYER
 EXPERT_FIELD = "{expert}"  # stands for the global expert number
 
 Layers = tuple[int, int]  # first, end
@@ -30,19 +30,19 @@ class LogicalTensor:
     """A tensor of the HF checkpoint. A name with `{layer}` stands for one tensor per layer, with `{expert}` for one per expert."""
 
     name: str
-    shape: tuple[int, ...]  # of one layer's, one expert's tensor
-    place: str  # FIRST | LAYER | LAST: the pipeline stage that needs it
+    shape: tuple[int, ...]  # of the tensor of one layer and one expert
+    place: str  # FIRST | LAYER | LAST: the pipeline stages that need it
     layers: Layers | None = None  # which layers have it; None: all
-    experts: int = 0  # how many experts have one each; 0: not of an expert
-    dtype: str | None = None  # where it is not the checkpoint's
+    experts: int = 0  # how many experts have one each; 0: it does not belong to experts
+    dtype: str | None = None  # None: the checkpoint's
 
 
 @dataclass(frozen=True)
 class Part:
-    """One logical tensor's share of a parameter: per group a slice of `padded * replicas / groups` along the cut dim.
+    """One logical tensor's part of a parameter: per group a slice of `padded * replicas / groups` along the cut dim.
 
     Group g takes slice g // replicas, so `replicas` consecutive groups hold the same elements (kv heads under a larger TP).
-    `padded` is the tensor's extent along the cut dim including the zeros that the engine appends; None: no padding.
+    `padded`: the tensor's extent along the cut dim, including zeros that the engine appends; None: no padding.
     """
 
     logical_name: str
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of an engine, on all shards. `dim` None: every shard holds the parts whole, one below the other."""
+    """A parameter of an engine, on all shards. `dim` None: every shard holds the whole parts, one below the other."""
 
     name: str
     place: str  # FIRST | LAYER | LAST
@@ -60,8 +60,8 @@ class Parameter:
     dim: int | None = None
     groups: int = 1
     layers: Layers | None = None  # which layers have it; None: all
-    dtype: str | None = None  # where it is not the layout's
-    of_attention: bool = False  # cut over the ranks that share attention, where an engine runs attention data-parallel
+    dtype: str | None = None  # None: the layout's
+    of_attention: bool = False  # with data-parallel attention, cut only over the ranks of one replica
 
     @property
     def of_expert(self) -> bool:
@@ -74,7 +74,7 @@ def whole(name: str, place: str, *logical_names: str, layers: Layers | None = No
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the trainer's embedding and output layer: the next multiple of 128 * `tp`.
+    """Rows of the trainer's embedding and output layer: `vocab_size` rounded up to a multiple of 128 * `tp`.
 
     128 is the default of Megatron's `--make-vocab-size-divisible-by`; megatron-core itself leaves the padding to its caller.
     """
@@ -86,5 +86,5 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def indivisible(key: str, size: int, **sizes: int) -> list[str]:
-    """Problems, one for each of `sizes` that `size` does not divide."""
+    """A problem for each of `sizes` that `size` does not divide."""
     return [f"{key} = {size} does not divide {name} = {value}" for name, value in sizes.items() if value % size]

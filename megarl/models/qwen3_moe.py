@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention; every layer a mixture of experts, without shared ones."""
+"""Qwen3-MoE: Qwen3's attention; every layer is a mixture of experts without shared experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULE = "mlp"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also where some layers are dense."""
+    """Raises ConfigError also if some layers are dense."""
     reader.expect("attention_bias", False, False)
     reader.expect("use_sliding_window", False, False)
     reader.expect("decoder_sparse_step", 1, 1)
@@ -25,7 +25,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         qk_norm=True,
         head_dim=reader.integer("head_dim", 128),
         intermediate_size=0,
-        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # its name as transformers 5 writes it
+        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # transformers 5's name
         experts_per_token=reader.integer("num_experts_per_tok"),
         expert_intermediate_size=reader.integer("moe_intermediate_size"),
         norm_topk_prob=reader.flag("norm_topk_prob", False),

@@ -1,7 +1,6 @@
-"""From an HF config.json to a `ModelSpec`, and from a spec to the family module that knows its tensors.
+"""Reads an HF config.json into a `ModelSpec`, and finds the family module that knows the spec's tensors.
 
-What a family module declares stands in the docstring of the package. Nothing has to be registered: every module of the package
-that has `ARCHITECTURES` is a family.
+The package's docstring says what a family module declares. Every module of the package that has `ARCHITECTURES` is a family.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters"
 
 
 class ConfigReader:
-    """Reads keys of one config.json; every complaint names the file and the key."""
+    """Reads keys of one config.json; every error names the file and the key."""
 
     def __init__(self, source: str, values: Mapping[str, Any]):
         self.source = source
@@ -77,8 +76,8 @@ class ConfigReader:
 def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path", own_family: str | None = None) -> ModelSpec:
     """The shape of a model from a checkpoint folder, a config.json, a hub name, or the config's contents.
 
-    `setting` is what has named it, for messages; `own_family` a family module outside of this package (`model.family`). Raises ConfigError
-    naming file and key when something is missing or the architecture is unknown.
+    Args: setting: the key that names the model, for messages; own_family: a family module outside this package (`model.family`).
+    Raises ConfigError that names file and key if something is missing or the architecture is unknown.
     """
     if isinstance(model, Mapping):
         return _read("config", model, own_family)
@@ -98,7 +97,7 @@ def family(spec: ModelSpec) -> ModuleType:
 
 
 def is_own(spec: ModelSpec) -> bool:
-    """Whether its family stands outside of this package; `spec.family` is then the module's own name."""
+    """Whether its family is outside this package; `spec.family` is then the module's full name."""
     return spec.family not in {info.name for info in pkgutil.iter_modules(importlib.import_module("megarl.models").__path__)}
 
 
@@ -140,7 +139,7 @@ def _config_file(model: str, setting: str) -> Path:
             raise ConfigError(f"{setting}={model}: the folder holds no config.json")
     if path.exists():
         return path
-    # A hub name is owner/name; anything else, and anything that looks like a path, is a missing folder.
+    # A hub name is owner/name; anything else, or what looks like a path, is a missing folder.
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ConfigError(f"{setting}={model}: does not exist")
     try:

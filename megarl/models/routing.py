@@ -1,6 +1,6 @@
-"""Which experts a router chose, as it travels with a rollout: typed bytes, position after position, for rollout routing replay.
+"""The experts that a router chose, packed into bytes that travel with a rollout, for rollout routing replay.
 
-The paper is Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, arXiv 2510.11370.
+See Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, arXiv 2510.11370.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megarl.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class RoutingFormat:
-    """Expert ids [positions, layers with experts, experts per token], one byte each, or two where there are more than 256 experts.
+    """Expert ids [positions, layers with experts, experts per token], one byte each, or two if there are more than 256 experts.
 
-    Position i of a sequence is where its token i goes in: the last token of a response never does, and has no ids.
+    Position i of a sequence is the input of its token i. The last token of a response is never an input, so it has no ids.
     """
 
     layers: int  # of the decoder
-    dense_layers: int  # the first of them, which have no experts
+    dense_layers: int  # how many first layers have no experts
     top_k: int
     num_experts: int
 
@@ -48,13 +48,13 @@ class RoutingFormat:
         return ids.astype(self.dtype).tobytes()
 
     def unpack(self, packed: bytes) -> np.ndarray:
-        """Raises ValueError where it is no whole number of positions."""
+        """Raises ValueError if `packed` is not a whole number of positions."""
         return np.frombuffer(packed, self.dtype).reshape(-1, *self.shape)
 
     def from_engine(self, answered: bytes) -> bytes:
-        """Packed, from what SGLang answers: int32 [positions, layers, experts per token]; dense layers are there, but mean nothing.
+        """Packs SGLang's answer: int32 [positions, layers, experts per token], including dense layers, whose ids mean nothing.
 
-        Raises ValueError where these cannot be the ids of `top_k` experts of each layer.
+        Raises ValueError if these cannot be the ids of `top_k` experts of each layer.
         """
         ids = np.frombuffer(answered, "<i4").reshape(-1, self.layers, self.top_k)[:, self.dense_layers :]
         if ids.size and not (ids.min() >= 0 and ids.max() < self.num_experts):

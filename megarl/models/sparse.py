@@ -1,4 +1,4 @@
-"""Families of grouped-query attention in which every layer is a mixture of experts. Qwen3-MoE and Mixtral are such."""
+"""Families with grouped-query attention in which every layer is a mixture of experts: Qwen3-MoE and Mixtral."""
 
 from __future__ import annotations
 

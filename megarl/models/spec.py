@@ -1,4 +1,4 @@
-"""The shape of a model, as its HF config.json states it."""
+"""The shape of a model, as stated by its HF config.json."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Fields from `qkv_bias` on are zero, false or None where a family has no such thing."""
+    """Fields from `qkv_bias` on are zero, false or None if a family does not have the feature."""
 
-    family: str  # names the module that knows its tensors: "llama" of megarl.models, or the whole name of one of the user's own
+    family: str  # the module that knows its tensors: "llama" for one of megarl.models, the full name for a user's own
     num_layers: int
     hidden_size: int
-    intermediate_size: int  # of dense layers; 0 where every layer is a mixture of experts
+    intermediate_size: int  # of dense layers; 0 if every layer is a mixture of experts
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
@@ -34,9 +34,9 @@ class ModelSpec:
     shared_intermediate_size: int = 0  # of all shared experts together
     first_dense_layers: int = 0  # layers before the first with experts
     score_function: str = "softmax"  # of the router: "softmax" | "sigmoid"
-    norm_topk_prob: bool = True  # weights of the chosen experts are scaled to sum 1
-    router_bias: bool = False  # added to the scores for the choice of experts only
-    num_expert_groups: int = 0  # experts are chosen from `topk_groups` of so many groups
+    norm_topk_prob: bool = True  # scale the weights of the chosen experts to sum 1
+    router_bias: bool = False  # a bias added to the scores only to choose experts
+    num_expert_groups: int = 0  # experts are chosen within `topk_groups` of so many groups
     topk_groups: int = 0
     routed_scaling_factor: float = 1.0
 

@@ -1,4 +1,4 @@
-"""Embedding, final norm and output layer: alike in all families. Both engines cut the vocabulary by rows, and pad it."""
+"""Embedding, final norm and output layer, which are alike in all families. Both engines cut the vocabulary by rows and pad it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SGLANG_PADDING = 64  # rows; sglang/srt/layers/vocab_parallel_embedding.py
 
 
 def logical(spec: ModelSpec, layers: list[LogicalTensor]) -> tuple[LogicalTensor, ...]:
-    """All logical tensors, with those of the layers in between. A tied model has no `lm_head.weight`."""
+    """All logical tensors of the model, including `layers`. A tied model has no `lm_head.weight`."""
     embed = LogicalTensor(EMBED, (spec.vocab_size, spec.hidden_size), FIRST)
     tensors = [embed, *layers, LogicalTensor(NORM, (spec.hidden_size,), LAST)]
     if not spec.tie_word_embeddings:
@@ -21,7 +21,7 @@ def logical(spec: ModelSpec, layers: list[LogicalTensor]) -> tuple[LogicalTensor
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]) -> tuple[Parameter, ...]:
-    """All of Megatron's parameters. With tied embeddings and pp > 1 the last stage has a copy of the embedding as `output_layer.weight`."""
+    """All of Megatron's parameters. With tied embeddings and pp > 1 the last stage copies the embedding to `output_layer.weight`."""
     tp, padded = topology.tp, padded_vocab_size(spec.vocab_size, topology.tp)
     parameters = [Parameter("embedding.word_embeddings.weight", FIRST, (Part(EMBED, padded),), dim=0, groups=tp)]
     parameters += [*layers, whole("decoder.final_layernorm.weight", LAST, NORM)]
@@ -32,7 +32,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, layers: list[Parameter]) -> tuple[Parameter, ...]:
-    """Raises ConfigError where GPU engines refuse `tp`; CPU engines pad the vocabulary further."""
+    """All of SGLang's parameters. Raises ConfigError if GPU engines refuse `tp`; CPU engines pad the vocabulary further."""
     tp, padded = topology.tp, round_up(spec.vocab_size, SGLANG_PADDING)
     if device == "cpu":
         padded = padded if padded % tp == 0 else round_up(spec.vocab_size, SGLANG_PADDING * tp)
@@ -40,6 +40,6 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, layers: li
         raise ConfigError(problems)
     embed = Parameter(EMBED, FIRST, (Part(EMBED, padded),), dim=0, groups=topology.attention_tp, of_attention=True)
     parameters = [embed, *layers, whole(NORM, LAST, NORM)]
-    if not spec.tie_word_embeddings:  # tied: lm_head is embed_tokens, one parameter under its first name
+    if not spec.tie_word_embeddings:  # if tied, lm_head is embed_tokens: one parameter under its first name
         parameters.append(Parameter(HEAD, LAST, (Part(HEAD, padded),), dim=0, groups=tp))
     return tuple(parameters)

@@ -1,4 +1,4 @@
-"""What a person should be told about a run, in words: few, and certain."""
+"""Advice about a run, in words: little, and only what is certain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarl.observe.metrics import Row
 from megarl.observe.probe import told_differences
 
-EQUAL_STEPS = 5  # in a row without two different rewards in any group, after which it is no accident
+EQUAL_STEPS = 5  # so many steps in a row without two different rewards in any group are no accident
 
 
 def advisories(rows: Sequence[Row]) -> list[str]:
@@ -16,7 +16,7 @@ def advisories(rows: Sequence[Row]) -> list[str]:
 
 
 def equal_rewards(rows: Sequence[Row]) -> str:
-    """No advantage, and so no gradient: what is wrong is mostly the reward, or a task that is too hard or too easy."""
+    """Without different rewards there is no gradient: mostly the reward is wrong, or the task too hard or too easy."""
     steps = 0
     for row in reversed(rows):
         if row.get("zero_advantage_fraction") != 1:

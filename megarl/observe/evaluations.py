@@ -1,7 +1,7 @@
-"""Held-out evaluations that a run keeps: eval/version_<weight version>.json, and where they stand among the metrics of its steps.
+"""Held-out evaluations of a run: the files eval/version_<weight version>.json, and their place in the metrics.
 
-An evaluation goes on beside the training; the row of the first step that ends after it has its scores, and `eval/version`, the weights
-that they are of. Those of the last weights are added to the last row when all processes have ended.
+An evaluation runs beside the training. Its scores go into the row of the first step that ends after it, with `eval/version`, the weights
+that were evaluated. Scores of the last weights are added to the last row when all processes have ended.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ VERSION_KEY = "eval/version"
 
 
 def write_result(run_dir: Path | str, version: Version, result: Evaluation) -> None:
-    """Keeps `result` ("pass@1", "reward/mean", …) as that of one weight version; a second one replaces the first."""
+    """Writes the result ("pass@1", "reward/mean", …) of one weight version; a second result replaces the first."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"version_{version:06d}.json", json.dumps({"version": version, **result}))
 
 
 def read_results(run_dir: Path | str) -> list[Evaluation]:
-    """A run's evaluations, in the order of their weight versions, without those that are damaged."""
+    """A run's evaluations, in the order of their weight versions, without damaged ones."""
     return sorted((result for _, result in _results(run_dir) if result is not None), key=lambda result: result["version"])
 
 
 def damaged_results(run_dir: Path | str) -> list[Path]:
-    """Files that are no evaluations."""
+    """Evaluation files that cannot be read."""
     return [path for path, result in _results(run_dir) if result is None]
 
 
@@ -47,20 +47,20 @@ def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
 
 
 def forget_after(run_dir: Path | str, version: Version) -> None:
-    """Removes the evaluations of weights that a resumed run is yet to make."""
+    """Removes evaluations of weights newer than `version`, which a resumed run will make again."""
     for result in read_results(run_dir):
         if result["version"] > version:
             (Path(run_dir) / "eval" / f"version_{result['version']:06d}.json").unlink()
 
 
 def sets(evaluation: Mapping[str, Any]) -> dict[str, Evaluation]:
-    """The scores of each held-out set by name, those of data.eval under ""."""
+    """The scores of each held-out set by name; data.eval's name is ""."""
     own = {key: value for key, value in evaluation.items() if key not in ("suites", "version")}
     return ({"": own} if own else {}) | evaluation.get("suites", {})
 
 
 def as_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """eval/pass@1 and so on of data.eval, eval/NAME/pass@1 and so on of eval.suites."""
+    """eval/pass@1 and so on for data.eval, eval/NAME/pass@1 and so on for eval.suites."""
     found = {VERSION_KEY: evaluation["version"]}
     for name, scores in sets(evaluation).items():
         found |= {"/".join(("eval", *name.split(), key)): value for key, value in scores.items()}
@@ -68,13 +68,13 @@ def as_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 class NewEvaluations:
-    """The evaluations since the last row of the metrics, without those of `version` and older."""
+    """Evaluations newer than `version` that no row of the metrics has yet."""
 
     def __init__(self, run_dir: Path | str, version: Version):
         self._run_dir, self._reported = Path(run_dir), version
 
     def metrics(self) -> dict[str, float]:
-        """The newest evaluation that no row has yet, if there is one."""
+        """The newest of them as metrics; empty if there is none."""
         new = [result for result in read_results(self._run_dir) if result["version"] > self._reported]
         if not new:
             return {}
@@ -83,7 +83,7 @@ class NewEvaluations:
 
 
 def complete_metrics(run_dir: Path | str) -> None:
-    """Adds the newest evaluation to the last row, where no row has it: for whoever ends a run whose processes have ended."""
+    """Adds the newest evaluation to the last row if no row has it. Call it when the run's processes have ended."""
     results, rows = read_results(run_dir), read_metrics(Path(run_dir) / METRICS_FILE)
     if results and rows and results[-1]["version"] > max((row[VERSION_KEY] for row in rows if VERSION_KEY in row), default=-1):
         add_to_last_row(run_dir, as_metrics(results[-1]))

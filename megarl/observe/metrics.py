@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a step, whole lines only; the numbers also go to TensorBoard."""
+"""metrics.jsonl: one JSON object per step, in whole lines; the numbers also go to TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class MetricsWriter:
-    """Appends rows to `run_dir`/metrics.jsonl, and mirrors them to `run_dir`/tb/. One process of a run holds one.
+    """Appends rows to `run_dir`/metrics.jsonl, and mirrors them to `run_dir`/tb/. Only one process of a run may have one.
 
-    A resumed run passes the first step it will write as `resume_step`: that step's line and all later ones, left by the
-    run it continues, are cut off, and with them a line that was being written when it died.
+    A resumed run passes the first step it will write as `resume_step`: the lines of that step and later ones, and a line left incomplete,
+    are cut off.
     """
 
     def __init__(self, run_dir: Path | str, tensorboard: bool, resume_step: int = 0):
@@ -30,15 +30,15 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         cut_from(path, resume_step)
-        self._file = open(path, "ab", buffering=0)  # one write a line: a reader never waits for half of it
+        self._file = open(path, "ab", buffering=0)  # unbuffered: a line is one write, so readers see it whole
         self._board = None
         if tensorboard:
             self._board = summary_writer(run_dir, purge_step=resume_step)
 
     def write(self, step: int, values: Mapping[str, float | int | bool | None], distributions: Mapping[str, Sequence[float]] = {}) -> None:
-        """Appends one line. A None is a key without a value on this step, and is left out; NaN and infinities become null.
+        """Appends one line. None means that the key has no value on this step, and is left out; NaN and infinities become null.
 
-        `distributions` are drawn as histograms by TensorBoard; the line has their quantiles.
+        TensorBoard draws `distributions` as histograms; the line has their quantiles.
         """
         known = {key: value for key, value in values.items() if value is not None}
         for key, sample in distributions.items():
@@ -53,7 +53,7 @@ class MetricsWriter:
             self._board.flush()
 
     def sync(self) -> None:
-        """The lines outlive the host's power: before a checkpoint that counts their steps as done."""
+        """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -63,14 +63,14 @@ class MetricsWriter:
 
 
 def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
-    """`key`/min, p10, p50, p90 and max of a sample; nothing of an empty one."""
+    """`key`/min, p10, p50, p90 and max of a sample; empty for an empty one."""
     if not len(sample):
         return {}
     return dict(zip((f"{key}/{name}" for name in QUANTILES), np.quantile(sample, list(QUANTILES.values())).tolist(), strict=True))
 
 
 def add_to_last_row(run_dir: Path | str, values: Mapping[str, float]) -> None:
-    """Adds what became known after the last row was written. Nobody may be writing any more."""
+    """Adds values to the last row. No process may be writing any more."""
     path = Path(run_dir) / METRICS_FILE
     data, begin, last = path.read_bytes(), 0, None
     for end, row in parse_lines(data):
@@ -103,8 +103,8 @@ def _finite_or_none(value: float | int | bool) -> float | int | bool | None:
 
 
 def cut_from(path: Path, step: int) -> None:
-    """Truncates a metrics file before the first line of `step` or later, and before a torn last line. A last line that lacks
-    only its newline is kept."""
+    """Truncates a metrics file before the first line of `step` or later, and before a torn last line. A last line that lacks only its
+    newline is kept."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -123,8 +123,7 @@ def cut_from(path: Path, step: int) -> None:
 
 
 def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Row | None]]:
-    """(offset of its end, row) of each whole line; what follows the last newline is still being written. The row of a line that is damaged
-    is None."""
+    """(offset of its end, row) of each whole line; a damaged line's row is None. What follows the last newline is still being written."""
     for line in data.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             return
@@ -133,7 +132,7 @@ def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Row | None]
 
 
 def parse_row(line: bytes) -> Row | None:
-    """None of what is not a JSON object with the number of a step."""
+    """The row; None if the line is not a JSON object with a step number."""
     try:
         row = json.loads(line)
         row["step"] += 0
@@ -143,25 +142,25 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """The whole lines of a metrics.jsonl, none where there is no file yet. Values that were not finite come back as NaN. Damaged lines are
-    left out: `damaged_lines` has them."""
+    """The rows of a metrics.jsonl's whole lines; empty if there is no file. Values that were not finite become NaN. Damaged lines are left
+    out: see `damaged_lines`."""
     return [row for _, row in _lines(Path(path)) if row is not None]
 
 
 def damaged_lines(path: Path | str) -> list[int]:
-    """Numbers, from 1, of the whole lines that are none of metrics."""
+    """Numbers, from 1, of the whole lines that are damaged."""
     return [number for number, (_, row) in enumerate(_lines(Path(path)), start=1) if row is None]
 
 
 def check_lines(path: Path | str, step: int) -> str:
-    """A sentence about lines that a metrics.jsonl lacks of the steps before `step`; empty where it has all."""
+    """A sentence about steps before `step` that a metrics.jsonl lacks; empty if it has all of them."""
     there = {row["step"] for row in read_metrics(path)}
     missing = [number for number in range(step) if number not in there]
     return lost_lines(path, missing) if missing else ""
 
 
 def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
-    """`steps`: at least one, ascending."""
+    """A sentence about missing `steps`: at least one, ascending."""
     which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
     return f"{path}: the record of {which} was torn or lost"
 
@@ -171,11 +170,11 @@ def _lines(path: Path) -> Iterator[tuple[int, Row | None]]:
 
 
 class MetricsTail:
-    """Follows a metrics file that another process writes, also across its truncation by a resumed run."""
+    """Follows a metrics file that another process writes, even if a resumed run truncates it."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._lines: list[tuple[int, bool]] = []  # offset of the end, and whether it is one of `rows`
+        self._lines: list[tuple[int, bool]] = []  # offset of the line's end, and whether the line is in `rows`
         self.rows: list[Row] = []  # without damaged lines
 
     def poll(self) -> int:

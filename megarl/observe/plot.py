@@ -1,4 +1,4 @@
-"""report.png: the reward of each step and of held-out prompts, response length and entropy, and where the time went."""
+"""report.png: reward per step and on held-out prompts, response length and entropy, and where the time went."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.observe.evaluations import Evaluation, as_metrics, read_results
 from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
 
 SMOOTH_STEPS = 10  # trailing window of the moving mean
-# Stacked away from the axis: the trainer's time upwards, the generator's downwards. (key, label, colour)
+# (key, label, colour): the trainer's times are stacked upwards from the axis, the generator's downwards.
 TRAINER = [
     ("time/train_s", "training", "#2b5c8a"),
     ("time/sync_s", "weight sync", "#e07b39"),
@@ -24,8 +24,8 @@ GENERATOR = [
     ("time/generator_wait_s", "waiting", "#cfd4da"),
 ]
 HELD_OUT_COLOURS = ("#b5423c", "#8a4f9d", "#c98a1b", "#3c7d8a")
-LEGEND_ROOM = 1.3  # of the axis over what it shows
-HEADROOM = 1.25  # of the axis over the 97th percentile: a slow first step must not flatten all others
+LEGEND_ROOM = 1.3  # height of the axis / height of what it shows
+HEADROOM = 1.25  # height of the axis / 97th percentile: a slow first step must not flatten all others
 
 
 def plot(run_dir: Path | str) -> Path:
@@ -53,12 +53,12 @@ def plot(run_dir: Path | str) -> Path:
 
 
 def _series(rows: list[Row], key: str) -> np.ndarray:
-    """[steps] the key's values; NaN where a step has none."""
+    """[steps] the key's values; NaN on steps without one."""
     return np.array([row.get(key, math.nan) for row in rows], dtype=float)
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """[steps] mean of the last `window` values up to each one; NaN values do not count."""
+    """[steps] means over trailing windows; NaN values do not count."""
     return np.array([_nanmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
 
 
@@ -78,7 +78,7 @@ def _plot_reward(axes, rows: list[Row]) -> None:
 
 
 def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
-    """pass@1 of every held-out set, where its weights stand among the steps: version v is what steps 0 to v - 1 have made."""
+    """pass@1 of every held-out set, at the step of its weights: steps 0 to v - 1 have made version v."""
     points: dict[str, list[tuple[int, float]]] = {}
     for evaluation in evaluations:
         for key, value in as_metrics(evaluation).items():
@@ -89,7 +89,7 @@ def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
 
 
 def _plot_responses(axes, rows: list[Row]) -> None:
-    """Length of the responses, with the band of the middle 80 %; entropy at an axis of its own."""
+    """Response length with the band of the middle 80 %; entropy on a second axis."""
     steps, length = _series(rows, "step"), _series(rows, "response_tokens/mean")
     low, high = _series(rows, "response_tokens/p10"), _series(rows, "response_tokens/p90")
     axes.fill_between(steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %")
@@ -99,7 +99,7 @@ def _plot_responses(axes, rows: list[Row]) -> None:
     axes.set_ylim(0, LEGEND_ROOM * max(1.0, np.nanmax([*length, *high, 0.0])))
     entropy, entropy_axes = _series(rows, "entropy/mean"), axes.twinx()
     entropy_axes.plot(steps, entropy, color="#8a4f9d", linewidth=1.3, label="entropy")
-    entropy_axes.set_ylabel("entropy (nats a token)", color="#8a4f9d")
+    entropy_axes.set_ylabel("entropy (nats per token)", color="#8a4f9d")
     entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, 0.0])))
     entropy_axes.spines[["top", "left"]].set_visible(False)
     handles, labels = (left + right for left, right in zip(axes.get_legend_handles_labels(), entropy_axes.get_legend_handles_labels()))

@@ -1,8 +1,8 @@
-"""How far the probe's log-probs, of trainer and generator under the same weights, may lie apart.
+"""How much a probe's log-probs may differ between trainer and generator under the same weights.
 
 Rounding keeps the mean over a probe's tokens far below the limits (docs/benchmarks.md); a stale or corrupt tensor, or engines that compute
-something else, brings it far above them. It is the mean that counts: a token whose router is all but tied goes to another expert, and
-lies 0.1 to 0.3 off, in a healthy run. The largest is reported beside it.
+something else, brings it far above. The mean counts, since even in a healthy run a token whose router is nearly tied may go to another
+expert and differ by 0.1 to 0.3. The largest difference is reported too.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the display need not import all that makes a plan
+if TYPE_CHECKING:  # the display does without the imports of a plan
     from megarl.plan.resolve import RunPlan
 
 DIFFERENCE, LARGEST, LIMIT = "logprob/abs_diff_mean", "logprob/abs_diff_max", "logprob/limit"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.15}
-OWN_ROUTING = 2  # times as much where trainer and generator route tokens to experts each for itself
-FAR = 10  # times the limit: the run ends
+OWN_ROUTING = 2  # factor on the limit where trainer and generator each choose experts themselves
+FAR = 10  # at so many times the limit the run ends
 
 
 def probe_limit(plan: RunPlan) -> float:
-    """observe.probe_limit, or what is usual for what trainer and engines compute in."""
+    """observe.probe_limit, or the usual limit for the precision of trainer and engines."""
     config = plan.config
     if config.observe.probe_limit is not None:
         return config.observe.probe_limit
@@ -30,20 +30,20 @@ def probe_limit(plan: RunPlan) -> float:
 
 
 def too_far(difference: float, limit: float) -> str | None:
-    """Why to stop, where the run cannot go on with such a mean difference."""
+    """Why the run must stop; None if it may go on with such a mean difference."""
     if math.isfinite(difference) and difference <= FAR * limit:
         return None
     found = f"differ by {difference:.3g} on average" if math.isfinite(difference) else "are not all finite"
     return (
         f"the log-probs of trainer and generator under the same weights {found}, more than {FAR} times observe.probe_limit={limit:g}: "
-        "they do not compute the same model. What the last update wrote to the engines is what was sent where weights.audit is on. So look "
-        "at what else they compute with: generator.server_args, config.json and spec of model.path (rotary embedding, scaling, dtype); "
-        "of a mixture of experts, trainer.routing_replay. Where they are meant to differ so much, set observe.probe_limit"
+        "they do not compute the same model. If weights.audit is on, the engines have the weights that were sent, so look at the rest: "
+        "generator.server_args, config.json and spec of model.path (rotary embedding, scaling, dtype), and with a mixture of experts "
+        "trainer.routing_replay. If such a difference is to be expected, set observe.probe_limit"
     )
 
 
 def told_differences(rows: Sequence[Mapping[str, float]]) -> str:
-    """Those over the limit, in words; empty where there is none."""
+    """The probes over the limit, in words; empty if there are none."""
     over = [row for row in rows if DIFFERENCE in row and LIMIT in row and row[DIFFERENCE] > row[LIMIT]]
     if not over:
         return ""

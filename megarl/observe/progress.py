@@ -1,4 +1,4 @@
-"""The live display of a run: its last steps, how far it is, and what every process is doing or waiting for."""
+"""The live display of a run: its last steps, its progress, and what every process is doing or waiting for."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STEPS_SHOWN = 10
 HELD_OUT_SHOWN = 2  # evaluations
 PROCESSES_SHOWN = 8  # of each role
 REFRESH_S = 0.25
-ETA_STEPS = 20  # recent steps whose pace the remaining time is reckoned from
+ETA_STEPS = 20  # the remaining time is estimated from so many recent steps
 HEADER_EVERY = 20  # plain lines
-WARM_START_EVERY = 20  # steps without a reward are many and alike: one in so many is printed plainly
+WARM_START_EVERY = 20  # plain output prints one in so many steps of a warm start, which are many and alike
 LEGEND = "stale: mean/max weight versions behind; times in s; t.wait, g.wait: trainer, generator waits"
-SILENCE_S = 30.0  # without a new step, after which plain output says what every process is doing
+SILENCE_S = 30.0  # after so long without a new step, plain output says what every process is doing
 
 
 def _one(key: str, form: str) -> Callable[[Row], str]:
@@ -39,7 +39,7 @@ def _staleness(row: Row) -> str:
     return f"{row['staleness/mean']:.1f}/{row['staleness/max']:.0f}" if "staleness/mean" in row else ""
 
 
-# Heading -> (the key that must be there for the column to be shown, cell).
+# Heading -> (key without which the column is not shown, cell).
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "step": ("step", _one("step", "d")),
     "reward": ("reward/mean", _one("reward/mean", ".3f")),
@@ -65,16 +65,16 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Follows `run_dir` from the process that starts its others; make it before they start, call `poll` a few times a second.
+    """Follows `run_dir` in the process that starts the run's others. Create it before they start; call `poll` a few times a second.
 
-    On a terminal it keeps one table up to date; elsewhere it prints a line a step.
+    On a terminal it keeps one table up to date; elsewhere it prints a line per step.
     """
 
     def __init__(self, run_dir: Path | str, total_steps: int, console: Console | None = None):
         self.run_dir, self.total_steps = Path(run_dir), total_steps
         self.console = console or Console()
         self._tail = MetricsTail(self.run_dir / METRICS_FILE)
-        self._tail.poll()  # steps of the run that this one resumes
+        self._tail.poll()  # takes in the steps before this start
         self._started = self._refreshed = self._heard = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self._printed = 0
@@ -96,7 +96,7 @@ class Progress:
             self._live.update(self._render(), refresh=True)
 
     def close(self) -> None:
-        """Shows the last state and gives the terminal back."""
+        """Shows the last state and releases the terminal."""
         self.poll()
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
@@ -170,7 +170,7 @@ class Progress:
             self._line(f"  {line}")
 
     def _print_advisories(self) -> None:
-        """Each when it begins to hold: numbers in it may change, its kind does not."""
+        """Prints each kind of advice when it begins to hold, not again when only its numbers change."""
         found = {rule: text for rule in RULES if (text := rule(self._tail.rows))}
         for rule in found.keys() - self._advised:
             self._line(f"! {found[rule]}")
@@ -185,7 +185,7 @@ def _width(heading: str) -> int:
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:
-    """One line for each row with held-out scores: every set's pass@1 (with several samples also pass@k) and mean reward."""
+    """One line per row with held-out scores: each set's pass@1 (with several samples also pass@k) and mean reward."""
     return [f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}" for row in rows if VERSION_KEY in row]
 
 
@@ -199,7 +199,7 @@ def _scores(row: Row) -> Iterator[str]:
 
 
 def _status_lines(statuses: Sequence[Status]) -> list[RenderableType]:
-    """The lines of processes. A role with very many shows those whose status is oldest, since a stuck one is among them."""
+    """The lines of processes. A role with many processes shows those with the oldest status, since a stuck one is among them."""
     lines: list[RenderableType] = []
     for role, members in groupby(statuses, key=lambda status: status.name.rpartition(".")[0]):
         every = list(members)

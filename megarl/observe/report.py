@@ -1,4 +1,4 @@
-"""What a run comes to: a summary in words, and with it report.png and trace.json."""
+"""The report on a run: a summary in words, report.png and trace.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.observe.trace import merge_traces
 from megarl.rewards.failures import told_failures
 
 LINES_NAMED = 5
-ENDS = 10  # steps at each end of the run whose mean reward is compared
+ENDS = 10  # the mean rewards of so many first and last steps are compared
 SPLIT = {
     "training": "time/train_s",
     "generation": "time/generate_s",
@@ -27,9 +27,9 @@ SPLIT = {
 
 
 def finish_report(run_dir: Path | str) -> str:
-    """Writes report.png and trace.json into `run_dir` and returns the summary, with where to find what.
+    """Writes report.png and trace.json into `run_dir`; returns the summary and where to find what.
 
-    Reads the run's own evaluations; before the first step and after the last are the first and the last of them.
+    The run's first and last evaluations count as those before its first and after its last step.
     """
     run_dir = Path(run_dir)
     complete_metrics(run_dir)
@@ -44,7 +44,7 @@ def finish_report(run_dir: Path | str) -> str:
 
 
 def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
-    """The run in about a dozen lines; the evaluations in the order of their versions."""
+    """The run in about a dozen lines. `evaluations`: in the order of their versions."""
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
@@ -101,7 +101,7 @@ def _turns(rows: list[Row]) -> str:
 
 
 def _held_out(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
-    """pass@1, pass@k of the most samples, and mean reward where it says more, of every held-out set, before and after."""
+    """Each held-out set's pass@1, pass@k with the largest k, and mean reward if it says more, before and after."""
     lines = []
     for name, last in sets(evaluations[-1]).items() if evaluations else ():
         first = sets(evaluations[0]).get(name, {})
@@ -115,7 +115,7 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
 
 
 def _values(rows: list[Row], key: str) -> list[float]:
-    """The key's finite values; steps without it, or where it was NaN, do not count."""
+    """The key's finite values."""
     return [row[key] for row in rows if key in row and math.isfinite(row[key])]
 
 

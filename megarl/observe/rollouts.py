@@ -1,4 +1,4 @@
-"""Sampled rollouts as text files that a person can read, and that cannot play tricks on the terminal that shows them."""
+"""Sampled rollouts as readable text files that cannot play tricks on the terminal that shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def escape(text: str) -> str:
-    r"""`text` with every character that does not simply print written as \x1b, \u202e, …; newlines stay, a backslash is doubled."""
+    r"""`text` with unprintable characters as \x1b, \u202e, …; newlines stay, backslashes are doubled."""
     return "".join(_escape_character(character) for character in text)
 
 
@@ -31,12 +31,12 @@ def _escape_character(character: str) -> str:
 
 
 def _quoted(text: str, bar: str = "|") -> str:
-    """Every line behind a bar, so that no model output can pass for the file's own lines."""
+    """Puts a bar before every line, so that model output cannot pass for the file's own lines."""
     return "\n".join(f"  {bar} {line}" for line in escape(text).split("\n"))
 
 
 def _quoted_turns(sample: Sample) -> str:
-    """The policy's text behind |, the environment's behind >, each on lines of its own."""
+    """The policy's text behind |, the environment's behind >, on separate lines."""
     parts, end = [], 0
     for start, stop in sample.environment_spans:
         parts += [_quoted(sample.text[end:start]), _quoted(sample.text[start:stop], ">")]
@@ -45,7 +45,7 @@ def _quoted_turns(sample: Sample) -> str:
 
 
 def format_sample(number: int, sample: Sample) -> str:
-    """Reward, and why it is none of its own; the oldest and newest weight version among its tokens; and the text."""
+    """Reward and why scoring failed, if it did; the oldest and newest weight version among the tokens; the text."""
     versions = f"versions {sample.min_version} to {sample.max_version}" if sample.versions else "no version"
     failed = f" (failed: {sample.failure.kind})" if sample.failure else ""
     head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {len(sample.token_ids)} tokens"
@@ -65,7 +65,7 @@ def format_group(group: Group) -> str:
 
 
 def write_rollouts(run_dir: Path | str, step: int, groups: Sequence[Group], limit: int) -> Path | None:
-    """Writes the first `limit` groups of a step to `run_dir`/rollouts/step_<step>.txt; nothing, and None, where limit is 0."""
+    """Writes the first `limit` groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if limit is 0."""
     if limit <= 0:
         return None
     folder = Path(run_dir) / "rollouts"
@@ -77,7 +77,7 @@ def write_rollouts(run_dir: Path | str, step: int, groups: Sequence[Group], limi
 
 
 class OrdinalsWriter:
-    """`run_dir`/rollouts/ordinals.jsonl: which prompts each step was trained on, one line a step. Exactly once is checked by it.
+    """`run_dir`/rollouts/ordinals.jsonl: a line per step with the prompts it was trained on, by which exactly-once can be checked.
 
     A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut off, as in the metrics.
     """
@@ -92,7 +92,7 @@ class OrdinalsWriter:
         self._file.write(json.dumps({"step": step, "ordinals": ordinals}).encode() + b"\n")
 
     def sync(self) -> None:
-        """The lines outlive the host's power: before a checkpoint that counts their steps as done."""
+        """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ class OrdinalsWriter:
 
 
 def recover_ordinals(run_dir: Path | str, step: int, consumed: Iterable[Ordinal]) -> str:
-    """Writes the line that ordinals.jsonl lacks of the steps before `step`, from `consumed`, all prompts that those were trained on.
+    """Restores a line that ordinals.jsonl lacks, from `consumed`: all prompts that the steps before `step` were trained on.
 
-    Returns a sentence about it, empty where nothing is missing. Where several lines are missing it can only say so: which prompts belong to
-    which of them is not known.
+    Returns a sentence about it; empty if no line is missing. Several missing lines cannot be restored, since it is not known which prompts
+    belong to which step; the sentence then says so.
     """
     path = Path(run_dir) / "rollouts" / ORDINALS_FILE
     cut_from(path, step)
@@ -113,9 +113,9 @@ def recover_ordinals(run_dir: Path | str, step: int, consumed: Iterable[Ordinal]
         return ""
     lost = lost_lines(path, missing)
     if len(missing) > 1:
-        return f"{lost}; which prompts these steps were trained on cannot be said any more (the checkpoint knows that they were)"
+        return f"{lost}; which of these steps was trained on which prompts is no longer known (the checkpoint knows the prompts)"
     known = {ordinal for row in rows.values() for ordinal in row["ordinals"]}
     rows[missing[0]] = {"step": missing[0], "ordinals": sorted(set(consumed) - known)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(rows[number]) + "\n" for number in sorted(rows)))
-    return f"{lost}; it is written again, from the checkpoint's ledger"
+    return f"{lost}; it has been restored from the checkpoint's ledger"

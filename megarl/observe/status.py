@@ -1,4 +1,4 @@
-"""What each process is doing now, one line each, for the live display and for error messages."""
+"""What each process is doing now, in one line, for the live display and error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 RECORD_BYTES = 256
 _CHECKSUM_BYTES = 10
 STATUS_FOLDER = "status"
-_READS = 5  # of a record that is being overwritten, before it is left out
+_READS = 5  # a record that is being overwritten is read so many times, then left out
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Status:
     name: str  # "<role>.<rank>"
     text: str
     sequence: int
-    since_s: float  # wall clock, seconds since the epoch: run directories are read from other hosts too
+    since_s: float  # seconds since the epoch: other hosts read run directories too
 
     @property
     def age_s(self) -> float:
@@ -33,10 +33,10 @@ class Status:
 
 
 class StatusBoard:
-    """The one line of this process: `run_dir`/status/<name>, one record of 256 bytes, overwritten in place.
+    """This process's line: `run_dir`/status/<name>, one record of 256 bytes that is overwritten in place.
 
-    The record is readable text: sequence, time, line, and the checksum of these. A reader that finds another checksum has met a write half
-    done, and reads again.
+    The record is text: sequence number, time, line, and their checksum. A reader that finds a wrong checksum has met a half-done write and
+    reads again.
     """
 
     def __init__(self, run_dir: Path | str, name: str):
@@ -50,7 +50,7 @@ class StatusBoard:
         self.set("starting")
 
     def set(self, text: str) -> None:
-        """Publishes `text` as what this process does from now on."""
+        """Publishes `text` as what this process is doing."""
         with self._lock:
             self._sequence += 1
             self.text = text
@@ -58,7 +58,7 @@ class StatusBoard:
 
     @contextlib.contextmanager
     def waiting(self, for_whom: str, for_what: str) -> Iterator[None]:
-        """Says so while the body waits; afterwards the line before it stands again."""
+        """Publishes the wait while the body runs, then the previous line again."""
         before = self.text
         self.set(f"waiting for {for_what}" if for_whom in for_what else f"waiting for {for_what} from {for_whom}")
         try:
@@ -73,7 +73,7 @@ class StatusBoard:
 def _encode(sequence: int, since_s: float, text: str) -> bytes:
     head = f"{sequence:012d} {since_s:017.6f} ".encode()
     room = RECORD_BYTES - len(head) - _CHECKSUM_BYTES
-    line = " ".join(text.split()).encode(errors="replace")[:room].decode(errors="ignore").encode()  # a cut never leaves half a character
+    line = " ".join(text.split()).encode(errors="replace")[:room].decode(errors="ignore").encode()  # no half characters
     content = head + line.ljust(room)
     return content + _checksum(content)
 
@@ -102,14 +102,14 @@ def _read(path: Path) -> Status | None:
 
 
 def read_statuses(run_dir: Path | str) -> list[Status]:
-    """The latest line of every process of a run, by name; an empty list before the first process has said anything."""
+    """The current line of every process of a run that has published one, ordered by name."""
     folder = Path(run_dir) / STATUS_FOLDER
     paths = sorted(folder.iterdir(), key=_by_rank) if folder.is_dir() else []
     return [status for path in paths if (status := _read(path)) is not None]
 
 
 def clear_statuses(run_dir: Path | str) -> None:
-    """Forgets the lines of processes that have ended; for whoever starts a run's processes, before it does."""
+    """Removes the lines of ended processes. Call it before a run's processes start."""
     folder = Path(run_dir) / STATUS_FOLDER
     for path in folder.iterdir() if folder.is_dir() else ():
         path.unlink()

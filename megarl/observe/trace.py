@@ -1,4 +1,4 @@
-"""Where the time of a step goes, for Perfetto (ui.perfetto.dev): each process writes its spans, merged into trace.json.
+"""Traces of a run for Perfetto (ui.perfetto.dev): each process writes its spans, which are merged into trace.json.
 
 Format: Chrome trace events, complete events ("ph": "X"), times in microseconds.
 """
@@ -17,7 +17,7 @@ TRACE_FOLDER = "trace"
 
 
 class TraceWriter:
-    """Spans of one process, in `run_dir`/trace/<process_name>.jsonl, one event a line, appended when a span ends."""
+    """One process's spans in `run_dir`/trace/<process_name>.jsonl, one event per line, appended when a span ends."""
 
     def __init__(self, run_dir: Path | str, process_name: str):
         folder = Path(run_dir) / TRACE_FOLDER
@@ -29,7 +29,7 @@ class TraceWriter:
 
     @contextlib.contextmanager
     def span(self, name: str, track: str = "main", **arguments: Any) -> Iterator[None]:
-        """Times the body. Spans of one track must nest; what runs concurrently takes a track of its own."""
+        """Times the body. Spans of one track must nest; concurrent spans need separate tracks."""
         began = time.perf_counter()
         try:
             yield
@@ -37,7 +37,7 @@ class TraceWriter:
             self.add(name, began, time.perf_counter(), track, **arguments)
 
     def add(self, name: str, began: float, ended: float, track: str = "main", **arguments: Any) -> None:
-        """A span that is over, by time.perf_counter."""
+        """Adds a finished span; `began` and `ended` are readings of time.perf_counter."""
         event = {"name": name, "track": track, "ts": self._epoch_ns / 1e3 + began * 1e6, "dur": (ended - began) * 1e6}
         event |= {"args": arguments} if arguments else {}
         with self._lock:
@@ -48,7 +48,7 @@ class TraceWriter:
 
 
 def merge_traces(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/trace.json, in Perfetto a group of tracks per process. Works after a crash too: damaged lines are left out."""
+    """Writes `run_dir`/trace.json, with a group of tracks per process. Works after a crash too: damaged lines are left out."""
     run_dir = Path(run_dir)
     events: list[dict[str, Any]] = []
     for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):
@@ -59,7 +59,7 @@ def merge_traces(run_dir: Path | str) -> Path:
 
 
 def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
-    """Events of one process: `number` stands for its pid, since pids of several hosts may be equal."""
+    """One process's events; `number` replaces its pid, since pids of different hosts may be equal."""
     spans = [span for line in path.read_bytes().splitlines(keepends=True) if (span := _parse(line)) is not None]
     threads = {track: thread for thread, track in enumerate(dict.fromkeys(span["track"] for span in spans), start=1)}
     events = [_name("process_name", number, 0, path.stem)]
@@ -70,7 +70,7 @@ def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """None of a line that is torn or damaged: a trace is for looking at, and shows a gap there."""
+    """The event; None if the line is torn or damaged, which leaves a gap in the trace."""
     try:
         span = json.loads(line) if line.endswith(b"\n") else {}
         return span if {"name", "track", "ts", "dur"} <= span.keys() else None

@@ -24,7 +24,7 @@ def test_a_dry_run_says_what_it_has_looked_at(tmp_path: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a response" in done.stdout
-    assert "data.eval: HuggingFaceH4/MATH-500, of the hub, is read when the run starts" in done.stdout
+    assert "data.eval: HuggingFaceH4/MATH-500, on the hub, is read when the run starts" in done.stdout
     assert "\nWeights: the warm start in sft.output=runs/default/sft/hf\n" in done.stdout
 
 

@@ -107,7 +107,7 @@ def test_many_problems_are_counted(tmp_path: Path):
 def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Path):
     source = write(tmp_path / "bad.jsonl", *[{"problem": "1+1=", "solution": "2"}] * 25)
     missing = "no column 'question' (data.train.prompt_key) and none 'answer' (data.train.answer_key)"
-    assert problems(source) == [f"{source}, line 1: {missing}; its columns are 'problem', 'solution' (as in 24 rows more)"]
+    assert problems(source) == [f"{source}, line 1: {missing}; its columns are 'problem', 'solution' (as in 24 more rows)"]
 
 
 def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checked(tmp_path: Path):

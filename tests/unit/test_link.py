@@ -132,7 +132,7 @@ def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, k
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
 
     peer = Peer("trainer.3", key, hub.address)
-    said = "generator.0 was sent what is no message of this run by trainer.3"
+    said = "generator.0 was sent something by trainer.3 that is not a message of this run"
     assert [(type(error), said in str(error)) for error in asyncio.run(main())] == [(UnknownMessage, True)] * 2
     with pytest.raises(UnknownMessage, match="by trainer.3"):
         hub.receive(Hello, 60, "what came before")
@@ -144,7 +144,7 @@ def test_what_is_no_message_of_the_hub_ends_a_peers_wait_at_once(hub, key):
     peer.send(Hello("here"))
     hub.receive(Hello, 5, "x")
     hub._socket.send_multipart([b"trainer.0", b"\xff"])
-    with pytest.raises(UnknownMessage, match="trainer.0 was sent what is no message of this run by the hub: 1 bytes in 1 parts"):
+    with pytest.raises(UnknownMessage, match="trainer.0 was sent something by the hub that is not a message of this run: 1 bytes in 1 parts"):
         peer.receive(Hello, 60, "an answer")
     peer.close()
 
@@ -162,7 +162,7 @@ def test_noise_without_the_key_is_refused_and_told_and_disturbs_nobody(hub, key,
         assert hub.receive(Hello, 5, "a friend") == ("trainer.0", Hello("hi"))
         heard += capsys.readouterr().out
         assert time.monotonic() < deadline, heard
-    assert f"generator.0 refused somebody without the run's key at {hub.address}, 1 by now\n" in heard
+    assert f"generator.0 refused a connection without the run's key at {hub.address}, 1 by now\n" in heard
     for socket in (forger._socket, plain):
         socket.close(linger=0)
     friend.close()

@@ -158,10 +158,10 @@ def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(dama
     path.write_text(lines[0] + {"torn": lines[1] + lines[2][:-4], "gone": lines[1], "garbage": "garbage\n" + lines[2]}[damage])
     step = 1 if damage == "garbage" else 2
     lost = f"{path}: the record of step {step} was torn or lost"
-    assert recover_ordinals(tmp_path, 3, ledger.consumed()) == f"{lost}; it is written again, from the checkpoint's ledger"
+    assert recover_ordinals(tmp_path, 3, ledger.consumed()) == f"{lost}; it has been restored from the checkpoint's ledger"
     assert path.read_text() == whole
     path.write_text(lines[0])
-    assert "the record of 2 steps from 1 to 2 was torn or lost; which prompts" in recover_ordinals(tmp_path, 3, ledger.consumed())
+    assert "the record of 2 steps from 1 to 2 was torn or lost; which of these steps" in recover_ordinals(tmp_path, 3, ledger.consumed())
 
 
 def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> None:
