@@ -13,6 +13,7 @@ MEANINGS = {
     "sync": "how fast new weights get into a live engine, by our direct writes and by other stacks' ways",
     "overlap": "step time beside perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
     "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer",
+    "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
     "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
 }
@@ -21,6 +22,7 @@ EXAMPLES = [
     "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
     "megarl bench overlap --picture overlap.png",
     "megarl bench channels --json",
+    "megarl bench logprobs",
     "megarl bench staleness configs/quickstart.yaml --seeds 3",
     "megarl bench faults --faults 50 --seed 1",
     "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'",
@@ -82,6 +84,12 @@ def _channels(arguments: argparse.Namespace) -> None:
     run(arguments.json)
 
 
+def _logprobs(arguments: argparse.Namespace) -> None:
+    from megarl.bench.logprobs import run
+
+    run(arguments.json)
+
+
 def _staleness(arguments: argparse.Namespace) -> None:
     from megarl.bench.staleness import run
 
@@ -101,6 +109,7 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "sync": _sync,
     "overlap": _overlap,
     "channels": _channels,
+    "logprobs": _logprobs,
     "staleness": _staleness,
     "faults": _faults,
 }
