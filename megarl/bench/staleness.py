@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.keys import yaml_text
 from megarl.config.load import load_config
 from megarl.observe.evaluations import read_results
 from megarl.observe.metrics import METRICS_FILE, read_metrics
@@ -37,7 +38,7 @@ class Setting:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"async.{name}={'null' if value is None else value}" for name, value in asdict(self).items()]
+        return [f"async.{name}={yaml_text(value)}" for name, value in asdict(self).items()]
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import types
 import typing
 from collections.abc import Iterator
@@ -101,6 +102,11 @@ def field_path(key: str) -> str:
 def value_at(config: RunConfig, key: str) -> Any:
     """The value of `key`, or None if an optional section above it is null."""
     return functools.reduce(lambda node, name: getattr(node, name, None), field_path(key).split("."), config)
+
+
+def yaml_text(value: Any) -> str:
+    """A value as it is written in YAML, on one line."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | dict | list | tuple | None) else str(value)
 
 
 def nearest(key: str) -> list[str]:

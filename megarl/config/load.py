@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from megarl.config.errors import ConfigError
-from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings
+from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings, yaml_text
 from megarl.config.schema import RunConfig
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers",
@@ -151,7 +151,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterat
         elif isinstance(value, Mapping):
             yield from _leaves(value, f"{key}.", problems)
         else:
-            problems.append(f"{key}={_show(value)}: is a section; set its keys, such as {_children(key)[0]}")
+            problems.append(f"{key}={yaml_text(value)}: is a section; set its keys, such as {_children(key)[0]}")
 
 
 def _children(section: str) -> list[str]:
@@ -163,7 +163,7 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     setting = setting_of(key)
     free = key.startswith(("generator.server_args.", "rollout.args."))
     if setting is None and not free and section_of(key) is None:
-        yield f"{key}={_show(value)}: unknown key; {_hint(key)}"
+        yield f"{key}={yaml_text(value)}: unknown key; {_hint(key)}"
         return
     if setting is not None and setting.limit is not None:
         value = setting.limit.spelled.get(str(value).lower(), value)
@@ -178,7 +178,7 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     try:
         OmegaConf.update(tree, field_path(key), _internal_interpolations(value), merge=False, force_add=free)
     except OmegaConfBaseException:
-        yield _wrong_type(setting, value) if setting else f"{key}={_show(value)}: cannot be set"
+        yield _wrong_type(setting, value) if setting else f"{key}={yaml_text(value)}: cannot be set"
 
 
 def _hint(key: str) -> str:
@@ -198,7 +198,7 @@ def _right_kind(setting: Setting, value: Any) -> bool:
 
 def _wrong_type(setting: Setting, value: Any) -> str:
     name = TYPE_NAMES.get(setting.type, "a mapping")
-    return f"{setting.key}={_show(value)}: must be {name}{' or null' if setting.optional else ''}"
+    return f"{setting.key}={yaml_text(value)}: must be {name}{' or null' if setting.optional else ''}"
 
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
@@ -219,7 +219,7 @@ def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, s
         except (InterpolationValidationError, ValidationError):
             yield setting, _wrong_type(setting, text)
         except OmegaConfBaseException as error:
-            yield setting, f"{setting.key}={_show(text)}: {str(error).splitlines()[0]}"
+            yield setting, f"{setting.key}={yaml_text(text)}: {str(error).splitlines()[0]}"
         else:
             yield from ((setting, problem) for problem in _check_value(setting, value))
 
@@ -229,11 +229,11 @@ def _check_value(setting: Setting, value: Any) -> Iterator[str]:
     if value == "":
         yield f"{setting.key}=: must not be empty"
     elif any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        yield f"{setting.key}={_show(value)}: must be finite"
+        yield f"{setting.key}={yaml_text(value)}: must be finite"
     elif any(isinstance(number, int) and abs(number) > _LARGEST for number in numbers):
-        yield f"{setting.key}={_show(value)}: must be at most {_LARGEST}"
+        yield f"{setting.key}={yaml_text(value)}: must be at most {_LARGEST}"
     elif setting.limit and not setting.limit.accepts(value):
-        yield f"{setting.key}={_show(value)}: must be {setting.limit.text}"
+        yield f"{setting.key}={yaml_text(value)}: must be {setting.limit.text}"
 
 
 def _dig(tree: Any, key: str) -> Any:
@@ -258,12 +258,3 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_escape(item) for item in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value
-
-
-def _show(value: Any) -> str:
-    """A value as it is written in YAML, on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)

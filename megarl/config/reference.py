@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from omegaconf import MISSING
 
-from megarl.config.keys import Section, Setting, sections, settings
+from megarl.config.keys import Section, Setting, sections, settings, yaml_text
 
 HEAD = """\
 # Configuration
@@ -42,16 +39,12 @@ def _section_row(section: Section) -> str:
 
 def _row(setting: Setting) -> str:
     kind = TYPES.get(setting.type, "mapping") + (" or null" if setting.optional else "")
-    default = "must be set" if setting.default == MISSING else f"`{_yaml(setting.default)}`"
+    default = "must be set" if setting.default == MISSING else f"`{yaml_text(setting.default)}`"
     return _cells(f"`{setting.key}`", kind, default, setting.limit.text if setting.limit else "", setting.meaning)
 
 
 def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in cells) + " |"
-
-
-def _yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from megarl.estimate.train_time import TrainModel
 from megarl.estimate.trainer_memory import trainer_memory
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
-from megarl.plan.model_checks import check_experts, check_pipeline, check_tensor_parallel
+from megarl.plan.model_checks import check_sizes
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -43,7 +43,7 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
     times = []
     for trainer, generator in _layouts(config, spec, gpus, m):
         colocated = replace(config, trainer=trainer, generator=generator)
-        if any(True for check in (check_experts, check_tensor_parallel, check_pipeline) for _ in check(colocated, spec)):
+        if any(True for _ in check_sizes(colocated, spec)):
             continue
         try:
             of_trainer = trainer_memory(spec, trainer, dtype, cluster.gpu, reference=reference)

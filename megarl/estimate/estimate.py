@@ -10,13 +10,14 @@ from megarl.estimate.constants import constants_of
 from megarl.estimate.generate_time import GenerateModel, GenerateTime
 from megarl.estimate.generator_memory import GeneratorMemory, generator_memory, usable_static
 from megarl.estimate.hardware import GIB, Cluster
-from megarl.estimate.sizes import generator_topology, landing_bytes, trainer_topology
+from megarl.estimate.sizes import landing_bytes
 from megarl.estimate.sync_time import sync_s
 from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
 from megarl.plan.asynchrony import run_ahead
+from megarl.plan.topologies import generator_topology, trainer_topology
 
 
 @dataclass(frozen=True)

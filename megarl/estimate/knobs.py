@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.config.keys import field_path
+from megarl.config.keys import field_path, yaml_text
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.plan.checks import CONFIG_CHECKS
@@ -32,8 +32,4 @@ def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
 
 def written(settings: Settings) -> str:
     """The settings as overrides on a command line."""
-    return " ".join(f"{key}={_text(value)}" for key, value in settings.items())
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return " ".join(f"{key}={yaml_text(value)}" for key, value in settings.items())

@@ -22,12 +22,13 @@ from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.generator_memory import generator_memory, usable_static
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.knobs import Settings, problems, turned
-from megarl.estimate.sizes import generator_topology, generator_weights, landing_bytes, shape_of, trainer_topology
+from megarl.estimate.sizes import generator_weights, landing_bytes, shape_of
 from megarl.estimate.sync_time import balanced_sync_s
 from megarl.estimate.train_time import TrainModel
 from megarl.estimate.trainer_memory import trainer_memory
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
+from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.relays import ENGINES
 
 

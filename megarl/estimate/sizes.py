@@ -12,6 +12,7 @@ from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST
 from megarl.models.registry import family
+from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.kinds import ITEM_BYTES, Layout
 from megarl.reshard.layout import generator_layout, stage_of_layer, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -42,18 +43,6 @@ class GeneratorWeights:
     @property
     def total(self) -> int:
         return self.streamed + self.expert + self.embedding
-
-
-def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
-    t = trainer
-    return TrainerTopology(
-        tp=t.tp, pp=t.pp, vpp=t.vpp, cp=t.cp, ep=t.ep, etp=t.etp, dp=t.dp, zero=t.zero, first_stage_layers=t.first_stage_layers,
-        last_stage_layers=t.last_stage_layers,
-    )  # fmt: skip
-
-
-def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
-    return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
 
 
 def stages_held(layout: Layout) -> list[Held]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megarl.config.schema import RunConfig
 from megarl.estimate.hardware import Cluster
-from megarl.estimate.sizes import generator_topology, trainer_topology
 from megarl.models import ModelSpec
+from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import busiest_bytes, foreseen

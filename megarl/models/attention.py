@@ -6,8 +6,7 @@ parameters that are in fp8 when the engine is quantised.
 
 from __future__ import annotations
 
-from megarl.config.errors import ConfigError
-from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, indivisible, round_up, whole
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, round_up, whole
 from megarl.models.spec import ModelSpec
 from megarl.topology import GeneratorTopology, TrainerTopology
 
@@ -35,19 +34,14 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    """Raises ConfigError if `tp` does not divide the heads."""
     tp, kv = topology.tp, spec.num_kv_heads
-    problems = indivisible("trainer.tp", tp, num_attention_heads=spec.num_attention_heads)
-    if kv % tp and tp % kv:
-        problems.append(f"trainer.tp = {tp} is neither a divisor nor a multiple of num_key_value_heads = {kv}")
-    if problems:
-        raise ConfigError(problems)
+    units = ("attention heads", spec.num_attention_heads), ("key-value heads", tp if tp % kv == 0 else kv)
     layer = "decoder.layers.{layer}."
     own = layer + "self_attention."
     parameters = [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)]
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         parts = tuple(Part(name + suffix) for name in _QKV)
-        parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv))
+        parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv, units=units))
     if spec.qk_norm:
         parameters += [whole(f"{own}{x}_layernorm.weight", LAYER, name) for x, name in zip("qk", QK_NORMS)]
     return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
@@ -60,18 +54,14 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
         if heads % tp or kv % tp:
             heads, kv = round_up(kv, tp) * (heads // kv), round_up(kv, tp)
     else:
-        problems = indivisible("generator.tp", tp, num_attention_heads=heads)
-        if kv % tp and tp % kv:
-            problems.append(f"generator.tp = {tp} is neither a divisor nor a multiple of num_key_value_heads = {kv}")
-        if problems:
-            raise ConfigError(problems)
         replicas = max(1, tp // kv)
-    q_rows, kv_rows = heads * spec.head_dim, kv * spec.head_dim
+    multiple = "key-value heads (or be a multiple of these)", tp if tp % kv == 0 else kv
+    q_rows, kv_rows, units = heads * spec.head_dim, kv * spec.head_dim, (("attention heads", heads), multiple)
     parameters = []
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         q, k, v = (name + suffix for name in _QKV)
         parts = (Part(q, q_rows), Part(k, kv_rows, replicas), Part(v, kv_rows, replicas))
-        parameters.append(Parameter(SGLANG_QKV + suffix, LAYER, parts, dim=0, groups=tp, of_attention=True))
+        parameters.append(Parameter(SGLANG_QKV + suffix, LAYER, parts, dim=0, groups=tp, of_attention=True, units=units))
     parameters.append(Parameter(O, LAYER, (Part(O, q_rows),), dim=1, groups=tp, of_attention=True))
     if spec.qk_norm:
         parameters += [whole(name, LAYER, name) for name in QK_NORMS]

@@ -5,9 +5,8 @@ Checkpoints differ only in names: `module` is "mlp" (gate_proj, up_proj, down_pr
 
 from __future__ import annotations
 
-from megarl.config.errors import ConfigError
 from megarl.models.mlp import SGLANG_CPU_PADDING
-from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
+from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, round_up, whole
 from megarl.models.spec import ModelSpec
 from megarl.topology import GeneratorTopology, TrainerTopology
 
@@ -35,37 +34,29 @@ def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) 
 def megatron(
     spec: ModelSpec, topology: TrainerTopology, layer_spec: str, module: str = "mlp", layers: Layers | None = None
 ) -> list[Parameter]:
-    """Raises ConfigError if `ep` does not divide the experts, or `etp` their rows."""
-    problems = indivisible("trainer.ep", topology.ep, num_experts=spec.num_experts)
-    problems += indivisible("trainer.etp", topology.etp, moe_intermediate_size=spec.expert_intermediate_size)
-    if problems:
-        raise ConfigError(problems)
     gate, up, down = _names(module)
+    units = (("ffn rows of an expert", spec.expert_intermediate_size),)
     own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + _MEGATRON_NAMES[layer_spec]
     parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
     if spec.router_bias:  # a buffer that is always float32 (moe/router.py)
         parameters.append(whole(own + "router.expert_bias", LAYER, _router_bias(module), layers=layers, dtype="float32"))
     fc1, fc2 = (names.replace("%d", n) for n in "12")
     return parameters + [
-        Parameter(fc1, LAYER, (Part(gate), Part(up)), dim=0, groups=topology.etp, layers=layers),
+        Parameter(fc1, LAYER, (Part(gate), Part(up)), dim=0, groups=topology.etp, layers=layers, units=units),
         Parameter(fc2, LAYER, (Part(down),), dim=1, groups=topology.etp, layers=layers),
     ]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, module: str = "mlp", layers: Layers | None = None) -> list[Parameter]:
     """Each of `ep` shards has a contiguous run of experts, which is cut over its tp / ep ranks (moe tp)."""
-    problems = indivisible("generator.ep", topology.ep, **{"generator.tp": topology.tp, "num_experts": spec.num_experts})
-    if problems:
-        raise ConfigError(problems)
     moe_tp, rows = topology.tp // topology.ep, spec.expert_intermediate_size
     if device == "cpu":
         rows = round_up(rows, topology.tp * SGLANG_CPU_PADDING)
-    elif problems := indivisible("generator.tp / generator.ep", moe_tp, moe_intermediate_size=rows):
-        raise ConfigError(problems)
     gate, up, down = _names(module)
     w13, w2 = quantised(module)
+    units = (("ffn rows of an expert", rows),)
     parameters = [
-        Parameter(w13, LAYER, (Part(gate, rows), Part(up, rows)), dim=0, groups=moe_tp, layers=layers),
+        Parameter(w13, LAYER, (Part(gate, rows), Part(up, rows)), dim=0, groups=moe_tp, layers=layers, units=units),
         Parameter(w2, LAYER, (Part(down, rows),), dim=1, groups=moe_tp, layers=layers),
         whole(_router(module), LAYER, _router(module), layers=layers),
     ]

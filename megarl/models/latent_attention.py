@@ -5,9 +5,8 @@ SGLang derives w_kc and w_vc from kv_b_proj after loading; they are not paramete
 
 from __future__ import annotations
 
-from megarl.config.errors import ConfigError
 from megarl.models.attention import INPUT_NORM
-from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, indivisible, whole
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, whole
 from megarl.models.spec import ModelSpec
 from megarl.topology import GeneratorTopology, TrainerTopology
 
@@ -36,34 +35,29 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
     """The local layer spec cuts the down projections by rows; Transformer Engine keeps them whole on every tp rank, and fuses the two
-    inner norms into the up projections. Raises ConfigError if `tp` does not divide heads or latent ranks."""
-    tp, te = topology.tp, layer_spec == "te"
-    sizes = {"num_attention_heads": spec.num_attention_heads}
-    if not te:
-        sizes |= {"q_lora_rank": spec.q_lora_rank, "kv_lora_rank + qk_rope_head_dim": spec.kv_lora_rank + spec.qk_rope_head_dim}
-    if problems := indivisible("trainer.tp", tp, **sizes):
-        raise ConfigError(problems)
+    inner norms into the up projections."""
+    tp, te, heads = topology.tp, layer_spec == "te", (("attention heads", spec.num_attention_heads),)
+    down_rows = {"q": spec.q_lora_rank, "kv": spec.kv_lora_rank + spec.qk_rope_head_dim}
     layer = "decoder.layers.{layer}."
     own = layer + "self_attention."
     parameters = [whole(layer + "input_layernorm.weight", LAYER, INPUT_NORM)]
     for x, down, norm, up in (("q", Q_DOWN, Q_NORM, Q_UP), ("kv", KV_DOWN, KV_NORM, KV_UP)):
         name = f"{own}linear_{x}_down_proj.weight"
-        parameters.append(whole(name, LAYER, down) if te else Parameter(name, LAYER, (Part(down),), dim=0, groups=tp))
+        units = ((f"rows of the {x} down projection", down_rows[x]),)
+        parameters.append(whole(name, LAYER, down) if te else Parameter(name, LAYER, (Part(down),), dim=0, groups=tp, units=units))
         norm_name = f"linear_{x}_up_proj.layer_norm_weight" if te else f"{x}_layernorm.weight"
         parameters.append(whole(own + norm_name, LAYER, norm))
-        parameters.append(Parameter(f"{own}linear_{x}_up_proj.weight", LAYER, (Part(up),), dim=0, groups=tp))
+        parameters.append(Parameter(f"{own}linear_{x}_up_proj.weight", LAYER, (Part(up),), dim=0, groups=tp, units=heads))
     return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    """Every rank holds both down projections, whole and fused. Raises ConfigError if `tp` does not divide the heads."""
-    tp = topology.attention_tp
-    if problems := indivisible("generator.tp", tp, num_attention_heads=spec.num_attention_heads):
-        raise ConfigError(problems)
+    """Every rank holds both down projections, whole and fused."""
+    tp, heads = topology.attention_tp, (("attention heads", spec.num_attention_heads),)
     return [
         whole(SGLANG_DOWN, LAYER, Q_DOWN, KV_DOWN),
         whole(Q_NORM, LAYER, Q_NORM),
-        Parameter(Q_UP, LAYER, (Part(Q_UP),), dim=0, groups=tp, of_attention=True),
+        Parameter(Q_UP, LAYER, (Part(Q_UP),), dim=0, groups=tp, of_attention=True, units=heads),
         Parameter(KV_UP, LAYER, (Part(KV_UP),), dim=0, groups=tp, of_attention=True),
         Parameter(O, LAYER, (Part(O),), dim=1, groups=tp, of_attention=True),
         whole(KV_NORM, LAYER, KV_NORM),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.errors import ConfigError
-from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, indivisible, round_up, whole
+from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, round_up, whole
 from megarl.models.spec import ModelSpec
 from megarl.topology import GeneratorTopology, TrainerTopology
 
@@ -28,14 +27,12 @@ def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
 
 
 def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
-    """Megatron uses the same module names. Raises ConfigError if `tp` does not divide the rows."""
-    tp = topology.tp
-    if problems := indivisible("trainer.tp", tp, intermediate_size=rows):
-        raise ConfigError(problems)
+    """Megatron uses the same module names."""
+    tp, units = topology.tp, _units(rows, module)
     gate, up, down = _names(module)
     own = f"decoder.layers.{{layer}}.{module}."
     return [
-        Parameter(own + "linear_fc1.weight", LAYER, (Part(gate), Part(up)), dim=0, groups=tp, layers=layers),
+        Parameter(own + "linear_fc1.weight", LAYER, (Part(gate), Part(up)), dim=0, groups=tp, layers=layers, units=units),
         Parameter(own + "linear_fc2.weight", LAYER, (Part(down),), dim=1, groups=tp, layers=layers),
     ]
 
@@ -46,16 +43,14 @@ def megatron_norm(layer_spec: str, layers: Layers | None = None) -> Parameter:
 
 
 def sglang(topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
-    """Raises ConfigError if GPU engines refuse `tp`; CPU engines pad the rows."""
+    """CPU engines pad the rows."""
     tp = topology.tp
     if device == "cpu":
         rows = round_up(rows, tp * SGLANG_CPU_PADDING)
-    elif problems := indivisible("generator.tp", tp, intermediate_size=rows):
-        raise ConfigError(problems)
     gate, up, down = _names(module)
-    own = f"{_L}{module}."
+    own, parts, units = f"{_L}{module}.", (Part(gate, rows), Part(up, rows)), _units(rows, module)
     return [
-        Parameter(own + "gate_up_proj.weight", LAYER, (Part(gate, rows), Part(up, rows)), dim=0, groups=tp, layers=layers),
+        Parameter(own + "gate_up_proj.weight", LAYER, parts, dim=0, groups=tp, layers=layers, units=units),
         Parameter(own + "down_proj.weight", LAYER, (Part(down, rows),), dim=1, groups=tp, layers=layers),
     ]
 
@@ -67,3 +62,7 @@ def sglang_norm(layers: Layers | None = None) -> Parameter:
 def _names(module: str) -> tuple[str, str, str]:
     gate, up, down = (f"{_L}{module}.{x}_proj.weight" for x in ("gate", "up", "down"))
     return gate, up, down
+
+
+def _units(rows: int, module: str) -> tuple[tuple[str, int], ...]:
+    return (("ffn rows" if module == MLP else "ffn rows of the shared experts", rows),)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST, LAYER, LAST = "first", "layer", "last"
+DENSE, EXPERT, ATTENTION = "dense", "expert", "attention"  # the meshes that parameters are cut over
 LAYER_FIELD = "{layer}"  # stands for the global layer number, in names whose place is LAYER
 EXPERT_FIELD = "{expert}"  # stands for the global expert number
 
@@ -62,10 +63,15 @@ class Parameter:
     layers: Layers | None = None  # which layers have it; None: all
     dtype: str | None = None  # None: the layout's
     of_attention: bool = False  # with data-parallel attention, cut only over the ranks of one replica
+    units: tuple[tuple[str, int], ...] = ()  # what the shards must divide: its name for messages, and how many there are
 
     @property
     def of_expert(self) -> bool:
         return EXPERT_FIELD in self.parts[0].logical_name
+
+    @property
+    def mesh(self) -> str:
+        return EXPERT if self.of_expert else ATTENTION if self.of_attention else DENSE
 
 
 def whole(name: str, place: str, *logical_names: str, layers: Layers | None = None, dtype: str | None = None) -> Parameter:
@@ -83,8 +89,3 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def indivisible(key: str, size: int, **sizes: int) -> list[str]:
-    """A problem for each of `sizes` that `size` does not divide."""
-    return [f"{key} = {size} does not divide {name} = {value}" for name, value in sizes.items() if value % size]

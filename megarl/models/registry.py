@@ -98,14 +98,18 @@ def family(spec: ModelSpec) -> ModuleType:
 
 def is_own(spec: ModelSpec) -> bool:
     """Whether its family is outside this package; `spec.family` is then the module's full name."""
-    return spec.family not in {info.name for info in pkgutil.iter_modules(importlib.import_module("megarl.models").__path__)}
+    return spec.family not in _modules()
+
+
+@functools.cache
+def _modules() -> tuple[str, ...]:
+    return tuple(info.name for info in pkgutil.iter_modules(importlib.import_module("megarl.models").__path__))
 
 
 @functools.cache
 def architectures() -> dict[str, ModuleType]:
     """Architecture name as in config.json → family module."""
-    package = importlib.import_module("megarl.models")
-    modules = [importlib.import_module(f"megarl.models.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(f"megarl.models.{name}") for name in _modules()]
     return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
 
 

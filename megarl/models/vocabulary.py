@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.errors import ConfigError
-from megarl.models.parameters import FIRST, LAST, LogicalTensor, Parameter, Part, indivisible, padded_vocab_size, round_up, whole
+from megarl.models.parameters import FIRST, LAST, LogicalTensor, Parameter, Part, padded_vocab_size, round_up, whole
 from megarl.models.spec import ModelSpec
 from megarl.topology import GeneratorTopology, TrainerTopology
 
@@ -32,14 +31,13 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, layers: list[Parameter]) -> tuple[Parameter, ...]:
-    """All of SGLang's parameters. Raises ConfigError if GPU engines refuse `tp`; CPU engines pad the vocabulary further."""
+    """All of SGLang's parameters. CPU engines pad the vocabulary further."""
     tp, padded = topology.tp, round_up(spec.vocab_size, SGLANG_PADDING)
     if device == "cpu":
         padded = padded if padded % tp == 0 else round_up(spec.vocab_size, SGLANG_PADDING * tp)
-    elif problems := indivisible("generator.tp", tp, padded_vocab_size=padded):
-        raise ConfigError(problems)
-    embed = Parameter(EMBED, FIRST, (Part(EMBED, padded),), dim=0, groups=topology.attention_tp, of_attention=True)
+    units = (("vocabulary rows, padded", padded),)
+    embed = Parameter(EMBED, FIRST, (Part(EMBED, padded),), dim=0, groups=topology.attention_tp, of_attention=True, units=units)
     parameters = [embed, *layers, whole(NORM, LAST, NORM)]
     if not spec.tie_word_embeddings:  # if tied, lm_head is embed_tokens: one parameter under its first name
-        parameters.append(Parameter(HEAD, LAST, (Part(HEAD, padded),), dim=0, groups=tp))
+        parameters.append(Parameter(HEAD, LAST, (Part(HEAD, padded),), dim=0, groups=tp, units=units))
     return tuple(parameters)

@@ -8,31 +8,18 @@ from megarl.config.errors import problems_of
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
-from megarl.models.parameters import round_up
-from megarl.plan.quantisation import check_blocks, check_latent_format
-from megarl.reshard.layout import stage_of_layer
-from megarl.topology import DP_ATTENTION_FAMILIES, TrainerTopology
+from megarl.plan.quantisation import check_latent_format
+from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.reshard.layout import QUANTISATIONS, stage_of_layer
+from megarl.reshard.sizes import generator_parameters, trainer_parameters
 
 ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
 
-SGLANG_VOCAB_PADDING = 64
-
 
 def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    trainer, generator = config.trainer, config.generator
-    sizes = (("trainer.ep", trainer.ep), ("trainer.etp", trainer.etp), ("generator.ep", generator.ep))
+    sizes = {"trainer.ep": config.trainer.ep, "trainer.etp": config.trainer.etp, "generator.ep": config.generator.ep}
     if not spec.num_experts:
-        yield from (f"{key}={value}: must be 1: a {spec.family} model has no experts" for key, value in sizes if value > 1)
-        return
-    ranks = trainer.tp * trainer.cp * trainer.dp
-    if ranks % (trainer.ep * trainer.etp):
-        product = f"trainer.ep={trainer.ep} * trainer.etp={trainer.etp}"
-        yield f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}"
-    yield from _indivisible("trainer.ep", trainer.ep, {"experts": spec.num_experts})
-    yield from _indivisible("trainer.etp", trainer.etp, {"ffn rows of an expert": spec.expert_intermediate_size})
-    yield from _indivisible("generator.ep", generator.ep, {"experts": spec.num_experts})
-    if generator.tp % generator.ep:
-        yield f"generator.ep={generator.ep}: must divide generator.tp={generator.tp}"
+        yield from (f"{key}={value}: must be 1: a {spec.family} model has no experts" for key, value in sizes.items() if value > 1)
 
 
 def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -57,52 +44,18 @@ def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"trainer.sequence_parallel=false: must be true for a model with experts at trainer.tp={config.trainer.tp}"
 
 
-def check_tensor_parallel(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Both sides cut heads and ffn rows evenly. Engines also cut the vocabulary, and replicate kv heads for a tp that is a multiple.
-    Latent attention has no kv heads to cut."""
-    ffn = {"ffn rows": spec.intermediate_size} if spec.intermediate_size else {}
-    sizes = {"attention heads": spec.num_attention_heads} | ffn
-    padded_vocab = {"vocabulary rows, padded": round_up(spec.vocab_size, SGLANG_VOCAB_PADDING)}
-    kv_heads = {} if spec.kv_lora_rank else {"key-value heads": spec.num_kv_heads}
-    yield from _indivisible("trainer.tp", config.trainer.tp, sizes | kv_heads)
-    tp, key, attention_tp = config.generator.tp, "generator.tp", config.generator.tp
-    if config.generator.dp_attention > 1:
-        key, attention_tp = "generator.tp / generator.dp_attention", max(1, tp // config.generator.dp_attention)
-        yield from _indivisible(key, attention_tp, {"attention heads": spec.num_attention_heads})
-        sizes = ffn
-    yield from _indivisible("generator.tp", tp, sizes | padded_vocab)
-    if kv_heads and spec.num_kv_heads % attention_tp and attention_tp % spec.num_kv_heads:
-        yield f"{key}={attention_tp}: must be a divisor or a multiple of the model's {spec.num_kv_heads} key-value heads"
-    yield from _check_dp_attention(config, spec)
-    per_expert = config.generator.tp // max(1, config.generator.ep)
-    if spec.num_experts and per_expert and spec.expert_intermediate_size % per_expert:
-        product = f"generator.tp={tp} / generator.ep={config.generator.ep}"
-        yield f"{product}: must divide the {spec.expert_intermediate_size} ffn rows of an expert"
-
-
-def _check_dp_attention(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    tp, replicas = config.generator.tp, config.generator.dp_attention
-    if replicas == 1:
-        return
-    if spec.family not in DP_ATTENTION_FAMILIES:
-        allowed = ", ".join(DP_ATTENTION_FAMILIES)
-        yield f"generator.dp_attention={replicas}: must be 1 for a {spec.family} model; others are for {allowed}"
-    elif tp % replicas:
-        yield f"generator.dp_attention={replicas}: must divide generator.tp={tp}"
-    elif config.generator.max_concurrency < replicas:
-        yield f"generator.max_concurrency={config.generator.max_concurrency}: must be at least generator.dp_attention={replicas}"
-
-
-def _indivisible(key: str, tp: int, sizes: dict[str, int]) -> Iterable[str]:
-    uneven = [f"{size} {name}" for name, size in sizes.items() if size % tp]
-    if uneven:
-        yield f"{key}={tp}: must divide the model's {' and '.join(uneven)}"
-
-
-def check_pipeline(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    t = config.trainer
-    stages = TrainerTopology(pp=t.pp, vpp=t.vpp, first_stage_layers=t.first_stage_layers, last_stage_layers=t.last_stage_layers)
-    return problems_of(lambda: stage_of_layer(spec.num_layers, stages))
+def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """What the layouts of both sides do not cut. Engines on CPUs would pad; they are held to what GPUs take, as are plans for these."""
+    t, g = trainer_topology(config.trainer), generator_topology(config.generator)
+    yield from problems_of(
+        lambda: trainer_parameters(spec, t, "local" if config.cluster.gpu == "cpu" else "te"),
+        lambda: generator_parameters(spec, g, "cuda", QUANTISATIONS.get(config.generator.quantization or "")),
+        lambda: stage_of_layer(spec.num_layers, t),
+    )
+    if t.tp > spec.num_kv_heads and t.tp % spec.num_kv_heads == 0 and not spec.kv_lora_rank:
+        yield f"trainer.tp={t.tp}: must be at most the model's {spec.num_kv_heads} key-value heads"
+    if g.dp_attention > config.generator.max_concurrency:
+        yield f"generator.max_concurrency={config.generator.max_concurrency}: must be at least generator.dp_attention={g.dp_attention}"
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -147,9 +100,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_experts,
     check_shared_experts,
     check_routing_replay,
-    check_tensor_parallel,
-    check_blocks,
-    check_pipeline,
+    check_sizes,
     check_lengths,
 )
 # Commands that only plan do without these.

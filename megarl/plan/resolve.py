@@ -13,6 +13,7 @@ from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS
 from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS
+from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.topology import GeneratorTopology, TrainerTopology
 
@@ -60,16 +61,13 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     problems.extend(missing_weights(config, command))
     if problems:
         raise ConfigError(problems)
-    trainer, generator, rollout = config.trainer, config.generator, config.rollout
     return RunPlan(
         config=config,
         spec=spec,
-        trainer_topology=TrainerTopology(
-            **{name: getattr(trainer, name) for name in TrainerTopology.__dataclass_fields__}  # the section has the same keys
-        ),
-        generator_topology=GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention),
+        trainer_topology=trainer_topology(config.trainer),
+        generator_topology=generator_topology(config.generator),
         steps=config.max_steps,
-        sequences_per_step=rollout.prompts_per_step * rollout.n,
+        sequences_per_step=config.rollout.prompts_per_step * config.rollout.n,
         weights=find_weights(config, command),
     )
 

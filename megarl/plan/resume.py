@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.keys import settings, value_at
+from megarl.config.keys import settings, value_at, yaml_text
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.plan.checkpoints import complete_checkpoints
@@ -36,15 +36,17 @@ def check_resume(config: RunConfig) -> Iterable[str]:
         return
     for key, value in differences(before, config).items():
         if key in FIXED_KEYS:
-            now = show(value_at(config, key))
-            yield f"{key}={now}: the run in run_dir={config.run_dir} began with {show(value)}; keep that, or use another run_dir"
+            now = yaml_text(value_at(config, key))
+            yield f"{key}={now}: the run in run_dir={config.run_dir} began with {yaml_text(value)}; keep that, or use another run_dir"
 
 
 def changes(config: RunConfig) -> list[str]:
     """One line for each setting of a resumed run that has changed since its last start."""
     if not _settings_before(config).is_file():
         return [f"what, if anything, cannot be said: {_settings_before(config)} is gone"]
-    return [f"{key}={show(value_at(config, key))}, was {show(value)}" for key, value in differences(_earlier(config), config).items()]
+    return [
+        f"{key}={yaml_text(value_at(config, key))}, was {yaml_text(value)}" for key, value in differences(_earlier(config), config).items()
+    ]
 
 
 def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
@@ -63,8 +65,3 @@ def _earlier(config: RunConfig) -> Mapping[str, Any]:
 
 def _settings_before(config: RunConfig) -> Path:
     return Path(config.run_dir) / "config.yaml"
-
-
-def show(value: object) -> str:
-    """The value as written in YAML."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

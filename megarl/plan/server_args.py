@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from megarl.config.keys import yaml_text
 from megarl.config.schema import RunConfig
 from megarl.plan.sglang_arguments import Argument, arguments, version
 
@@ -82,7 +83,7 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
     to know mu; and with which SGLang would compute with other weights than those written, unseen by the audit."""
     known = arguments() if config.generator.server_args else {}
     for name, value in config.generator.server_args.items():
-        shown = f"generator.server_args.{name}={_show(value)}"
+        shown = f"generator.server_args.{name}={yaml_text(value)}"
         if (reason := _decided_elsewhere(name, value)) is not None:
             yield f"{shown}: {reason}"
         elif known and name not in known:
@@ -135,7 +136,3 @@ def _type_name(type_: Any) -> str:
         if text == f"Optional[{kind.__name__}]":
             return f"{name} or null"
     return text
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

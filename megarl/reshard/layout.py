@@ -9,20 +9,20 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
-from megarl.models.parameters import FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, indivisible, whole
+from megarl.models.parameters import ATTENTION, DENSE, EXPERT, FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, whole
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor, Piece
 from megarl.reshard.scales import with_scales
 from megarl.reshard.shards import local_tensor
-from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
+from megarl.reshard.sizes import generator_parameters, trainer_parameters
+from megarl.topology import GeneratorTopology, TrainerTopology
 
 __all__ = ["Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "stage_of_layer", "trainer_layout"]
 
 LAYER_SPECS = ("local", "te")
 DEVICES = ("cpu", "cuda")
 QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
-_DENSE, _EXPERT, _ATTENTION = "dense", "expert", "attention"  # the meshes
 
 
 def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
@@ -31,7 +31,7 @@ def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
     parameters = [whole(tensor.name, tensor.place, tensor.name, layers=tensor.layers, dtype=tensor.dtype) for tensor in logical]
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers, dtype=np.int64)
-    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {_DENSE: ranks, _EXPERT: ranks}, (1, 1))))
+    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1))))
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -48,16 +48,13 @@ def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer
     if layer_spec not in LAYER_SPECS:
         raise ConfigError(f"layer_spec = {layer_spec!r} is not one of {', '.join(LAYER_SPECS)}")
     t = topology
+    parameters = trainer_parameters(spec, t, layer_spec)
     dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)  # [pp, tp, replicas]
     expert = dense
     if spec.num_experts:
-        if t.tp * t.cp * t.dp % (t.ep * t.etp):
-            stage = f"trainer.tp * trainer.cp * trainer.dp = {t.tp * t.cp * t.dp}"
-            raise ConfigError(f"trainer.ep * trainer.etp = {t.ep} * {t.etp} does not divide the ranks of a stage, {stage}")
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
-    parameters = family(spec).megatron_parameters(spec, t, layer_spec)
     stages = np.array(stage_of_layer(spec.num_layers, t))
-    kinds = _kinds("trainer", spec, parameters, dtype, stages, {_DENSE: dense, _EXPERT: expert}, (t.ep, t.etp))
+    kinds = _kinds("trainer", spec, parameters, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp))
     return Layout("trainer", t.world_size, tuple(kinds))
 
 
@@ -79,16 +76,11 @@ def generator_layout(
     if isinstance(quantization, str) and quantization not in QUANTISATIONS:
         raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
-    if problems := indivisible("generator.dp_attention", topology.dp_attention, **{"generator.tp": topology.tp}):
-        raise ConfigError(problems)
-    if topology.dp_attention > 1 and spec.family not in DP_ATTENTION_FAMILIES:
-        allowed = ", ".join(DP_ATTENTION_FAMILIES)
-        raise ConfigError(f"generator.dp_attention = {topology.dp_attention}: only for {allowed}; this is {spec.family}")
-    parameters = family(spec).sglang_parameters(spec, topology, device)
+    parameters = generator_parameters(spec, topology, device, rule)
     ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
     attention = np.arange(topology.world_size).reshape(-1, topology.attention_tp).T[None]
     stages = np.zeros(spec.num_layers, dtype=np.int64)
-    meshes = {_DENSE: ranks, _EXPERT: ranks, _ATTENTION: ranks if topology.dp_attention == 1 else attention}
+    meshes = {DENSE: ranks, EXPERT: ranks, ATTENTION: ranks if topology.dp_attention == 1 else attention}
     kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
     if rule is not None:
         kinds = with_scales(kinds, family(spec).quantised_parameters(spec), rule, _logical(spec))
@@ -141,14 +133,14 @@ def _kinds(
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}")
     logical = _logical(spec)
-    ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[_DENSE].shape[0] - 1)}
+    ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[DENSE].shape[0] - 1)}
     spans: dict[Layers, np.ndarray] = {}  # shared by the kinds of the same layers
     kinds = []
     for parameter in parameters:
         first, end = parameter.layers or (0, spec.num_layers)
         if first == end:
             continue
-        ranks = meshes[_EXPERT if parameter.of_expert else _ATTENTION if parameter.of_attention else _DENSE]
+        ranks = meshes[parameter.mesh]
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
         for shard in range(ranks.shape[1]):

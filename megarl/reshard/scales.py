@@ -26,7 +26,7 @@ SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
 def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
     """Returns `kinds` with those called `names` quantised by `rule`, each followed by the kind of its scales.
 
-    Raises ConfigError if a cut of the engine goes through a block, which SGLang refuses too, or if a padded tensor would be quantised.
+    Raises ConfigError if a padded tensor would be quantised. That no cut goes through a block is known (`sizes.generator_parameters`).
     """
     known = {kind.name for kind in kinds}
     if missing := [name for name in names if name not in known]:
@@ -92,30 +92,11 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
     pieces, tile_row = [], 0
     by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
     for piece in tensor.pieces:
-        _check_aligned(tensor, piece, rule, logical[piece.logical_name])
+        assert not is_block(rule) or rule.whole_tiles(piece.logical, logical[piece.logical_name].shape), tensor.name
         tiles = rule.tiles(piece.logical)
         assert by_rows  # no engine fuses parts side by side
         local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
         pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
         tile_row += tiles.shape[-2]
-    if tile_row != shape[-2]:
-        cut = any(piece.logical.shape != logical[piece.logical_name].shape for piece in tensor.pieces)
-        raise ConfigError(
-            f"generator.quantization=fp8_block: {tensor.name} fuses tensors that are no multiples of {rule.rows} rows: "
-            f"{tile_row} rows of blocks, where SGLang keeps {shape[-2]}; "
-            + ("choose another generator.tp" if cut else "at any generator.tp: it must be null for this model")
-        )
+    assert tile_row == shape[-2], tensor.name
     return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
-
-
-def _check_aligned(tensor: LocalTensor, piece: Piece, rule: Rule, logical: LogicalTensor) -> None:
-    if not is_block(rule):
-        return
-    for dim, block in ((-2, rule.rows), (-1, rule.cols)):
-        assert block is not None
-        start, end = piece.logical.start[dim], piece.logical.start[dim] + piece.logical.shape[dim]
-        if start % block or (end % block and end != logical.shape[dim]):
-            raise ConfigError(
-                f"generator.quantization=fp8_block: {tensor.name} holds {piece.logical_name} {start} to {end} of "
-                f"{logical.shape[dim]}, which cuts blocks of {block}; choose another generator.tp or generator.ep"
-            )

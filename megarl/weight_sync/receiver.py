@@ -24,8 +24,8 @@ from megarl.plan.asynchrony import run_ahead
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.types import Version
+from megarl.weight_sync.common import is_probe_version
 from megarl.weight_sync.offers import Offers
-from megarl.weight_sync.sender import is_probe_version
 from megarl.weight_sync.sessions import EngineSessions, Session
 from megarl.weight_sync.update import Pause
 from megarl.weight_sync.writes import Writes

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -33,13 +33,14 @@ from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import LayoutError
-from megarl.reshard.layout import Layout, generator_layout
+from megarl.reshard.layout import Layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
 from megarl.types import Version
 from megarl.weight_sync.amax_exchange import AmaxExchange
+from megarl.weight_sync.common import is_probe_version, weights_map
 from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
@@ -224,14 +225,6 @@ class WeightsSender:
             self._transport.close()
 
 
-def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> ReshardMap:
-    """The reshard map from the trainer's layout `source` to all engines of the run, or to `engines` of them."""
-    topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    quantization = plan.config.generator.quantization
-    return ReshardMap.build(source, generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization))
-
-
 def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
     """Raises LayoutError that names every tensor in which a trainer rank's live parameters differ from the map's layout."""
     found = {name: (tuple(values.shape), str(values.dtype).removeprefix("torch.")) for name, values in parameters.items()}
@@ -240,8 +233,3 @@ def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int
     if wrong:
         lines = [f"trainer rank {rank}, {name}: shape, dtype {found.get(name)}, in the layout {planned.get(name)}" for name in wrong]
         raise LayoutError("the trainer's weights are not laid out as planned:\n" + "\n".join(lines))
-
-
-def is_probe_version(version: Version, every: int) -> bool:
-    """Whether both sides score a probe batch under `version`."""
-    return every > 0 and version % every == 0

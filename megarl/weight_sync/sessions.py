@@ -13,8 +13,8 @@ from megarl.messaging.messages import WeightsGrant
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.types import Version
+from megarl.weight_sync.common import weights_map
 from megarl.weight_sync.opening import Opened, open_engines
-from megarl.weight_sync.sender import weights_map
 from megarl.weight_sync.update import WeightUpdate
 from megarl.weight_sync.workers import Workers, check_parallelism, connect, settle_layout, watch
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from megarl.algorithms.base import LossOutput
 from megarl.config.schema import TrainerConfig
-from megarl.estimate.sizes import trainer_topology
 from megarl.models import load_spec
+from megarl.plan.topologies import trainer_topology
 from megarl.trainer import cpu_support
 from megarl.types import TrainSequence
 

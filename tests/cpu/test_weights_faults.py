@@ -41,7 +41,8 @@ from megarl.reshard.kinds import LayoutError
 from megarl.reshard.layout import trainer_layout
 from megarl.types import Version
 from megarl.weight_sync.audit import AuditError
-from megarl.weight_sync.sender import check_held, weights_map
+from megarl.weight_sync.common import weights_map
+from megarl.weight_sync.sender import check_held
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.mooncake import open_engine

@@ -53,7 +53,6 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
             "trainer.tp=two",
             "algorithm.rho=-1.0",
             "generator.tp=7",
-            "generator.tp=7",
             *(["model.path=" + f"{MODELS}/tiny-llama"] if command == ["train"] else []),  # a dry run may come before megarl sft
             "bad.jsonl, line 2",
             "data.eval.source=none.jsonl",

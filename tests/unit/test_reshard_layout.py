@@ -232,9 +232,9 @@ def test_layers_are_split_over_stages_as_megatron_does():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: trainer_layout(spec(kv=3, heads=9), TrainerTopology(tp=2), "float32"), "tp = 2 does not divide num_attention_heads = 9"),
-        (lambda: trainer_layout(spec(ffn=255), TrainerTopology(tp=2), "float32"), "trainer.tp = 2 does not divide intermediate_size = 255"),
-        (lambda: trainer_layout(spec(kv=4, heads=12), TrainerTopology(tp=6), "float32"), "trainer.tp = 6 .*num_key_value_heads = 4"),
+        (lambda: trainer_layout(spec(kv=3, heads=9), TrainerTopology(tp=2), "float32"), "trainer.tp=2: .* 9 attention heads"),
+        (lambda: trainer_layout(spec(ffn=255), TrainerTopology(tp=2), "float32"), "trainer.tp=2: .* 255 ffn rows"),
+        (lambda: trainer_layout(spec(kv=4, heads=12), TrainerTopology(tp=6), "float32"), "trainer.tp=6: .* 4 key-value heads"),
         (lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"), "trainer.pp=2: must divide the model's 3 layers"),
         (
             lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=4), "float32"),
@@ -243,15 +243,18 @@ def test_layers_are_split_over_stages_as_megatron_does():
         (lambda: trainer_layout(spec(layers=4), TrainerTopology(first_stage_layers=4), "float32"), "needs trainer.pp of at least 2"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "float32", layer_spec="apex"), "layer_spec = 'apex'"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "int4"), "dtype = 'int4'"),
-        (lambda: generator_layout(spec(), GeneratorTopology(tp=3), "float32"), "generator.tp = 3 does not divide num_attention_heads = 8"),
-        (lambda: generator_layout(spec(ffn=255), GeneratorTopology(tp=2), "float32"), "r.tp = 2 does not divide intermediate_size = 255"),
+        (lambda: generator_layout(spec(), GeneratorTopology(tp=3), "float32"), "generator.tp=3: .* 8 attention heads"),
+        (lambda: generator_layout(spec(ffn=255), GeneratorTopology(tp=2), "float32"), "generator.tp=2: .* 255 ffn rows"),
         (lambda: generator_layout(spec(), GeneratorTopology(), "float32", device="tpu"), "device = 'tpu'"),
         (lambda: generator_layout(spec(), GeneratorTopology(), "bfloat16", "cuda", "fp4"), "generator.quantization = 'fp4'"),
-        (lambda: generator_layout(spec(), GeneratorTopology(tp=4), "bfloat16", "cuda", "fp8_block"), "which cuts blocks of 128"),
+        (lambda: generator_layout(spec(), GeneratorTopology(tp=4), "bfloat16", "cuda", "fp8_block"), "a rank must hold multiples of 128"),
         (lambda: generator_layout(spec(kv=1), GeneratorTopology(tp=2), "bfloat16", "cpu", "fp8_channel"), "is padded"),
-        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=3, dp=3), "float32"), "trainer.ep = 3 does not divide num_exp"),
-        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=2), "float32"), "does not divide the ranks of a stage"),
-        (lambda: generator_layout(load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=8), "float32"), "generator.ep = 8 does not divide"),
+        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=3, dp=3), "float32"), "trainer.ep=3: must divide .* experts"),
+        (lambda: trainer_layout(load_spec(QWEN3_MOE), TrainerTopology(ep=2), "float32"), "= 1, the ranks of a stage"),
+        (
+            lambda: generator_layout(load_spec(QWEN3_MOE), GeneratorTopology(tp=4, ep=8), "float32"),
+            "generator.ep=8: must divide gen",
+        ),
     ],
 )
 def test_what_the_engines_cannot_do_is_refused_by_key_and_value(build, message):
