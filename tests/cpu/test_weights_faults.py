@@ -7,16 +7,10 @@ requests are refused.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import re
 import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -24,22 +18,21 @@ import faulty_transports
 import psutil
 import pytest
 import torch
+from fault_site import DTYPE, PROMPT, TP, Site, beside, kill_worker, outcome_of, source_layout, take, threads, unusable_after
 from faulty_transports import HOOKED
 from held_weights import as_process, as_thread
 from pokes import FLIP, REPLACE, poke
-from sglang_engine import make_checkpoint, start_engine
-from weights_rig import Generator, open_generator, receiver, unequal
-from weights_worker import DEADLINE_S, Job, Sync
+from sglang_engine import make_checkpoint
+from weights_rig import open_generator, receiver, unequal
+from weights_worker import DEADLINE_S
 
 from megarl.config.errors import ConfigError
-from megarl.generator.client import EngineClient, EngineUnreachable
-from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.reshard.kinds import LayoutError
-from megarl.reshard.layout import trainer_layout
-from megarl.types import Version
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.common import weights_map
 from megarl.weight_sync.sender import check_held
@@ -55,13 +48,7 @@ except ConfigError as missing:
     NO_MOONCAKE = str(missing)
 
 ROTARY = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
-TP = 2
-TRAINER = {"tp": 2}
-DTYPE = "float32"
 WRITE_S = 8.0  # deadline of an update in which a trainer rank falls silent
-PROMPT = [1, 5, 9, 200, 31, 77, 12]
-LONG = Sampling(max_tokens=80, temperature=0.0, ignore_eos=True)
-SHORT = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 WITH_MOONCAKE = pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)
 KINDS = [SHARED_MEMORY, GLOO, pytest.param(MOONCAKE, marks=WITH_MOONCAKE)]
 REST_IN_MATRIX = [  # seconds of waiting, or an engine, each
@@ -69,76 +56,6 @@ REST_IN_MATRIX = [  # seconds of waiting, or an engine, each
     pytest.param(GLOO, marks=pytest.mark.matrix),
     pytest.param(MOONCAKE, marks=[WITH_MOONCAKE, pytest.mark.matrix]),
 ]
-
-
-@dataclass
-class Site:
-    """A live engine, and what a job for it needs."""
-
-    folder: Path
-    checkpoint: Path
-    generator: Generator
-    stack: contextlib.ExitStack
-    key_file: Path
-    started_with: list[list[float]]  # log-probs
-
-    @functools.cached_property
-    def other(self) -> Path:
-        """Weights unlike those that it started with."""
-        return make_checkpoint(self.folder / "other", 2, getattr(torch, DTYPE), tied=False)
-
-    @property
-    def key(self) -> RunKey:
-        return RunKey.load(self.key_file)
-
-    def job(self, hub: Hub, transport: str = SHARED_MEMORY, versions: tuple[Version, ...] = (0,), **changes: Any) -> Job:
-        syncs = [Sync(version, transport, hub.address) for version in versions]
-        settings = dict(model=str(self.checkpoint), dtype=DTYPE, trainer=TRAINER, tp=TP, ep=1, key_file=str(self.key_file), port=0)
-        return Job(**{**settings, **changes}, syncs=syncs, folder=str(self.folder))
-
-    def start(self) -> None:
-        """Another engine, where the one before was: the same port and keys, and the same client of it."""
-        log = self.folder / f"engine.{time.monotonic():.0f}.log"
-        begin = contextlib.contextmanager(start_engine)
-        engine = self.stack.enter_context(begin(self.checkpoint, DTYPE, TP, log, instead_of=self.generator.engine))
-        self.generator.engine = engine
-        self.generator.run(self.generator.client.wait_ready(180, log, engine.died))
-        self.generator.live = []
-
-    def reopen(self) -> None:
-        """Another client of the engine, which runs and has no session open."""
-        generator = self.generator
-        generator.run(generator.client.close())
-        generator.use(generator.run(_client(generator)))
-        if not generator.engine.process.is_running():
-            self.start()
-        with contextlib.suppress(EngineError):  # no session is open
-            generator.run(generator.client.end_update(DEADLINE_S))
-
-    def ready(self) -> Generator:
-        """The engine as it was at its start: it goes on from whatever a fault has left."""
-        generator = self.generator
-        self.reopen()
-        generator.run(_idle(generator.client))
-        generator.load(self.checkpoint)
-        generator.set_version(-1)
-        assert generator.score([PROMPT]) == self.started_with
-        return generator
-
-
-async def _idle(client: EngineClient) -> None:
-    """It runs; requests that nobody waits for any more have come to their end."""
-    await client.resume(DEADLINE_S)
-    await client.abort_all(DEADLINE_S)
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            with contextlib.suppress(EngineError):  # not yet
-                return await client.flush(DEADLINE_S)
-            await asyncio.sleep(0.05)
-
-
-async def _client(generator: Generator) -> EngineClient:
-    return generator.engine.client()
 
 
 @pytest.fixture(scope="module")
@@ -164,66 +81,6 @@ def hub(whole_site: Site) -> Iterator[Hub]:
         yield hub
 
 
-@contextlib.contextmanager
-def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
-    """Trainer ranks that still wait when the test is over are told something that ends them."""
-    try:
-        yield
-    finally:
-        for rank in range(len(ranks)):
-            with contextlib.suppress(RuntimeError):  # it has gone already
-                for message in (WeightsGrant(99, []), WeightsApplied(99, True, 0.0, 0)):
-                    hub.send(f"trainer.{rank}", message)
-        for outcome in ranks:
-            outcome.exception(DEADLINE_S)
-
-
-def take(site: Site, job: Job, hub: Hub, generator: Generator | None = None) -> None:
-    """The receiving end's part of the job's first update."""
-    (generator or site.generator).take(receiver(job.plan(job.syncs[0].transport), hub, job.key_file))
-
-
-@contextlib.contextmanager
-def beside(generator: Generator) -> Iterator[list[asyncio.Task]]:
-    """Around an update: a request is on its way when it begins."""
-    requests: list[asyncio.Task] = []
-
-    async def hold() -> None:
-        requests.append(asyncio.create_task(generator.client.generate(PROMPT, LONG, version=-1)))
-        await asyncio.sleep(0.01)
-        await generator.client.generate(PROMPT, SHORT, version=-1)  # queued behind it, sampled together with it
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generator, "hold", hold)
-        yield requests
-
-
-@contextlib.contextmanager
-def unusable_after(site: Site, paused: bool = True) -> Iterator[None]:
-    """Around an update that fails: the next request is refused, and the engine does not go on for anybody."""
-    generator = site.generator
-    yield
-    with pytest.raises(EngineError, match="must not be used any more"):
-        generator.score([PROMPT])
-    if paused:
-        with pytest.raises(TimeoutError, match="gave no answer"):
-            generator.run(_impatient(generator))
-
-
-async def _outcome(task: asyncio.Task) -> Any:
-    return await asyncio.wait_for(task, DEADLINE_S)
-
-
-async def _impatient(generator: Generator) -> None:
-    """Some other client asks."""
-    engine = generator.engine
-    client = EngineClient(engine.url, engine.keys.api, engine.keys.admin, request_s=0.5)
-    try:
-        await client.generate(PROMPT, LONG)
-    finally:
-        await client.close()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit(site, hub, kind, monkeypatch):
     monkeypatch.setattr(faulty_transports, "before_write", faulty_transports.flip_one_bit)
@@ -232,7 +89,7 @@ def test_a_flipped_bit(site, hub, kind, monkeypatch):
     with writers, unusable_after(site), beside(generator) as requests, pytest.raises(AuditError) as failure:
         take(site, job, hub)
     with pytest.raises(EngineError, match="must not be used any more: its weights may be old or half-written"):
-        generator.run(_outcome(requests[0]))
+        generator.run(outcome_of(requests[0]))
     assert str(failure.value).splitlines()[1:] == [f"{faulty_transports.FLIPPED} on generator rank 1 is not what trainer rank 1 sent"]
 
 
@@ -267,7 +124,7 @@ def test_trainer_and_generator_with_different_maps(site, hub):
     job, other = site.job(hub), site.job(hub, trainer={"pp": 2})
     with threads(as_thread(0, job), as_thread(1, job), hub=hub), pytest.raises(RuntimeError) as failure:
         take(site, other, hub)
-    ours, theirs = (weights_map(each.plan(), _source(each)).plan_hash for each in (other, job))
+    ours, theirs = (weights_map(each.plan(), source_layout(each)).plan_hash for each in (other, job))
     assert f"trainer.0 computed {theirs}, trainer.1 computed {theirs}; generator.0 computed {ours}" in str(failure.value)
     assert site.generator.score([PROMPT]) == site.started_with  # nobody has touched the engine
 
@@ -293,7 +150,7 @@ def test_an_engine_that_is_not_the_one_of_the_map(site, hub, changes, message, t
 
 
 def test_a_trainer_rank_whose_weights_are_not_those_of_the_map(site, hub):
-    layout = _source(site.job(hub))
+    layout = source_layout(site.job(hub))
     held = {tensor.name: torch.zeros(tensor.shape) for tensor in layout.tensors(1)}
     check_held(held, layout, 1)
     for name, wrong in (("decoder.layers.1.mlp.linear_fc2.weight", torch.zeros(64, 192)), ("output_layer.weight", None)):
@@ -318,7 +175,7 @@ def test_a_rank_that_has_written_another_version(site, hub):
     job = site.job(hub)
     peers = [Peer(f"trainer.{rank}", site.key, hub.address) for rank in range(2)]
     for peer in peers:
-        peer.send(Hello(weights_map(job.plan(), _source(job)).plan_hash, this_host()))
+        peer.send(Hello(weights_map(job.plan(), source_layout(job)).plan_hash, this_host()))
         peer.send(WeightsOffer(0))
         peer.send(WeightsWritten(1, 0, 0.0, {}))
     message = r"generator.0 waited for trainer.0, trainer.1 to write weights version 0, but trainer.\d has written version 1"
@@ -391,7 +248,7 @@ def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, mo
         with beside(generator) as requests:
             generator.take(ends)
         with pytest.raises(EngineUnreachable):
-            generator.run(_outcome(requests[0]))  # the fleet's to finish elsewhere
+            generator.run(outcome_of(requests[0]))  # the fleet's to finish elsewhere
         assert generator.fleet.serving == set() and generator.fleet.lost.keys() == {0}
         assert psutil.wait_procs(processes, timeout=15)[1] == []
         monkeypatch.undo()
@@ -447,16 +304,3 @@ def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
     with writers, unusable_after(site, paused=False), pytest.raises(RuntimeError, match=lost):
         take(site, job, hub)
     assert psutil.wait_procs(processes, timeout=15)[1] == []
-
-
-def kill_worker(processes: list[psutil.Process]) -> None:
-    """That of rank 1. It takes the engine with it, a moment later."""
-    (worker,) = (process for process in processes if "scheduler_TP1" in " ".join(process.cmdline()))
-    worker.kill()
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-
-
-def _source(job: Job):
-    plan = job.plan()
-    return trainer_layout(plan.spec, plan.trainer_topology, job.dtype)
