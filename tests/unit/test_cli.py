@@ -34,21 +34,23 @@ def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
     assert done.stderr == "megarl: bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1\n[]\n"
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys and values, sizes, paths, rows, functions and classes; none that only follows from another."""
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+1=",\n')
-    (tmp_path / "mine.py").write_text("async def reward(): ...\n")
+    (tmp_path / "all_mistakes.py").write_text("async def reward(): ...\n")
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: {MODELS}/tiny-llama, random_init: true}}\n"
         "data: {train: {source: bad.jsonl}, eval: {source: none.jsonl}}\n"
-        "reward: {name: 'mine:rewrd'}\nrollout: {name: 'nothing:here', max_tokens: 64}\nsft: {steps: 1}\n"
+        "reward: {name: 'all_mistakes:rewrd'}\nrollout: {name: 'nothing:here', max_tokens: 64}\nsft: {steps: 1}\n"
     )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the working directory is put there
     wrong = ["trainer.tpp=3", "algorithm.rho=-1", "generator.tp=7", "trainer.tp=two"]
-    for command in (["train"], ["train", "--dry-run", "weights.transport=mine:reward"]):
-        argv = [sys.executable, "-m", "megarl", command[0], "run.yaml", *wrong, *command[1:]]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert [line.removeprefix("megarl: ").partition(": ")[0] for line in done.stderr.splitlines()] == [
+    for command in (["train"], ["train", "--dry-run", "weights.transport=all_mistakes:reward"]):
+        status = cli.main([command[0], "run.yaml", *wrong, *command[1:]])
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "")
+        assert [line.removeprefix("megarl: ").partition(": ")[0] for line in err.splitlines()] == [
             "trainer.tpp=3",
             "trainer.tp=two",
             "algorithm.rho=-1.0",
@@ -57,9 +59,9 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
             "bad.jsonl, line 2",
             "data.eval.source=none.jsonl",
             "rollout.name=nothing:here",
-            "reward.name=mine:rewrd",
-            *(["weights.transport=mine:reward"] if command != ["train"] else []),  # whose look at it imports torch
-        ], done.stderr
+            "reward.name=all_mistakes:rewrd",
+            *(["weights.transport=all_mistakes:reward"] if command != ["train"] else []),  # whose look at it imports torch
+        ], err
 
 
 def message(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,18 @@ from megarl import cli
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
-def test_a_dry_run_says_what_it_has_looked_at(tmp_path: Path) -> None:
+def test_a_dry_run_says_what_it_has_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 1200)
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: {MODELS}/tiny-llama, random_init: true, dtype: float32}}\ncluster: {{gpu: cpu}}\nsft: {{steps: 1}}\n"
         "data: {train: {source: rows.jsonl}, eval: {source: HuggingFaceH4/MATH-500}}\nrollout: {max_tokens: 64}\n"
     )
-    argv = [sys.executable, "-m", "megarl", "train", "run.yaml", "--dry-run"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a response" in done.stdout
-    assert "data.eval: HuggingFaceH4/MATH-500, on the hub, is read when the run starts" in done.stdout
-    assert "\nWeights: the warm start in sft.output=runs/default/sft/hf\n" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a response" in out
+    assert "data.eval: HuggingFaceH4/MATH-500, on the hub, is read when the run starts" in out
+    assert "\nWeights: the warm start in sft.output=runs/default/sft/hf\n" in out
 
 
 @pytest.mark.parametrize("name", ["8b_aipo", "405b_aipo", "quickstart"])

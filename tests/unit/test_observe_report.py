@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.observe.evaluations import write_result
+from megarl.observe.evaluations import damaged_results, read_results, write_result
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.plot import moving_mean, plot
 from megarl.observe.report import finish_report, summarize
@@ -168,15 +168,16 @@ def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> 
     write_run(tmp_path, 3)
     write_result(tmp_path, 0, {"pass@1": 0.5})
     write_result(tmp_path, 1, {"pass@1": 0.75})
+    damaged = tmp_path / "eval/version_000003.json"
     for content in (b"", b"{", b"[]", b'{"version": "x"}', b"\xff"):
-        (tmp_path / "eval/version_000003.json").write_bytes(content)
-        text = finish_report(tmp_path)
-        assert "0.500 before, 0.750 after" in text and f"left out, as damaged    {tmp_path}/eval/version_000003.json" in text
+        damaged.write_bytes(content)
+        assert [result["version"] for result in read_results(tmp_path)] == [0, 1] and damaged_results(tmp_path) == [damaged]
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b"garbage\n")
     (tmp_path / "trace").mkdir(exist_ok=True)
     (tmp_path / "trace/trainer.0.jsonl").write_bytes(b'garbage\n[]\n{"name": "no time"}\n\xff\n')
     text = finish_report(tmp_path)
+    assert "0.500 before, 0.750 after" in text and f"left out, as damaged    {damaged}" in text
     assert f"left out, as damaged    {tmp_path}/metrics.jsonl: line 4" in text and json.loads((tmp_path / "trace.json").read_text())
 
 

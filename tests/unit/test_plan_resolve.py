@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from resolving import CONFIGS, config, problems_of, with_weights
@@ -170,18 +167,6 @@ def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> N
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
     assert isinstance(resolve(config(tmp_path, *overrides.split())), RunPlan)
-
-
-def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes() -> None:
-    """By SGLang itself, which takes ten seconds to import."""
-    fields = "import msgspec; from sglang.srt.server_args import ServerArgs; print(*(f.name for f in msgspec.structs.fields(ServerArgs)))"
-    install = "from megarl.generator import cpu_support; cpu_support.install(); "
-    there = subprocess.run([sys.executable, "-c", install + fields], capture_output=True, text=True, timeout=120, check=True).stdout.split()
-    assert set(sglang_arguments.arguments()) == {name for name in there if not name.startswith("_")}
-    ours = {*server_args.BY_KEY, *server_args.KEPT, *server_args.REFUSED} - {"tp"}  # by which some know tp_size
-    assert ours <= set(there)
-    untyped = [name for name, argument in sglang_arguments.arguments().items() if argument.type is Any]
-    assert len(untyped) < 5, untyped
 
 
 def deepseek(tmp_path: Path, **other: int) -> str:

@@ -1,0 +1,55 @@
+"""SGLang and transformers as they are installed: what MegaRL says of them without importing them, and that a process of a user's can."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+from sglang_engine import ENGINES
+
+from megarl.plan import server_args, sglang_arguments
+
+ROOT = Path(__file__).parents[2]
+
+
+def print_server_args() -> None:
+    """In a process that has imported SGLang."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    print(*(field.name for field in msgspec.structs.fields(ServerArgs)))
+
+
+def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(tmp_path: Path) -> None:
+    with open(tmp_path / "names", "wb") as output:
+        process = ENGINES.start("test_installed:print_server_args", [], {}, output)
+    assert psutil.wait_procs([process], timeout=120)[1] == []
+    there = (tmp_path / "names").read_text().split()
+    assert set(sglang_arguments.arguments()) == {name for name in there if not name.startswith("_")}
+    ours = {*server_args.BY_KEY, *server_args.KEPT, *server_args.REFUSED} - {"tp"}  # by which some know tp_size
+    assert ours <= set(there)
+    untyped = [name for name, argument in sglang_arguments.arguments().items() if argument.type is Any]
+    assert len(untyped) < 5, untyped
+
+
+TO_HF_AND_BACK = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+config = AutoConfig.from_pretrained("configs/models/tiny-llama")
+AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = AutoTokenizer.from_pretrained("configs/models/tiny-llama")("1+2=", return_tensors="pt").input_ids
+print(*model(ids).logits.shape)
+"""
+
+
+def test_transformers_can_load_a_model_in_this_environment(tmp_path: Path) -> None:
+    """In a process of the user's, which knows nothing of our stand-ins. It could not while torchvision's wheel for CUDA was installed."""
+    result = subprocess.run([sys.executable, "-c", TO_HF_AND_BACK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, f"{result.stderr}\nIs .venv older than requirements/cpu.txt? make setup"
+    tokens, vocabulary = 5, json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    assert result.stdout == f"1 {tokens} {vocabulary}\n"
