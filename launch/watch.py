@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting
+from megarl.launch.process_report import process_report
 from megarl.launch.processes import ProcessFailed, ProcessGroup
 from megarl.launch.stopping import StopOrder
-from megarl.launch.whereabouts import whereabouts
 
 POLL_S = 0.1
 
@@ -83,7 +83,7 @@ def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[s
         except ProcessFailed as another:
             named = another
         if named.waited:
-            named.add(whereabouts(processes.process_ids(), stacks, processes.log_dir.parent))
+            named.add(process_report(processes.process_ids(), stacks, processes.log_dir.parent))
         raise named from None
 
 

@@ -55,7 +55,7 @@ class Gather:
     def join_engines(self, port: int, size: int) -> None:
         from megarl.generator.sglang_updates import join_update_group
 
-        self.engines = join_update_group(port, size, "gloo")
+        self.engines = join_update_group(port, size)
 
     def broadcast(self, flattened: bool) -> None:
         tensors = list(self.full.values())

@@ -19,7 +19,7 @@ from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.evaluations import NewEvaluations, forget_after
 from megarl.observe.metrics import MetricsWriter
-from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, probe_limit, told_differences, too_far
+from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, describe_differences, probe_limit, too_far
 from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
@@ -181,7 +181,7 @@ class TrainerExecutor:
         if problem := too_far(mean, limit):
             raise RunError(f"weights version {probe.version}: {problem}")
         self._probe_metrics = {DIFFERENCE: mean, LARGEST: max(differences), LIMIT: limit}
-        if self.rank == 0 and (told := told_differences([self._probe_metrics])):
+        if self.rank == 0 and (told := describe_differences([self._probe_metrics])):
             print(f"weights version {probe.version}: {told}", flush=True)
         if self.plan.config.trainer.routing_replay:
             own = [b""] * len(probe.token_ids)

@@ -14,13 +14,13 @@ GROUP = "weight_update_group"
 FLATTENED = "flattened_bucket"  # a load_format of SGLang
 
 
-def join_update_group(port: int, size: int, backend: str) -> dist.ProcessGroup:
+def join_update_group(port: int, size: int) -> dist.ProcessGroup:
     """Joins, as rank 0, the group over which `/update_weights_from_distributed` receives. Its store listens on `port` of this host."""
     cpu_support.install()
     from sglang.srt.utils import init_custom_process_group
 
     address = f"tcp://127.0.0.1:{port}"
-    group = init_custom_process_group(backend=backend, init_method=address, world_size=size, rank=0, group_name=GROUP)
+    group = init_custom_process_group(backend="gloo", init_method=address, world_size=size, rank=0, group_name=GROUP)
     assert isinstance(group, dist.ProcessGroup)  # rank 0 is a member
     return group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.observe.metrics import Row
-from megarl.observe.probe import told_differences
+from megarl.observe.probe import describe_differences
 
 EQUAL_STEPS = 5  # so many steps in a row without two different rewards in any group are no accident
 
@@ -29,4 +29,4 @@ def equal_rewards(rows: Sequence[Row]) -> str:
     return f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers or reward are wrong"
 
 
-RULES = (equal_rewards, told_differences)
+RULES = (equal_rewards, describe_differences)

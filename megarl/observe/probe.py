@@ -42,7 +42,7 @@ def too_far(difference: float, limit: float) -> str | None:
     )
 
 
-def told_differences(rows: Sequence[Mapping[str, float]]) -> str:
+def describe_differences(rows: Sequence[Mapping[str, float]]) -> str:
     """The probes over the limit, in words; empty if there are none."""
     over = [row for row in rows if DIFFERENCE in row and LIMIT in row and row[DIFFERENCE] > row[LIMIT]]
     if not over:

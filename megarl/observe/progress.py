@@ -18,7 +18,7 @@ from megarl.observe.advisories import RULES, advisories
 from megarl.observe.evaluations import VERSION_KEY
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
 from megarl.observe.status import Status, read_statuses
-from megarl.rewards.failures import told_failures
+from megarl.rewards.failures import describe_failures
 
 STEPS_SHOWN = 10
 HELD_OUT_SHOWN = 2  # evaluations
@@ -116,7 +116,7 @@ class Progress:
         parts: list[RenderableType] = [self._bar()]
         if shown := self._tail.rows[-STEPS_SHOWN:]:
             parts.insert(0, self._table(shown))
-            if failed := told_failures(shown):
+            if failed := describe_failures(shown):
                 parts.insert(1, Text(f"{failed} in the last {len(shown)} steps", style="yellow"))
             parts += [Text(line, style="dim") for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]]
             parts += [Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)]
@@ -164,7 +164,7 @@ class Progress:
             self._line("  ".join(f"{heading:>{_width(heading)}}" for heading in headings))
         self._printed += 1
         self._line("  ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
-        if failed := told_failures([row]):
+        if failed := describe_failures([row]):
             self._line(f"  step {row['step']}: {failed}")
         for line in held_out_lines([row]):
             self._line(f"  {line}")

@@ -12,7 +12,7 @@ from megarl.observe.evaluations import Evaluation, complete_metrics, damaged_res
 from megarl.observe.metrics import METRICS_FILE, Row, damaged_lines, read_metrics
 from megarl.observe.plot import plot
 from megarl.observe.trace import merge_traces
-from megarl.rewards.failures import told_failures
+from megarl.rewards.failures import describe_failures
 
 LINES_NAMED = 5
 ENDS = 10  # the mean rewards of so many first and last steps are compared
@@ -50,7 +50,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     if not rows:
         return f"{run_dir}: no step was finished\n"
     lines = [("reward", _reward(rows))]
-    if failed := told_failures(rows):
+    if failed := describe_failures(rows):
         lines.append(("scores", f"{failed}; rollouts/ marks them"))
     lines += _held_out(evaluations)
     turns = _values(rows, "turns/mean")

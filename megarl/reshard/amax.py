@@ -53,7 +53,7 @@ def peers(parts: list[AmaxPart]) -> tuple[int, ...]:
 
 def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
     stripes = stripes_of(map.source)
-    seats = {(k, s): (stage, e) for k, kind in enumerate(map.source.kinds) for stage, s, e in kind.seats(rank)}
+    coordinates = {(k, s): (stage, e) for k, kind in enumerate(map.source.kinds) for stage, s, e in kind.coordinates(rank)}
     for number, kind in enumerate(map.destination.kinds):
         if kind.rule is None:
             continue
@@ -66,8 +66,8 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
                     groups[space] += [(name, logical, holder) for holder in holders]
         for space, shares in groups.items():
             for _, logical, holder in shares:
-                if (holder.kind, holder.shard) in seats:
-                    stage, replica = seats[holder.kind, holder.shard]
+                if (holder.kind, holder.shard) in coordinates:
+                    stage, replica = coordinates[holder.kind, holder.shard]
                     others = [o for _, other, o in shares if _share_a_tile(kind.rule, logical, other)]
                     yield from _of_layers(map, kind, number, space, logical, holder, others, stage, replica)
 

@@ -19,7 +19,7 @@ from megarl.box import Box
 from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, FIRST, LAYER, LAYER_FIELD, Layers
 
-Seats = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of everything that a rank holds, by kind and shard
+Coordinates = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of everything that a rank holds, by kind and shard
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
@@ -132,7 +132,7 @@ class Kind:
         (only,) = self.tensors(shard, instance)
         return only
 
-    def seats(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+    def coordinates(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(stage, shard, replica) of everything of this kind that `rank` holds."""
         found = np.flatnonzero(self.ranks.ravel() == rank)
         if len(found) == 0:
@@ -160,18 +160,18 @@ class Layout:
             raise ValueError(f"{self.name} has ranks 0 to {self.world_size - 1}, not {rank}")
         found = []
         for order, kind in enumerate(self.kinds):
-            for stage, shard, _ in kind.seats(rank):
+            for stage, shard, _ in kind.coordinates(rank):
                 instances = np.flatnonzero(kind.stages == stage).tolist()
                 found += [(self.depth(kind, i), order, tensor) for i in instances for tensor in kind.tensors(shard, i)]
         return sorted(found, key=lambda entry: entry[:2])
 
-    def seats(self, rank: int) -> Seats:
+    def coordinates(self, rank: int) -> Coordinates:
         of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}  # kinds of one mesh share its table of ranks
-        found: Seats = {}
+        found: Coordinates = {}
         for k, kind in enumerate(self.kinds):
             mesh = id(kind.ranks)
             if mesh not in of_mesh:
-                of_mesh[mesh] = kind.seats(rank)
+                of_mesh[mesh] = kind.coordinates(rank)
             for stage, shard, replica in of_mesh[mesh]:
                 found.setdefault((k, shard), []).append((stage, replica))
         return found
@@ -193,7 +193,7 @@ class Layout:
                 for piece in shard.pieces:
                     owner.setdefault((piece.logical_name, kind.layers), kind.name)
         for kind in self.kinds:
-            for stage, shard, replica in kind.seats(rank):
+            for stage, shard, replica in kind.coordinates(rank):
                 before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
                 wanted = [
                     p

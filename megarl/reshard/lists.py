@@ -16,12 +16,12 @@ from megarl.box import Box
 from megarl.kernels.quantise_rules import Rule
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
 from megarl.reshard.copies import Copy, Quantisation
-from megarl.reshard.kinds import Kind, Layout, LocalTensor, Seats
+from megarl.reshard.kinds import Coordinates, Kind, Layout, LocalTensor
 from megarl.reshard.rows import ZEROS, Holder, Row
 from megarl.reshard.scales import of_whole_tensor
 from megarl.reshard.turns import Turns
 
-Shelf = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list for such copies
+ListFor = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list for such copies
 _Served = list[tuple[int, int, int, int]]  # (instance, index into row.holders, sender, receiver), sorted by instance
 
 
@@ -39,18 +39,18 @@ def received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
     return list(chain.from_iterable(depths))
 
 
-def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
-    """Appends the copies that source rank `rank` sends to the lists that `shelf` returns, each in the order of rows."""
-    seats = turns.source.seats(rank)
-    own = [row for row in rows if any((holder.kind, holder.shard) in seats for holder in row.holders)]
-    _write(turns, own, shelf, lambda row: _given(turns, rank, seats, row))
+def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
+    """Appends the copies that source rank `rank` sends to the lists that `list_for` returns, each in the order of rows."""
+    coordinates = turns.source.coordinates(rank)
+    own = [row for row in rows if any((holder.kind, holder.shard) in coordinates for holder in row.holders)]
+    _write(turns, own, list_for, lambda row: _given(turns, rank, coordinates, row))
 
 
-def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], shelf: Shelf) -> None:
+def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
     """The same for the copies that destination rank `rank` receives."""
-    seats = turns.destination.seats(rank)
-    own = [row for row in rows if (row.kind, row.shard) in seats]
-    _write(turns, own, shelf, lambda row: _taken(turns, rank, seats, row))
+    coordinates = turns.destination.coordinates(rank)
+    own = [row for row in rows if (row.kind, row.shard) in coordinates]
+    _write(turns, own, list_for, lambda row: _taken(turns, rank, coordinates, row))
 
 
 def of_experts(destination: Layout, row: Row) -> bool:
@@ -62,24 +62,24 @@ def _depths(turns: Turns) -> list[list[Copy]]:
     return [[] for _ in range(turns.destination.num_layers + 2)]
 
 
-def _given(turns: Turns, rank: int, seats: Seats, row: Row) -> _Served:
+def _given(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
     only = row.holders[0] if len(row.holders) == 1 else None
-    service = turns.service(row, stages=None if only is None else [stage for stage, _ in seats[only.kind, only.shard]])
+    assignment = turns.assignment(row, stages=None if only is None else [stage for stage, _ in coordinates[only.kind, only.shard]])
     of_class: dict[int, list[tuple[int, int]]] = {}
-    own = np.nonzero(service.senders == rank)  # class, replica
-    for c, holder, receiver in zip(own[0].tolist(), service.holders[own].tolist(), service.receivers[own].tolist()):
+    own = np.nonzero(assignment.senders == rank)  # class, replica
+    for c, holder, receiver in zip(own[0].tolist(), assignment.holders[own].tolist(), assignment.receivers[own].tolist()):
         of_class.setdefault(c, []).append((holder, receiver))
-    classes = service.class_of.tolist()
+    classes = assignment.class_of.tolist()
     return [(i, h, rank, receiver) for i, c in enumerate(classes) if c in of_class for h, receiver in of_class[c]]
 
 
-def _taken(turns: Turns, rank: int, seats: Seats, row: Row) -> _Served:
+def _taken(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
     served: _Served = []
-    for stage, replica in seats[row.kind, row.shard]:
-        service = turns.service(row, replica)
+    for stage, replica in coordinates[row.kind, row.shard]:
+        assignment = turns.assignment(row, replica)
         here = np.flatnonzero(turns.destination.kinds[row.kind].stages == stage)
-        classes = service.class_of[here]
-        senders, holders = service.senders[classes, 0].tolist(), service.holders[classes, 0].tolist()
+        classes = assignment.class_of[here]
+        senders, holders = assignment.senders[classes, 0].tolist(), assignment.holders[classes, 0].tolist()
         served += [(i, h, s, rank) for i, h, s in zip(here.tolist(), holders, senders)]
     return served
 
@@ -108,19 +108,19 @@ class _Share:
         return self._hows[asked]
 
 
-def _write(turns: Turns, rows: list[Row], shelf: Shelf, served: Callable[[Row], _Served]) -> None:
+def _write(turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[Row], _Served]) -> None:
     """Writes out `rows`. `served` returns the rank's part in a row, which is the same for all rows served alike."""
     shares: dict[tuple, _Share] = {}
     for row in rows:
         kind = turns.destination.kinds[row.kind]
         alike = turns.destination.depth(kind, 0), kind.first_layer, turns.alike(row)
         if alike not in shares:
-            shares[alike] = _share(*alike[:2], shelf, served(row))
+            shares[alike] = _share(*alike[:2], list_for, served(row))
         if shares[alike].copies:
             (_add_experts if row.transform != ZEROS and of_experts(turns.destination, row) else _add)(turns, row, shares[alike])
 
 
-def _share(first_depth: int, first_layer: int, shelf: Shelf, served: _Served) -> _Share:
+def _share(first_depth: int, first_layer: int, list_for: ListFor, served: _Served) -> _Share:
     layers: list[str] = []
     copies = []
     instance, depth = None, first_depth
@@ -128,7 +128,7 @@ def _share(first_depth: int, first_layer: int, shelf: Shelf, served: _Served) ->
         if i != instance:
             layers.append(str(first_layer + i))
             instance, depth = i, first_depth + i
-        copies.append((len(layers) - 1, h, s, r, depth, shelf(depth, s, r).append))
+        copies.append((len(layers) - 1, h, s, r, depth, list_for(depth, s, r).append))
     return _Share(layers, copies)
 
 

@@ -102,18 +102,18 @@ class ReshardMap:
         sent = np.zeros(self.source.world_size, dtype=np.int64)
         received = np.zeros(self.destination.world_size, dtype=np.int64)
         for row, size in self.routes():
-            service = self.turns.service(row)
-            copies = np.repeat(size * service.sizes, service.senders.shape[1])  # bytes by class and replica
-            np.add.at(sent, service.senders.ravel(), copies)
-            np.add.at(received, service.receivers.ravel(), copies)
+            assignment = self.turns.assignment(row)
+            copies = np.repeat(size * assignment.sizes, assignment.senders.shape[1])  # bytes by class and replica
+            np.add.at(sent, assignment.senders.ravel(), copies)
+            np.add.at(received, assignment.receivers.ravel(), copies)
         return sent, received
 
     def peers(self) -> np.ndarray:
         """Whether a source rank sends anything to a destination rank, [source ranks, destination ranks]."""
         found = np.zeros((self.source.world_size, self.destination.world_size), dtype=bool)
         for row, _ in self.routes():
-            service = self.turns.service(row)
-            found[service.senders, service.receivers] = True
+            assignment = self.turns.assignment(row)
+            found[assignment.senders, assignment.receivers] = True
         return found
 
     @property

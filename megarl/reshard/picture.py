@@ -14,15 +14,15 @@ from megarl.reshard.map import ReshardMap
 MOST_CELLS = 512  # along a side of the matrix; if there are more ranks, runs of them share a cell
 
 
-def traffic(map: ReshardMap, most_cells: int = MOST_CELLS) -> np.ndarray:
-    """The bytes from sender to receiver, [senders, receivers]; runs of ranks are summed if a side has more than `most_cells`."""
-    per = [-(-layout.world_size // most_cells) for layout in (map.source, map.destination)]
+def traffic(map: ReshardMap) -> np.ndarray:
+    """The bytes from sender to receiver, [senders, receivers]; runs of ranks are summed if a side has more than MOST_CELLS."""
+    per = [-(-layout.world_size // MOST_CELLS) for layout in (map.source, map.destination)]
     shape = [-(-layout.world_size // n) for layout, n in zip((map.source, map.destination), per)]
     matrix = np.zeros(shape[0] * shape[1], dtype=np.int64)
     for row, size in map.routes():
-        service = map.turns.service(row)
-        cells = service.senders // per[0] * shape[1] + service.receivers // per[1]
-        np.add.at(matrix, cells, size * service.sizes[:, None])
+        assignment = map.turns.assignment(row)
+        cells = assignment.senders // per[0] * shape[1] + assignment.receivers // per[1]
+        np.add.at(matrix, cells, size * assignment.sizes[:, None])
     return matrix.reshape(shape)
 
 

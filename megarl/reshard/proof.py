@@ -46,15 +46,15 @@ def prove_exactly_once(map: ReshardMap) -> None:
     Raises ProofError naming tensor and rank.
     """
     for layout in (map.source, map.destination):
-        _check_seats(layout)
+        _check_coordinates(layout)
     for rows in (map.rows, map.write_rows):
         _check_rows(map, rows)
     checked: set[tuple] = set()
     for row in map.rows:
         target = map.destination.kinds[row.kind]
-        seats = row.route, id(target.stages), id(target.ranks)  # scales have the same as their weights
-        if seats not in checked:
-            checked.add(seats)
+        coordinates = row.route, id(target.stages), id(target.ranks)  # scales have the same as their weights
+        if coordinates not in checked:
+            checked.add(coordinates)
             check_senders(map, row)
 
 
@@ -188,7 +188,7 @@ def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name
         raise ProofError(f"{where}: {local} of {held.name} is partly padding")
 
 
-def _check_seats(layout: Layout) -> None:
+def _check_coordinates(layout: Layout) -> None:
     """Checks that ranks exist, no rank holds two shards or replicas of one instance, and no pieces of a tensor overlap."""
     names = [(kind.name, layer) for kind in layout.kinds for layer in (range(*kind.layers) if kind.layers else (None,))]
     if len(set(names)) != len(names):

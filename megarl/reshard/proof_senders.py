@@ -18,30 +18,30 @@ def check_senders(map: ReshardMap, row: Row) -> None:
 
     It goes class by class, after checking that the instances of a class live on the same stages.
     """
-    target, service = map.destination.kinds[row.kind], map.turns.service(row)
-    seats = len(service.first), target.replicas
-    if len(service.class_of) != target.instances or not service.holders.shape == service.senders.shape == seats:
-        raise ProofError(f"{target.name}: senders of shape {service.senders.shape} for {target.instances} instances")
-    alike = service.first[service.class_of]
+    target, assignment = map.destination.kinds[row.kind], map.turns.assignment(row)
+    coordinates = len(assignment.first), target.replicas
+    if len(assignment.class_of) != target.instances or not assignment.holders.shape == assignment.senders.shape == coordinates:
+        raise ProofError(f"{target.name}: senders of shape {assignment.senders.shape} for {target.instances} instances")
+    alike = assignment.first[assignment.class_of]
     _check_same_stages(target, alike)
-    wrong = service.receivers != target.ranks[target.stages[service.first], row.shard]
+    wrong = assignment.receivers != target.ranks[target.stages[assignment.first], row.shard]
     known = np.zeros_like(wrong)
     for h, holder in enumerate(row.holders):
         origin = map.source.kinds[holder.kind]
         _check_same_stages(origin, alike)
-        here = service.holders == h
-        seated = np.zeros((seats[0], map.source.world_size), dtype=bool)
-        np.put_along_axis(seated, origin.ranks[origin.stages[service.first], holder.shard], True, axis=1)
+        here = assignment.holders == h
+        seated = np.zeros((coordinates[0], map.source.world_size), dtype=bool)
+        np.put_along_axis(seated, origin.ranks[origin.stages[assignment.first], holder.shard], True, axis=1)
         known |= here
-        wrong |= here & ~np.take_along_axis(seated, service.senders, axis=1)
+        wrong |= here & ~np.take_along_axis(seated, assignment.senders, axis=1)
     if (wrong | ~known).any():
         c, e = (int(x) for x in np.argwhere(wrong | ~known)[0])
-        instance = int(service.first[c])
+        instance = int(assignment.first[c])
         receiver = target.ranks[target.stages[instance], row.shard, e]
         name = map.source.kinds[row.holders[0].kind].name_of(instance)
         raise ProofError(
             f"{target.name_of(instance)} on {map.destination.name} rank {receiver}: "
-            f"{map.source.name} rank {service.senders[c, e]} does not hold {name}"
+            f"{map.source.name} rank {assignment.senders[c, e]} does not hold {name}"
         )
 
 

@@ -2,7 +2,7 @@
 
 A row says that one box of shard t of a destination kind comes from one box of shard s of a source kind. It holds for every layer and for
 every replica on both sides, so the number of rows depends only on tensor and expert parallelism, not on layers, experts or replicas. Which
-replica sends to which is worked out (`turns.Turns.service`) only when a rank's own list, or a total, is needed.
+replica sends to which is worked out (`turns.Turns.assignment`) only when a rank's own list, or a total, is needed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megarl.reshard.template import Row
 
 
 @dataclass(frozen=True)
-class Service:
+class Assignment:
     """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first instance is `first[class_of[i]]`."""
 
     class_of: np.ndarray  # [instances]; -1 where not asked for
@@ -41,7 +41,7 @@ class Turns:
     rows: tuple[Row, ...]
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
-    def service(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Service:
+    def assignment(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Assignment:
         """Senders and receivers of `row`: all destination replicas or one; all instances, or those on `stages` of its first holder."""
         target, held = self.destination.kinds[row.kind], row.holders[0].kind
         orders = self._ordering.of(row)
@@ -55,7 +55,7 @@ class Turns:
         stage = self.source.kinds[held].stages[first][:, None]
         picked = orders.table[stage, orders.place(stage, turn)]
         holder_of, ranks_of = candidates(self.source, row, first)
-        return Service(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
+        return Assignment(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
 
     def alike(self, row: Row) -> tuple:
         """A key: rows with equal keys are served alike, every instance and replica by the same senders."""

@@ -25,14 +25,14 @@ def too_many_failures(config: RewardConfig, samples: Sequence[Sample]) -> str | 
     counts = _counts(samples)
     if counts.total() <= config.max_failed_fraction * len(samples):
         return None
-    share = f"of {len(samples)} samples {told_failures([failure_metrics(samples)])}"
+    share = f"of {len(samples)} samples {describe_failures([failure_metrics(samples)])}"
     example, failure = next((sample, sample.failure) for sample in samples if sample.failure is not None)
     text = example.text if len(example.text) <= _EXAMPLE_CHARS else example.text[:_EXAMPLE_CHARS] + "…"
     limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
     return f"reward.name={config.name}: {share}, {limit}; for example {text!a}: {failure.reason}"
 
 
-def told_failures(rows: Sequence[Mapping[str, float]]) -> str:
+def describe_failures(rows: Sequence[Mapping[str, float]]) -> str:
     """The failures that rows of metrics count, in words; empty if there are none."""
     counts = {key: sum(row.get(key, 0) for row in rows) for key in METRICS.values()}
     told = ", ".join(f"{count:g} {key.partition('/')[2].replace('_', ' ')}" for key, count in counts.items() if count)

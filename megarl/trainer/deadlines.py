@@ -1,6 +1,6 @@
 """Explains collectives that a peer never joined. gloo says how long it waited; this says who waited for whom, and in which call.
 
-(NCCL's watchdog ends the process itself. The launcher then reports what every other process was doing: launch.whereabouts.)
+(NCCL's watchdog ends the process itself. The launcher then reports what every other process was doing: launch.process_report.)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.observe.advisories import advisories
-from megarl.observe.probe import DIFFERENCE, LIMIT, probe_limit, told_differences, too_far
+from megarl.observe.probe import DIFFERENCE, LIMIT, describe_differences, probe_limit, too_far
 
 REPLAYED = "trainer.routing_replay=true"
 
@@ -40,9 +40,9 @@ def test_far_beyond_the_limit_or_not_finite_ends_the_run():
 
 def test_what_is_over_the_limit_is_told():
     rows = [{"step": 0}, {DIFFERENCE: 0.001, LIMIT: 0.05}, {DIFFERENCE: 0.3, LIMIT: 0.05}]
-    assert told_differences(rows[:2]) == ""
-    assert told_differences(rows) == "log-probs of trainer and generator differ by 0.3 in a probe, over observe.probe_limit=0.05"
-    assert "differ by 0.4 in 2 probes, over" in told_differences([*rows, {DIFFERENCE: 0.4, LIMIT: 0.05}])
+    assert describe_differences(rows[:2]) == ""
+    assert describe_differences(rows) == "log-probs of trainer and generator differ by 0.3 in a probe, over observe.probe_limit=0.05"
+    assert "differ by 0.4 in 2 probes, over" in describe_differences([*rows, {DIFFERENCE: 0.4, LIMIT: 0.05}])
 
 
 def test_terminal_and_summary_tell_it():

@@ -14,7 +14,7 @@ from small_maps import all_copies, tiny_map
 from megarl.box import Box
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
-from megarl.reshard.turns import Service, Turns
+from megarl.reshard.turns import Assignment, Turns
 
 
 def shift(box: Box) -> Box:
@@ -89,24 +89,24 @@ def test_proof_of_the_template_refuses_a_damaged_row(change):
         prove_exactly_once(dataclasses.replace(map, rows=map.rows[:at] + tuple(damaged) + map.rows[at + 1 :]))
 
 
-def other_stage(service: Service) -> Service:
-    senders = service.senders.copy()
+def other_stage(assignment: Assignment) -> Assignment:
+    senders = assignment.senders.copy()
     senders[-1, -1] = (senders[-1, -1] + 4) % 8
-    return dataclasses.replace(service, senders=senders)
+    return dataclasses.replace(assignment, senders=senders)
 
 
-def other_receiver(service: Service) -> Service:
-    return dataclasses.replace(service, receivers=np.roll(service.receivers, 1, axis=1))
+def other_receiver(assignment: Assignment) -> Assignment:
+    return dataclasses.replace(assignment, receivers=np.roll(assignment.receivers, 1, axis=1))
 
 
-def all_alike(service: Service) -> Service:
+def all_alike(assignment: Assignment) -> Assignment:
     """Layers of the second stage taken for layers of the first."""
-    fields = {name: getattr(service, name)[:1] for name in ("first", "holders", "senders", "receivers")}
-    return Service(class_of=np.zeros_like(service.class_of), **fields)
+    fields = {name: getattr(assignment, name)[:1] for name in ("first", "holders", "senders", "receivers")}
+    return Assignment(class_of=np.zeros_like(assignment.class_of), **fields)
 
 
-def nobody(service: Service) -> Service:
-    return dataclasses.replace(service, holders=service.holders + 2)
+def nobody(assignment: Assignment) -> Assignment:
+    return dataclasses.replace(assignment, holders=assignment.holders + 2)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def nobody(service: Service) -> Service:
 )
 def test_proof_refuses_senders_that_do_not_hold_the_layer_and_other_receivers(damage, message):
     class WrongTurns(Turns):
-        def service(self, row, replica=None, stages=None):
-            return damage(super().service(row, replica, stages))
+        def assignment(self, row, replica=None, stages=None):
+            return damage(super().assignment(row, replica, stages))
 
     class Wrong(ReshardMap):
         turns = cached_property(lambda map: WrongTurns(map.source, map.destination, map.rows))

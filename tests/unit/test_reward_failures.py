@@ -16,7 +16,7 @@ from megarl.observe.metrics import MetricsWriter
 from megarl.observe.progress import Progress
 from megarl.observe.report import summarize
 from megarl.observe.rollouts import format_sample
-from megarl.rewards.failures import failure_metrics, told_failures, too_many_failures
+from megarl.rewards.failures import describe_failures, failure_metrics, too_many_failures
 from megarl.types import Failure, Sample
 
 
@@ -37,7 +37,7 @@ def test_too_many_failures_are_told_by_kind_share_and_example():
     assert too_many_failures(RewardConfig(max_failed_fraction=0.75), samples) is None
     assert too_many_failures(RewardConfig(), samples[:2]) is None, "half is not more than half"
     assert too_many_failures(RewardConfig(max_failed_fraction=0.0), [sample()]) is None
-    assert told_failures([failure_metrics([sample()]), {"step": 1}]) == ""
+    assert describe_failures([failure_metrics([sample()]), {"step": 1}]) == ""
 
 
 def test_a_rollout_says_why_its_score_is_what_it_is():

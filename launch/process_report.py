@@ -18,7 +18,7 @@ _OUTERMOST = ("<module>", "_run_module_as_main")  # the first frames of a progra
 _STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
-def whereabouts(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: Path) -> str:
+def process_report(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: Path) -> str:
     """One line per process. `running` has the processes on this host by name, `stacks` what each wrote when asked for its stack.
 
     Processes that neither wait for others nor serve come first and are marked, since the others may wait for them. A process that is
