@@ -4,11 +4,13 @@
 #   make test-all                                    also the tests that take long; before a change is handed in
 #   make check                                       lint, format and types
 #   make matrix                                      every combination of layouts on live engines, an hour; writes docs/weights-matrix.md
+#   make gpu-kit                                     what `make gpu` needs on a machine without a network, in dist/gpu-kit (docs/gpu.md)
+#   make gpu                                         kernels, trainer and direct writes on one NVIDIA GPU: checked, and measured
 #   make setup PYTHON=/path/to/python3.12             another interpreter
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart check test test-all matrix libraries setup clean
+.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries setup clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
@@ -40,6 +42,40 @@ test-all: setup libraries
 
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)
+
+# The wheels are for KIT_PYTHON on x86-64 Linux, in the versions of requirements/cpu.txt. PyTorch, Triton and NumPy are the machine's own.
+KIT ?= dist/gpu-kit
+KIT_PYTHON ?= 3.12
+KIT_PACKAGES := einops megatron-core msgspec omegaconf packaging pyyaml
+gpu-kit:
+	@for python in .venv/bin/python $(PYTHONS); do
+	    if "$$python" -m pip --version >/dev/null 2>&1; then break; else python=; fi
+	done
+	if [ -z "$$python" ]; then
+	    echo "gpu-kit: needs a Python with pip, found none among: .venv/bin/python $(PYTHONS)" >&2
+	    exit 1
+	fi
+	rm -rf $(KIT) build  # what an earlier build left there would go into the wheel
+	mkdir -p $(KIT)/wheels
+	wanted=()
+	for package in $(KIT_PACKAGES); do wanted+=("$$(grep -i "^$$package==" requirements/cpu.txt)"); done
+	platforms=$$(printf -- '--platform %s ' manylinux2014_x86_64 manylinux_2_{17,24,26,28}_x86_64)
+	"$$python" -m pip download --disable-pip-version-check -qq --no-deps --only-binary :all: --implementation cp \
+	    --python-version $(KIT_PYTHON) $$platforms -d $(KIT)/wheels "$${wanted[@]}"
+	"$$python" -m pip wheel --disable-pip-version-check -qq --no-deps -w $(KIT)/wheels .
+	cp megarl/bench/gpu/kit.py $(KIT)/run.py
+	{ git rev-parse --short=12 HEAD && git diff --quiet HEAD || echo "with changes"; } 2>/dev/null | paste -sd' ' >$(KIT)/commit
+	echo "gpu-kit: $(KIT), $$(du -sm $(KIT) | cut -f1) MB; on the machine with the GPU: python3 $(KIT)/run.py"
+
+# The Python of the machine whose PyTorch sees a GPU; if there is none, the first one says what is missing.
+gpu:
+	@for python in .venv/bin/python $(PYTHONS); do
+	    if "$$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1; then break; else python=; fi
+	done
+	for fallback in .venv/bin/python $(PYTHONS); do
+	    if [ -z "$$python" ] && "$$fallback" --version >/dev/null 2>&1; then python=$$fallback; fi
+	done
+	"$$python" -P megarl/bench/gpu/kit.py $(ARGS)
 
 # What some tests want of the system: Debian's RDMA libraries, which Mooncake's transfer engine links also for TCP; a Slurm; network
 # namespaces and traffic control. Installed where root and apt are there; elsewhere those tests are skipped and say why. No daemon is

@@ -49,7 +49,7 @@ def _divide(x, scale, INTERPRETED: tl.constexpr):
     reciprocal = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     across = tl.zeros_like(x)
     quotient = x * reciprocal
-    remainder = _fma(-quotient, across + scale, x, INTERPRETED)
+    remainder = _fma(quotient, across - scale, x, INTERPRETED)
     return _fma(remainder, across + reciprocal, quotient, INTERPRETED)
 
 

@@ -71,12 +71,18 @@ LONG = {
 
 GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these tests"
 SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
+KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
 NOT_RUN = {
     "make check": ITSELF,
     "make test": ITSELF,
     "make test-all": ITSELF,
     'make test ARGS="tests/unit"': ITSELF,
     "make matrix": ITSELF,
+    "make gpu": KIT,
+    'make gpu ARGS="--parts kernels,writes --output /tmp/gpu"': KIT,
+    "make gpu-kit": KIT,
+    "make gpu-kit KIT_PYTHON=3.11": KIT,
+    "python3 gpu-kit/run.py": KIT,
     "make setup": "has made the environment that these tests run in",
     "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of make matrix",
     "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",

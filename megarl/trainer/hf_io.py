@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from megarl.box import Box
 from megarl.config.errors import ConfigError
@@ -41,6 +40,8 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
     Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError
     (`check_checkpoint`). A rank that reads a value which is not finite raises ConfigError too, naming file and tensor.
     """
+    from safetensors import safe_open  # compiled, and needed here alone: a trainer that starts from random weights runs without it
+
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder)
     names = (piece.logical_name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces)

@@ -1,0 +1,139 @@
+"""Runs every part in a process of its own, one after the other, and writes what they found.
+
+A part has a deadline. One that fails, or is late, is shown with its error and with the rows that it had; the others go on. Exit status: 0
+if all is well, 1 if a part failed, 2 if this machine lacks something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    title: str
+    program: str  # called with a Bench and `arguments`
+    deadline_s: float  # their sum keeps the whole below 8 minutes
+    arguments: tuple[str, ...] = ()
+
+
+PARTS = {
+    "kernels": Part("Kernels", "megarl.bench.gpu.kernels:run", 170),
+    "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 75, ("1B",)),
+    "trainer-3B": Part("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 85, ("3B",)),
+    "writes": Part("Direct writes between two processes", "megarl.bench.gpu.writes:run", 60, ("unquantised",)),
+    "writes-fp8": Part("Direct writes, quantised in flight", "megarl.bench.gpu.writes:run", 60, ("fp8_block",)),
+}
+ERROR_CHARACTERS = 3000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="megarl.bench.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", metavar="DIR", default="runs/gpu", help="folder of gpu.json and gpu.md; default: runs/gpu")
+    parser.add_argument("--parts", metavar="NAME,…", default=",".join(PARTS), help=f"only these; default: {', '.join(PARTS)}")
+    parser.add_argument("--rehearse", action="store_true", help="every part at toy sizes on the CPU: shows that all is there, no speed")
+    parser.add_argument("--one", metavar="ROWS", help=argparse.SUPPRESS)  # a part's own process: its program and arguments follow
+    parser.add_argument("program", nargs="*", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        return run_part(*options.program, rehearse=options.rehearse, rows=Path(options.one))
+    names = [name.strip() for name in options.parts.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in PARTS]:
+        print(f"megarl.bench.gpu: --parts {','.join(unknown)}: choose from {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    if not options.rehearse and (lacking := without_gpu()):
+        print(f"megarl.bench.gpu: {lacking}", file=sys.stderr)
+        return 2
+    from megarl.bench.gpu.page import machine, page
+
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    report: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "rehearsal": options.rehearse}
+    report |= {"machine": machine(options.rehearse), "parts": {}}
+    for name in names:
+        print(f"{PARTS[name].title} …", end=" ", flush=True)
+        found = report["parts"][name] = {"title": PARTS[name].title} | supervise(name, options.rehearse)
+        report["seconds"] = round(time.monotonic() - began, 1)
+        print(
+            found["status"] + f" in {found['seconds']:.0f} s" + (f": {found['error'].splitlines()[-1]}" if found["error"] else ""),
+            flush=True,
+        )
+        (output / "gpu.json").write_text(json.dumps(report, indent=1))  # after each part: an interrupted run leaves what it has
+        (output / "gpu.md").write_text(page(report))
+    print(f"\n{page(report)}\n{output / 'gpu.json'} and {output / 'gpu.md'} hold this")
+    return int(any(found["status"] != "ok" for found in report["parts"].values()))
+
+
+def without_gpu() -> str:
+    """What is missing; empty if a GPU can be used."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} of {sys.executable} is built without CUDA; name a Python whose PyTorch has it"
+    return "" if torch.cuda.is_available() else "no NVIDIA GPU can be used here: torch.cuda.is_available() is False"
+
+
+def supervise(name: str, rehearse: bool) -> dict[str, Any]:
+    """Runs one part in its own process group. Returns its rows and how it ended."""
+    part, began = PARTS[name], time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
+        rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
+        command = [sys.executable, "-P", "-m", "megarl.bench.gpu", "--one", str(rows), part.program, *part.arguments]
+        environment = dict(os.environ, PYTHONUNBUFFERED="1")
+        if rehearse:
+            command.append("--rehearse")
+            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with open(log, "wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+            try:
+                process.wait(part.deadline_s)
+                status, error = ("ok", "") if process.returncode == 0 else ("failed", f"exit status {process.returncode}")
+            except subprocess.TimeoutExpired:
+                status, error = "late", f"not done within {part.deadline_s:.0f} s; the rows are those that were"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+                process.wait()
+        found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+        last_words = log.read_text(errors="replace")[-ERROR_CHARACTERS:].strip() if status != "ok" else ""
+    if wrong := [row["failed"] for row in found if row.get("failed")]:
+        status, last_words = "failed", "\n".join(wrong)
+    error = "\n".join(filter(None, (error if status != "ok" else "", last_words)))
+    return {"status": status, "seconds": round(time.monotonic() - began, 1), "error": error, "rows": found}
+
+
+def run_part(program: str, *arguments: str, rehearse: bool, rows: Path) -> int:
+    import torch
+
+    from megarl.bench.gpu.measure import Bench
+
+    torch.set_num_threads(1 if rehearse else torch.get_num_threads())
+    with open(rows, "a") as file:
+
+        def emit(row: dict[str, Any]) -> None:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+
+        device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
+        if not rehearse:
+            torch.cuda.set_device(device)
+        pkgutil.resolve_name(program)(Bench(device, rehearse, emit), *arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

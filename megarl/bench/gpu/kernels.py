@@ -1,0 +1,241 @@
+"""The kernels: checked against their references, then timed beside a measured ceiling and beside what others do for the same.
+
+`fraction` is what must move at least (each input read once, each output written once) over the time, as a fraction of the measured copy
+bandwidth; of what multiplies matrices, the floating-point operations that cannot be avoided over the time, as a fraction of a measured
+product. Tensors are larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megarl import kernels
+from megarl.bench.gpu.checks import ALONE, CHECKS, random
+from megarl.bench.gpu.measure import Bench
+from megarl.kernels import audit_triton, chunked_logprobs_triton, quantise, quantise_triton
+from megarl.kernels.quantise_rules import BLOCK, E4M3_MAX
+
+Run = Callable[[], Any]
+TEMPERATURE = 0.9
+ROWS_CHECKED = 256  # of the log-probs, in float64
+
+# What other stacks quantise a weight with. They run where they are installed.
+PEERS = {
+    "SGLang bf16_to_block_fp8_128": ("sglang.srt.layers.quantization.mxfp8_block_convert:bf16_to_block_fp8_128", ()),
+    "SGLang per_block_cast_to_fp8": ("sglang.srt.layers.quantization.fp8_utils:per_block_cast_to_fp8", ()),
+    "verl blockwise_cast_to_fp8_triton": ("verl.utils.kernel.fp8_kernel:blockwise_cast_to_fp8_triton", ([128, 128],)),
+    "slime blockwise_cast_to_fp8_triton": ("slime.backends.megatron_utils.kernels.fp8_kernel:blockwise_cast_to_fp8_triton", ([128, 128],)),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One thing that a kernel does, and who else can do it."""
+
+    name: str
+    size_bytes: int  # that must move
+    ours: Run
+    error: Callable[[], float] | None = None  # ‖ours - float64‖ / ‖float64‖
+    limit: float = 0.0
+    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)  # each gives what to run; raises where it cannot
+
+
+def run(bench: Bench) -> None:
+    for name, check in CHECKS.items():
+        problem = ""
+        try:
+            check(bench.device, bench.toy)
+        except Exception as error:  # the others are tried all the same
+            problem = f"{type(error).__name__}: {error}"
+        bench.emit({"what": name, "by": "ours", "result": "equal" if not problem else "WRONG", "failed": problem})
+    ceiling = bench.copy_bytes_per_s()
+    bench.emit({"what": "copy within the device: the ceiling", "by": "torch", "gb_per_s": ceiling / 1e9, "fraction": 1.0})
+    for make in (quantising, hashing, scoring):
+        for work in make(bench):
+            time_work(bench, work, ceiling)
+    flops = bench.matmul_flops()
+    bench.emit({"what": "matrix product, bf16: the ceiling", "by": "torch", "tflop_per_s": flops / 1e12, "fraction": 1.0})
+    from_hidden_states(bench, flops)
+
+
+def time_work(bench: Bench, work: Work, ceiling: float) -> None:
+    row: dict[str, Any] = {"what": work.name, "by": "ours"} | timing(bench, work.ours, work.size_bytes, ceiling)
+    if work.error is not None:
+        row["error"] = work.error()
+        if not row["error"] <= work.limit:  # NaN included
+            row["failed"] = f"{work.name}: error {row['error']:.2e} against float64, allowed is {work.limit:.0e}"
+    bench.emit(row)
+    for peer, make in work.peers.items():
+        row = {"what": work.name, "by": peer}
+        try:
+            row |= timing(bench, make(), work.size_bytes, ceiling)
+        except Exception as error:  # a peer that is missing, or fails here, is a finding, no failure of ours
+            row["note"] = f"not available: {type(error).__name__}: {str(error)[:160]}"
+        bench.emit(row)
+
+
+def timing(bench: Bench, run: Run, size_bytes: int, ceiling: float) -> dict[str, float]:
+    ms = bench.median_ms(run)
+    return {"ms": ms, "gb_per_s": size_bytes / ms / 1e6, "fraction": size_bytes / ms * 1e3 / ceiling}
+
+
+def compiled(bench: Bench, function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="inductor" if bench.cuda else "eager")
+
+
+# -- quantisation
+
+
+def quantising(bench: Bench) -> Iterator[Work]:
+    rows, cols = (256, 256) if bench.toy else (16384, 6656)  # down_proj of Llama-3.1-405B at TP8
+    weight = random(rows, cols, device=bench.device).bfloat16()
+    scales = quantise.scales_of(quantise_triton.tile_amax(weight, 0, 0, BLOCK, "weight"), BLOCK)
+
+    def ours() -> Any:
+        given = quantise.scales_of(quantise_triton.tile_amax(weight, 0, 0, BLOCK, "weight"), BLOCK)
+        return quantise_triton.quantise_with(weight, 0, 0, given, BLOCK)
+
+    def peer(path: str, arguments: tuple[Any, ...]) -> Run:
+        function = pkgutil.resolve_name(path)
+        return lambda: function(weight, *arguments)
+
+    peers = {name: lambda path=path, arguments=arguments: peer(path, arguments) for name, (path, arguments) in PEERS.items()}
+    torchs = {"torch eager": lambda: lambda: plain(weight), "torch.compile": lambda: (lambda f: lambda: f(weight))(compiled(bench, plain))}
+    yield Work("fp8 blocks: largest of each tile", 2 * weight.numel(), lambda: quantise_triton.tile_amax(weight, 0, 0, BLOCK, "weight"))
+    yield Work("fp8 blocks: codes by given scales", 3 * weight.numel(), lambda: quantise_triton.quantise_with(weight, 0, 0, scales, BLOCK))
+    yield Work("fp8 blocks: scales and codes", 3 * weight.numel(), ours, peers=torchs if bench.toy else torchs | peers)
+
+
+def plain(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As one would write it in torch; without the check for NaN."""
+    rows, cols = weight.shape
+    tiles = weight.view(rows // 128, 128, cols // 128, 128).float()
+    scales = tiles.abs().amax(dim=(1, 3), keepdim=True).clamp(min=BLOCK.floor) / E4M3_MAX
+    codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.view(rows, cols), scales[:, 0, :, 0]
+
+
+# -- the audit's hash
+
+
+def hashing(bench: Bench) -> Iterator[Work]:
+    rows, cols = (64, 256) if bench.toy else (16384, 16384)
+    values = torch.randint(0, 256, (rows, 2 * cols), dtype=torch.uint8, device=bench.device)
+    words = values.view(torch.int64)
+    peers = {"torch: their plain sum": lambda: lambda: words.sum()}
+    bf16 = values.view(torch.bfloat16)
+    yield Work("audit hash, bf16", values.numel(), lambda: audit_triton.hash_sum(bf16, 0, 0), peers=peers)
+    fp8 = values.view(torch.float8_e4m3fn)
+    yield Work("audit hash, fp8", values.numel(), lambda: audit_triton.hash_sum(fp8, 0, 0))
+    yield Work("audit hash, fp8, a box at odd columns", values.numel() // 2, lambda: audit_triton.hash_sum(fp8[:, 3 : cols + 3], 0, 3))
+
+
+# -- log-probs
+
+
+def scoring(bench: Bench) -> Iterator[Work]:
+    """The kernels on the logits of one chunk."""
+    tokens, vocabulary = (8, 300) if bench.toy else (1024, 128256)
+    logits = torch.randn(tokens, vocabulary, device=bench.device)
+    targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
+    grad = torch.randn(tokens, device=bench.device)
+    log_z, entropy, at_target = chunked_logprobs_triton.local_forward(logits, targets, vocabulary, TEMPERATURE)
+    exact = (logits.double() / TEMPERATURE).log_softmax(-1)
+
+    def forward() -> torch.Tensor:
+        return chunked_logprobs_triton.local_forward(logits, targets, vocabulary, TEMPERATURE)
+
+    def backward() -> torch.Tensor:
+        arguments = targets, log_z, grad, (grad, entropy), vocabulary, TEMPERATURE, torch.bfloat16
+        return chunked_logprobs_triton.local_backward(logits, *arguments)
+
+    def forward_error() -> float:
+        return relative(at_target - log_z, exact.gather(-1, targets[:, None])[:, 0])
+
+    def backward_error() -> float:
+        entropies = -(exact.exp() * exact).sum(-1, keepdim=True)
+        ours = F.one_hot(targets, vocabulary) - exact.exp() - exact.exp() * (exact + entropies)
+        return relative(backward(), ours * (grad[:, None].double() / TEMPERATURE))
+
+    def eager() -> Any:
+        scaled = logits / TEMPERATURE
+        log_p = scaled.log_softmax(-1)
+        return log_p.gather(-1, targets[:, None]), -(log_p.exp() * log_p).sum(-1)
+
+    peers = {"torch eager": lambda: eager, "torch.compile": lambda: compiled(bench, eager)}
+    yield Work("log-probs and entropy of a chunk of logits", 4 * logits.numel(), forward, forward_error, 1e-6, peers)
+    yield Work("its gradient, in bf16", 6 * logits.numel(), backward, backward_error, 5e-3)
+
+
+def from_hidden_states(bench: Bench, flops: float) -> None:
+    """Log-probs from hidden states and back: time as a fraction of the three matrix products that cannot be avoided."""
+    tokens, width, vocabulary = (40, 64, 300) if bench.toy else (8192, 4096, 128256)
+    hidden, weight = (
+        torch.randn(n, width, device=bench.device, dtype=torch.bfloat16).mul_(0.1).requires_grad_() for n in (tokens, vocabulary)
+    )
+    targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
+    grad = torch.randn(tokens, device=bench.device)
+    main_grad = torch.zeros(vocabulary, width, device=bench.device)
+
+    def ours() -> torch.Tensor:
+        chunk = 16 if bench.toy else 1024
+        return kernels.linear_logprobs(hidden, weight, targets, ALONE, vocabulary, TEMPERATURE, chunk, main_grad)[0]
+
+    def plain() -> torch.Tensor:
+        return ((hidden @ weight.t()).float() / TEMPERATURE).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+    def liger() -> Callable[[], torch.Tensor]:
+        function = pkgutil.resolve_name("liger_kernel.transformers.functional:liger_fused_linear_cross_entropy")
+        return lambda: function(hidden / TEMPERATURE, weight, targets, reduction="sum")
+
+    def cut() -> Callable[[], torch.Tensor]:
+        function = pkgutil.resolve_name("cut_cross_entropy:linear_cross_entropy")
+        return lambda: function(hidden / TEMPERATURE, weight, targets, reduction="none")
+
+    ways = {"ours": lambda: ours, "torch eager": lambda: plain, "torch.compile": lambda: compiled(bench, plain)}
+    ways |= {"Liger fused linear cross-entropy": liger, "cut-cross-entropy": cut}
+    with torch.no_grad():
+        some = (hidden[:ROWS_CHECKED].double() @ weight.double().t() / TEMPERATURE).log_softmax(-1)
+        error = relative(ours()[:ROWS_CHECKED], some.gather(-1, targets[:ROWS_CHECKED, None])[:, 0])
+    del some
+    for by, make in ways.items():
+        row: dict[str, Any] = {"what": "log-probs from hidden states, both ways", "by": by}
+        try:
+            row |= product_timing(bench, make(), (hidden, weight), grad, 6.0 * tokens * width * vocabulary, flops)
+        except Exception as problem:
+            if by == "ours":
+                raise
+            row["note"] = f"not available: {type(problem).__name__}: {str(problem)[:160]}"
+        if by == "ours":
+            limit = 1e-2 if not bench.cuda else 1e-5  # on a CPU the product rounds logits to bf16
+            row |= {"error": error} | ({} if error <= limit else {"failed": f"log-probs from hidden states: error {error:.2e}"})
+        bench.emit(row)
+
+
+def product_timing(
+    bench: Bench, forward: Run, leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, needed: float, flops: float
+) -> dict[str, float]:
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        result = forward()
+        result.backward(grad if result.dim() else None)
+
+    before = 0
+    if bench.cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    ms = bench.median_ms(run)
+    found = {"ms": ms, "tflop_per_s": needed / ms / 1e9, "fraction": needed / ms * 1e3 / flops}
+    return found | ({"extra_GiB": (torch.cuda.max_memory_allocated() - before) / 2**30} if bench.cuda else {})
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm()).item()

@@ -1,0 +1,96 @@
+"""How the parts measure: times on a device, its two ceilings, and the models that are measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.models.registry import load_spec
+from megarl.models.spec import ModelSpec
+
+# hidden, ffn, layers, heads, kv heads, head dim, vocabulary, tied; the shapes of Llama 3.2 1B and 3B, and of Llama 3.1 8B
+LLAMAS = {
+    "toy": (256, 384, 2, 8, 4, 32, 512, True),
+    "1B": (2048, 8192, 16, 32, 8, 64, 128256, True),
+    "3B": (3072, 8192, 28, 24, 8, 128, 128256, True),
+    "8B": (4096, 14336, 32, 32, 8, 128, 128256, False),
+}
+_LONG_MS = 300.0  # of repeats, beyond the first few
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a part runs on, and where its rows go."""
+
+    device: torch.device
+    toy: bool  # a rehearsal on a CPU: sizes so small that every part runs in seconds
+    emit: Callable[[dict[str, Any]], None]  # one row of the part's table; `failed` says what is wrong with it, if anything is
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def median_ms(self, run: Callable[[], Any]) -> float:
+        """The median time of `run` once it is warm, on the device's own clock."""
+        for _ in range(1 if self.toy else 3):
+            run()
+        self.wait()
+        times_ms: list[float] = []
+        while len(times_ms) < 3 or (len(times_ms) < 50 and sum(times_ms) < _LONG_MS and not self.toy):
+            times_ms.append(self._once_ms(run))
+        return statistics.median(times_ms)
+
+    def _once_ms(self, run: Callable[[], Any]) -> float:
+        if not self.cuda:
+            began = time.perf_counter()
+            run()
+            return (time.perf_counter() - began) * 1e3
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def copy_bytes_per_s(self) -> float:
+        """Of a long copy within the device: bytes read plus bytes written."""
+        source = torch.randint(0, 256, (1 << 20 if self.toy else 1 << 31,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self.median_ms(lambda: target.copy_(source)) * 1e3
+
+    def matmul_flops(self) -> float:
+        """Of a large bf16 matrix product of random numbers (a GPU is faster on zeros)."""
+        n = 64 if self.toy else 8192
+        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        return 2 * n**3 / self.median_ms(lambda: a @ b) * 1e3
+
+
+def llama(size: str) -> ModelSpec:
+    hidden, ffn, layers, heads, kv_heads, head_dim, vocabulary, tied = LLAMAS[size]
+    return load_spec(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": tied,
+        }
+    )

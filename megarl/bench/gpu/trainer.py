@@ -1,0 +1,161 @@
+"""Megatron's trainer on one GPU, in bf16: tokens a second, MFU and peak memory, beside what the planner says of them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megarl.algorithms.base import LossOutput
+from megarl.bench.gpu.measure import Bench, llama
+from megarl.config.schema import TrainerConfig
+from megarl.estimate.hardware import GIB, GPUS, Cluster, Gpu
+from megarl.estimate.train_time import TrainModel, flops_per_token
+from megarl.estimate.trainer_memory import trainer_memory
+from megarl.estimate.workload import Workload
+from megarl.models.spec import ModelSpec
+from megarl.topology import TrainerTopology
+from megarl.trainer import cpu_support
+from megarl.types import TrainSequence
+
+DTYPE = "bfloat16"
+TOLERANCE = 0.1  # of a log-prob: bf16 products of other shapes round otherwise
+WARM_UP, STEPS = 2, 5
+
+
+def run(bench: Bench, size: str) -> None:
+    spec, settings = llama("toy" if bench.toy else size), TrainerConfig(max_tokens_per_microbatch=64 if bench.toy else 16384)
+    gpu = hardware(bench)
+    planned = trainer_memory(spec, settings, DTYPE, gpu)
+    if bench.cuda and planned.total > gpu.memory_gib * GIB:
+        bench.emit({"what": f"not run: the planner says {planned.total / GIB:.1f} GiB, this GPU has {gpu.memory_gib:.1f} GiB"})
+        return
+    batch = sequences(bench, spec)
+    cpu_support.install()  # does nothing where CUDA is
+    from megarl.trainer.distributed import init_distributed, shutdown_distributed
+    from megarl.trainer.layer_spec import layer_spec
+    from megarl.trainer.step import MegatronTrainer
+
+    with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MEGARL_TRAINER_STORE": f"{folder}/store"}
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        init_distributed(60)
+        trainer = MegatronTrainer(spec, TrainerTopology(), settings, DTYPE, seed=1, total_steps=100, timeout_s=60)
+        fill(trainer)
+        bench.emit({"what": f"{size}, {layer_spec()} spec; sequences a step", "measured": float(len(batch))})
+        bench.emit({"what": "tokens a step", "measured": float(tokens(batch))})
+        agree(bench, trainer, batch)
+        seconds, loss = train(bench, trainer, batch)
+        flops = 3 * sum(len(each.token_ids) * flops_per_token(spec, len(each.token_ids)) for each in batch)
+        bench.emit({"what": "loss of the first step, a token", "measured": loss, "planned": float(np.log(spec.vocab_size))})
+        step_s = TrainModel(spec, settings, DTYPE, Cluster(gpu, 1)).seconds(workload(batch)).total
+        bench.emit({"what": "training, s a step", "measured": seconds, "planned": step_s})
+        bench.emit({"what": "training, tokens/s", "measured": tokens(batch) / seconds, "planned": tokens(batch) / step_s})
+        bench.emit({"what": "model's TFLOP/s", "measured": flops / seconds / 1e12, "planned": flops / step_s / 1e12})
+        bench.emit({"what": "MFU, of the data sheet's peak", "fraction": flops / seconds / gpu.bf16_flops})
+        memory(bench, gpu, planned)
+        product = bench.matmul_flops()
+        bench.emit({"what": "measured matrix product, TFLOP/s", "measured": product / 1e12, "planned": gpu.bf16_flops / 1e12})
+        bench.emit({"what": "MFU, of the measured matrix product", "fraction": flops / seconds / product})
+        began = time.perf_counter()
+        trainer.token_logprobs(batch)
+        bench.wait()
+        bench.emit({"what": "scoring, tokens/s", "measured": tokens(batch) / (time.perf_counter() - began)})
+        shutdown_distributed()
+
+
+def hardware(bench: Bench) -> Gpu:
+    """The planner's entry for this GPU; one that it does not know gets the measured rates in place of the data sheet's."""
+    if not bench.cuda:
+        return GPUS["cpu"]
+    properties = torch.cuda.get_device_properties(bench.device)
+    for name, known in GPUS.items():
+        if name in properties.name:
+            return known
+    product = bench.matmul_flops()
+    unknown = Gpu(properties.name, properties.total_memory / GIB, bench.copy_bytes_per_s(), product, product, 0.0, 0.0)
+    torch.cuda.empty_cache()
+    return unknown
+
+
+def sequences(bench: Bench, spec: ModelSpec) -> list[TrainSequence]:
+    """Lengths as RL has them: a prompt, and a response of lognormal length."""
+    random = np.random.default_rng(0)
+    prompt, median, longest, budget = (4, 12, 40, 256) if bench.toy else (256, 700, 8192, 65536)
+    made: list[TrainSequence] = []
+    while tokens(made) < budget:
+        response = int(min(longest, max(1, median * random.lognormal(0.0, 0.8))))
+        length = prompt + response
+        ids = random.integers(0, spec.vocab_size, length).tolist()
+        mask = [False] * prompt + [True] * response
+        made.append(TrainSequence(token_ids=ids, loss_mask=mask, mu_logprobs=[0.0] * length, advantages=[1.0] * length))
+    return made
+
+
+def tokens(batch: Sequence[TrainSequence]) -> int:
+    return sum(len(each.token_ids) for each in batch)
+
+
+def workload(batch: Sequence[TrainSequence]) -> Workload:
+    prompt = batch[0].loss_mask.index(True)
+    response = tokens(batch) / len(batch) - prompt
+    return Workload(len(batch), len(batch), prompt, response, max(len(each.token_ids) for each in batch) - prompt)
+
+
+def fill(trainer) -> None:
+    """Random weights, drawn on the device."""
+    torch.manual_seed(1)
+    for values in trainer.local_parameters().values():
+        if values.dim() > 1:
+            values.normal_(0, 0.02)
+        else:
+            values.fill_(1)
+    trainer.optimizer.reload_model_params()
+
+
+def agree(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> None:
+    """A sequence among others gets the log-probs that it gets alone."""
+    some = sorted(batch, key=lambda each: len(each.token_ids))[:: max(1, len(batch) // 4)]
+    together, alone = trainer.token_logprobs(some), [trainer.token_logprobs([each])[0] for each in some]
+    apart = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(together, alone))
+    row = {"what": "log-probs among others and alone, largest difference", "measured": apart}
+    bench.emit(
+        row if apart < TOLERANCE else row | {"failed": f"log-probs of a sequence alone differ by {apart:.2g}, allowed is {TOLERANCE}"}
+    )
+
+
+def train(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> tuple[float, float]:
+    """(median seconds of a step, loss of the first step per token)."""
+    learned = sum(sum(each.loss_mask) for each in batch)
+    losses, seconds = [], []
+    for _ in range(1 + 1 if bench.toy else WARM_UP + STEPS):
+        bench.wait()
+        began = time.perf_counter()
+        losses.append(trainer.train_step(batch, negative_logprobs, float(learned)).loss)
+        bench.wait()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1 if bench.toy else WARM_UP :]), losses[0]
+
+
+def negative_logprobs(logprobs: torch.Tensor, microbatch) -> LossOutput:
+    return LossOutput(-(microbatch.advantages * logprobs)[microbatch.loss_mask].sum(), {})
+
+
+def memory(bench: Bench, gpu: Gpu, planned) -> None:
+    """Peaks since the process began. What the runtime takes is what the device lacks beyond what PyTorch's allocator holds."""
+    parts = {name: value for name, value in vars(planned).items() if name != "runtime"}
+    detail = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
+    if not bench.cuda:
+        bench.emit({"what": "tensors at their peak, GiB", "planned": sum(parts.values()) / GIB, "note": detail})
+        return
+    free, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    bench.emit({"what": "tensors at their peak, GiB", "measured": allocated / GIB, "planned": sum(parts.values()) / GIB, "note": detail})
+    bench.emit({"what": "held by the allocator, GiB", "measured": torch.cuda.max_memory_reserved() / GIB})
+    bench.emit({"what": "runtime, GiB", "measured": (total - free - reserved) / GIB, "planned": gpu.runtime_gib})
+    bench.emit({"what": "this GPU's memory, GiB", "measured": total / GIB, "planned": gpu.memory_gib})

@@ -1,0 +1,172 @@
+"""Direct writes: this process plays a trainer rank, another one an engine, on the same GPU; the real map, transport, quantiser and audit.
+
+On a GPU the transport is CUDA IPC; in a rehearsal, shared memory. The ceiling is a copy of as many bytes within the device. What was
+written is checked twice: by the audit, which compares hashes of what was sent with hashes of what lies in the other process; and against
+the weights as the engine's layout wants them, cut from whole tensors and quantised by torch, without the map or the kernels.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from megarl.bench.gpu.measure import Bench, llama
+from megarl.kernels.audit import hash_tensor
+from megarl.kernels.quantise import quantise
+from megarl.messaging.host import Host
+from megarl.reshard.kinds import Layout
+from megarl.reshard.layout import QUANTISATIONS, generator_layout, hf_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+from megarl.reshard.schedule import scheduled_writes
+from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.weight_sync.amax_exchange import AmaxExchange
+from megarl.weight_sync.audit import compare
+from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint, Live, Offer
+from megarl.weight_sync.transports.choice import transport_class
+from megarl.weight_sync.writing import send, shapes_of
+
+DTYPE, TIMEOUT_S = "bfloat16", 40.0
+
+
+def run(bench: Bench, how: str) -> None:
+    """`how`: unquantised, or a value of generator.quantization."""
+    quantization = None if how == "unquantised" else how
+    spec, kind = llama("toy" if bench.toy else "8B"), CUDA_IPC if bench.cuda else SHARED_MEMORY
+    source = trainer_layout(spec, TrainerTopology(), DTYPE)
+    destination = generator_layout(spec, GeneratorTopology(), DTYPE, "cuda", quantization)
+    map = ReshardMap.build(source, destination)
+    prove_exactly_once(map)
+    copies = scheduled_writes(map, 0)
+    torch.manual_seed(1)
+    weights = {t.name: torch.randn(t.shape, device=bench.device, dtype=torch.bfloat16) for t in source.tensors(0)}
+    size, read = sum(copy.bytes for copy in copies), sum(values.nbytes for values in weights.values())
+    ceiling = bench.copy_bytes_per_s()
+    transport, amax = transport_class(kind)(0, TIMEOUT_S), AmaxExchange(map, 0, TIMEOUT_S)
+    with Engine(kind, str(bench.device), destination) as engine:
+        endpoint = Endpoint.decode(engine.ask("open"))
+        transport.connect([endpoint])
+        shapes = shapes_of([endpoint])
+
+        def write(audit: bool) -> Any:
+            return send(transport, copies, weights, shapes, audit, amax.table(weights))
+
+        written_ms = bench.median_ms(lambda: write(False))
+        engine.ask("scramble")
+        sent = write(True)
+        compare([engine.ask("hashes")], [sent.shares], map)  # raises AuditError
+        bench.emit({"what": f"audit of {len(endpoint.tensors)} tensors by {kind}", "note": "every byte as sent"})
+        wrong = unlike(engine.ask("hashes"), expected(spec, destination, map, weights, quantization))
+        failed = {"failed": f"not as gathered and then quantised by torch: {', '.join(wrong[:5])}"} if wrong else {}
+        bench.emit({"what": "gathered, then quantised by torch", "note": "the same bits" if not wrong else "OTHER BITS"} | failed)
+        moved = {"GB": size / 1e9, "writes": len(copies)}
+        least = 2 * size + (read + size if quantization else 0)  # copied; before that, what is quantised is read, and written once
+        ideal_ms = least / ceiling * 1e3
+        bench.emit({"what": "copy of as many bytes", "ms": ideal_ms, "gb_per_s": size / ideal_ms / 1e6} | moved)
+        for what, audit in (("direct writes", False), ("direct writes, hashed at the sender", True)):
+            ms = bench.median_ms(lambda audit=audit: write(audit)) if audit else written_ms
+            bench.emit({"what": what, "ms": ms, "gb_per_s": size / ms / 1e6, "fraction": ideal_ms / ms} | moved)
+        ms = bench.median_ms(lambda: engine.ask("hashes"))
+        bench.emit({"what": "hashes of the engine's memory", "ms": ms, "gb_per_s": size / ms / 1e6} | moved)
+        transport.close()
+
+
+def expected(
+    spec, destination: Layout, map: ReshardMap, weights: dict[str, torch.Tensor], quantization: str | None
+) -> dict[str, torch.Tensor]:
+    """The engine's tensors, made from whole logical ones."""
+    device = next(iter(weights.values())).device
+    logical = {t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=device) for t in hf_layout(spec, DTYPE).tensors(0)}
+    for tensor in map.source.tensors(0):
+        for piece in tensor.pieces:
+            logical[piece.logical_name][piece.logical.slices()] = weights[tensor.name][piece.local.slices()]
+    found = {}
+    for tensor in generator_layout(spec, GeneratorTopology(), DTYPE, "cuda").tensors(0):
+        found[tensor.name] = torch.zeros(tensor.shape, dtype=torch.bfloat16, device=device)
+        for piece in tensor.pieces:
+            found[tensor.name][piece.local.slices()] = logical[piece.logical_name][piece.logical.slices()]
+    if not quantization:
+        return found
+    scales = {tensor.name for tensor in destination.tensors(0)} - found.keys()
+    for name in scales:
+        weight = name.removesuffix("_scale_inv")
+        found[weight], found[name] = quantise(found[weight], QUANTISATIONS[quantization], weight)
+    return found
+
+
+def unlike(hashes: dict[str, int], wanted: dict[str, torch.Tensor]) -> list[str]:
+    assert hashes.keys() == wanted.keys()
+    return [name for name, values in wanted.items() if hash_tensor(values) != hashes[name]]
+
+
+class Engine:
+    """The other process."""
+
+    def __init__(self, kind: str, device: str, layout: Layout):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, device, layout), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, what: str) -> Any:
+        self._pipe.send(what)
+        if not self._pipe.poll(TIMEOUT_S):
+            raise TimeoutError(f"the engine's process did not answer {what!r} within {TIMEOUT_S:.0f} s")
+        done, answer = self._pipe.recv()
+        if not done:
+            raise RuntimeError(f"the engine's process failed at {what!r}:\n{answer}")
+        return answer
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join(10)
+
+
+class Held:
+    """What the other process holds: the parameters of an engine, in memory of its own."""
+
+    def __init__(self, kind: str, device: str, layout: Layout):
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+        self.kind = kind
+        made = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in layout.tensors(0)}
+        self.parameters: dict[str, Any] = {name: torch.nn.Parameter(values, requires_grad=False) for name, values in made.items()}
+        self.memory = transport_class(kind).memory()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self.parameters.items()}
+
+    def open(self) -> str:
+        return self.memory.open(Live(0, self.kind, Host(), "", self.parameters, self.tensors), Offer()).encode()
+
+    def scramble(self) -> None:
+        for values in self.tensors().values():
+            values.view(torch.uint8).fill_(1)
+
+    def hashes(self) -> dict[str, int]:
+        return {name: hash_tensor(values) for name, values in self.tensors().items()}
+
+
+def _serve(pipe: Connection, kind: str, device: str, layout: Layout) -> None:
+    held: Held | None = None
+    while True:
+        try:
+            what = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            held = held or Held(kind, device, layout)
+            pipe.send((True, getattr(held, what)()))
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,120 @@
+"""`make gpu-kit` and `make gpu` on a machine without a GPU. The kit runs in a Python that has PyTorch, Triton and NumPy, and nothing else
+of this environment. Its parts do all that they do, at toy sizes: kernels in Triton's interpreter, the trainer over gloo, writes through
+shared memory instead of CUDA IPC."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ".".join(map(str, sys.version_info[:2]))
+
+
+def run(*command: str | Path, cwd: Path = ROOT, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MAKE", "MFLAGS"))}
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kit") / "gpu-kit"
+    made = run("make", "gpu-kit", f"KIT={folder}", f"KIT_PYTHON={PYTHON}")
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with PyTorch, Triton, NumPy, and what these need."""
+    folder = tmp_path_factory.mktemp("bare")
+    for distribution in closure({"torch", "triton", "numpy"}):
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(distribution.locate_file(top))))
+    return folder
+
+
+def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
+    left, seen = sorted(names), set()
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # of CUDA
+            continue
+        yield distribution
+        needs = [need for need in distribution.requires or () if "extra ==" not in need]
+        left += [re.split(r"[\s<>=!~;\[(]", need, maxsplit=1)[0] for need in needs]
+
+
+def test_the_kit_is_small_and_has_what_it_needs(kit):
+    size = sum(path.stat().st_size for path in kit.rglob("*") if path.is_file())
+    assert size < 40 << 20
+    wheels = sorted(path.name.split("-")[0] for path in (kit / "wheels").iterdir())
+    assert wheels == ["einops", "megarl", "megatron_core", "msgspec", "omegaconf", "packaging", "pyyaml"]
+    assert {path.name for path in kit.iterdir()} == {"wheels", "run.py", "commit"}
+
+
+PARTS = ["trainer-1B", "writes-fp8", *(pytest.param(part, marks=pytest.mark.long) for part in ("kernels", "writes"))]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
+    python = sys._base_executable  # type: ignore[attr-defined]  # it does not see this environment's packages
+    found = run(python, kit / "run.py", "--rehearse", "--parts", part, "--output", tmp_path / "out", cwd=tmp_path, PYTHONPATH=str(bare))
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    report = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert report["parts"][part]["status"] == "ok" and report["parts"][part]["rows"]
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    assert all(row["what"] in page for row in report["parts"][part]["rows"])
+    assert f"torch {torch.__version__}" in page and report["date"] in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing(kit, bare, tmp_path):
+    made = run("make", "gpu")
+    assert made.returncode == 2
+    assert re.search(
+        r"make gpu needs what is not here:\n- (PyTorch .* is built without CUDA|no NVIDIA GPU can be used here|torch cannot)", made.stderr
+    )
+    python = sys._base_executable  # type: ignore[attr-defined]
+    of_kit = run(python, kit / "run.py", cwd=tmp_path, PYTHONPATH=str(bare))
+    assert of_kit.returncode == 2 and "needs what is not here" in of_kit.stderr and "Traceback" not in of_kit.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_fails_is_shown_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    from megarl.bench.gpu import __main__ as program
+
+    sleeps = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)  # its imports alone take longer
+    broken = program.Part("Broken", "megarl.bench.gpu.nowhere:run", 60)
+    monkeypatch.setattr(program, "PARTS", {"late": sleeps, "broken": broken})
+    monkeypatch.setattr(sys, "argv", ["megarl.bench.gpu", "--rehearse", "--output", str(tmp_path)])
+    assert program.main() == 1
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert parts["late"]["status"] == "late" and "not done within 0 s" in parts["late"]["error"]
+    assert parts["broken"]["status"] == "failed" and parts["broken"]["error"]
+    assert "Broken: failed" in (tmp_path / "gpu.md").read_text()
+
+
+def test_unknown_parts_are_refused(monkeypatch, capsys):
+    from megarl.bench.gpu import __main__ as program
+
+    monkeypatch.setattr(sys, "argv", ["megarl.bench.gpu", "--parts", "kernel"])
+    assert program.main() == 2
+    assert "--parts kernel: choose from kernels, trainer-1B" in capsys.readouterr().err
