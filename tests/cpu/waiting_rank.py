@@ -1,4 +1,4 @@
-"""A trainer rank of test_whereabouts.py: waiting_rank.py RANK WORLD_SIZE STORE RUN_DIR HOW, over gloo, with a status line.
+"""A trainer rank of test_process_report.py: waiting_rank.py RANK WORLD_SIZE STORE RUN_DIR HOW, over gloo, with a status line.
 
 All ranks meet twice; before the second time rank 2 stops (HOW=stopped), or is busy with something of its own (HOW=busy).
 Rank 0 takes its time to end, which it does when it loses rank 1."""
