@@ -14,7 +14,10 @@ def hash_words(words: torch.Tensor, row_weights: np.ndarray, word_weights: np.nd
     return int(_hash(flat, stride, row_weights, word_weights, np.uint64(shift)))
 
 
-@numba.njit("uint64(uint64[::1], int64, Array(uint64, 1, 'C', readonly=True), Array(uint64, 1, 'C', readonly=True), uint64)", cache=True)
+_WEIGHTS = "Array(uint64, 1, 'C', readonly=True)"
+
+
+@numba.njit(f"uint64(uint64[::1], int64, {_WEIGHTS}, {_WEIGHTS}, uint64)", cache=True, nogil=True)
 def _hash(flat, stride, row_weights, word_weights, shift):  # a separate row stride: the inner loop runs over adjacent words
     total = np.uint64(0)
     for r in range(len(row_weights)):

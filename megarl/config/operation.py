@@ -11,6 +11,16 @@ from megarl.config.limits import above, at_least, one_of, seconds, setting
 class CheckpointConfig:
     every: int = setting(10, "steps between checkpoints; 0: only at the end", at_least(0))
     keep: int = setting(2, "how many newest checkpoints are kept", at_least(1))
+    beside: bool = setting(
+        True,
+        "write checkpoints while training goes on, from a copy in the hosts' memory (12 bytes a parameter, over all trainer ranks); "
+        "false: hold up the step instead",
+    )
+    hf_every: int = setting(
+        0,
+        "steps between exports of the weights as a Hugging Face checkpoint (run_dir/hf/step_000010, …), all of which are kept; 0: none",
+        at_least(0),
+    )
     on_termination_s: float = setting(
         120.0, "on SIGTERM (Slurm's preemption), time to finish and save the running step; then the run is ended regardless", seconds()
     )

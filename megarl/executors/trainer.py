@@ -14,6 +14,7 @@ from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
 from megarl.config.errors import RunError
 from megarl.executors.export import load_checkpoint
+from megarl.executors.saving import Saving
 from megarl.executors.step_times import step_times
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
@@ -23,12 +24,10 @@ from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, describe_difference
 from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
-from megarl.plan.checkpoints import checkpoint_path, make_room, prune_checkpoints
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.rewards.failures import too_many_failures
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
-from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 from megarl.types import Batch, TrainSequence, Version
@@ -77,7 +76,8 @@ class TrainerExecutor:
             self._evaluations = NewEvaluations(run_dir, self.curr_step - 1)
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
-        self._saved = self.curr_step  # the step of the newest checkpoint
+        self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step)
+        self.saving.resume()
 
     @property
     def version(self) -> Version:
@@ -146,6 +146,7 @@ class TrainerExecutor:
                 **self.algorithm.metrics(result.sums),
                 **self._probe_metrics,
                 **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),
+                "time/save_s": self.saving.taken_s(),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,
@@ -208,20 +209,15 @@ class TrainerExecutor:
 
     def save_checkpoint(self) -> None:
         """Saves weights, optimizer, RNG and the ledger: every `checkpoint.every` steps, after the last, and when the run is stopped."""
-        config, step = self.plan.config, self.curr_step
-        due = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
-        if step == self._saved or not (due or step == config.max_steps or self.stopped):
-            return
-        with self.trace.span(f"checkpoint {step}"):
-            files = {LEDGER_FILE: self.ledger()} if self.rank == 0 else {}
-            if self.metrics is not None and self.ordinals is not None:
-                make_room(config.run_dir)
-                self.metrics.sync()
-                self.ordinals.sync()
-            checkpoint.save(self.trainer, checkpoint_path(config.run_dir, step), {"step": step}, files)
-            if self.rank == 0:
-                prune_checkpoints(config.run_dir, config.checkpoint.keep)
-        self._saved = step
+        self.saving.after_step(self.curr_step, self._records, last=self.stopped or self.curr_step == self.plan.config.max_steps)
+
+    def _records(self) -> dict[str, bytes]:
+        """The files that rank 0 adds to a checkpoint. What they count as done is on the disk."""
+        if self.metrics is None or self.ordinals is None:
+            return {}
+        self.metrics.sync()
+        self.ordinals.sync()
+        return {LEDGER_FILE: self.ledger()}
 
     def shutdown(self) -> None:
         self.status.set("done")

@@ -14,6 +14,11 @@ def checkpoint_path(run_dir: Path | str, step: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
 
 
+def export_path(run_dir: Path | str, step: int) -> Path:
+    """The folder of the weights after `step` optimizer steps as an HF checkpoint (checkpoint.hf_every)."""
+    return Path(run_dir) / "hf" / checkpoint_path(run_dir, step).name
+
+
 def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     """(step, folder) of every whole checkpoint, oldest first.
 
@@ -26,8 +31,8 @@ def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
 
 def remove_leftovers(run_dir: Path | str) -> None:
     """Removes half-written and half-removed checkpoints that dead processes of the run have left. Call it while none of them runs."""
-    for pattern in ("step_*.partial", "step_*.removing"):
-        for path in (Path(run_dir) / "checkpoints").glob(pattern):
+    for pattern in ("checkpoints/step_*.partial", "checkpoints/step_*.removing", "hf/step_*.partial"):
+        for path in Path(run_dir).glob(pattern):
             shutil.rmtree(path)
 
 

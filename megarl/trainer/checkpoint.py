@@ -3,7 +3,7 @@
 A checkpoint is a folder. For every logical tensor of the model it holds the fp32 master weights and both of Adam's moments, cut into the
 boxes that the ranks held: each rank writes its own (`rank_00003.bin`), without communication, and without padding, which no box covers.
 `state.json` has the position of the schedule and the caller's state; `index.msgpack` says what lies where. The folder is written under
-another name, and renamed when all ranks are done and everything is on the disk.
+another name, beside the next steps, and renamed when all ranks are done and everything is on the disk.
 
 Three things must agree before a checkpoint counts as saved, and again before a loaded one is used: the data on the disk and in memory, by
 the hash of every box; the model's weights and the master weights that they are rounded from; and all ranks that hold the same elements, by
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megarl.kernels.audit import BITS
 from megarl.trainer import checkpoint_state as held
 from megarl.trainer.checkpoint_index import FORMAT, CheckpointError, Index, small_file, unusable
-from megarl.trainer.checkpoint_tensors import merged, read_box, read_boxes, tensor_file, write_boxes
-from megarl.trainer.folders import together, written_together
+from megarl.trainer.checkpoint_tensors import Written, merged, read_box, read_boxes, tensor_file, write_boxes
+from megarl.trainer.folders import Writing, together
 from megarl.trainer.model import parameters_by_name
 from megarl.trainer.optimizer import optimizer_shards, set_steps_made, steps_made
 from megarl.trainer.step import MegatronTrainer
@@ -34,33 +34,46 @@ STATE = "state.json"
 
 
 def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
-    """Saves weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and rank 0's `files` (name → content).
+    """Saves a checkpoint and returns when it is complete; see `begin`."""
+    begin(trainer, path, state, files, beside=False).finish()
 
-    Raises WriteError, which names `path` and the bytes, if they cannot be written or differ from memory afterwards; then nothing is left
-    at `path`. Raises RuntimeError, before it writes, if the state is not consistent, as it must be between two steps.
+
+def begin(
+    trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}, *, beside: bool
+) -> Writing[Written]:
+    """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and `files` of rank 0.
+
+    If `beside`, this rank's boxes are copied to the host's memory and written from there, while training goes on; the checkpoint is there
+    when `finish` of the result has returned. That raises WriteError, which names `path` and the bytes, if they cannot be written or differ
+    from what was in memory here; then nothing is left at `path`.
+    Raises RuntimeError, before it writes, if the state is not consistent, as it must be between two steps.
     """
     together(lambda: _check_between_steps(trainer))
     totals = _totals(trainer)
     live = {name: total for name, (_, total) in held.totals(trainer, held.shared_boxes(trainer, [held.LIVE])).items()}
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    with written_together(path, _size_bytes(trainer)) as folder:
-        boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
-        mine = together(lambda: write_boxes(folder / tensor_file(rank), rank, boxes))
-        parts: list[Any] | None = [None] * ranks if rank == 0 else None
+    place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position}
+    rank = dist.get_rank()
+    boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
+    if beside:
+        boxes = [box.copied() for box in boxes]
+
+    def conclude(folder: Path, mine: Written) -> None:
+        parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(mine, parts)
+        together(lambda: None if parts is None else write_index(folder, parts))
 
-        def conclude() -> None:
-            if parts is None:
-                return
-            place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position}
-            small = [small_file(folder, STATE, json.dumps({**place, "state": state}).encode())]
-            small += [small_file(folder, name, content) for name, content in files.items()]
-            index = Index(FORMAT, str(trainer.dtype), [*(file for file, _ in parts), *small], merged(stored for _, stored in parts), live)
-            if problem := _difference(trainer, totals, index):
-                raise RuntimeError(problem)
-            index.write(folder)
+    def write_index(folder: Path, parts: list[Written]) -> None:
+        small = [small_file(folder, STATE, json.dumps({**place, "state": state}).encode())]
+        small += [small_file(folder, name, content) for name, content in files.items()]
+        index = Index(FORMAT, str(trainer.dtype), [*(file for file, _ in parts), *small], merged(stored for _, stored in parts), live)
+        if problem := _difference(trainer, totals, index):
+            raise RuntimeError(problem)
+        index.write(folder)
 
-        together(conclude)
+    def write(folder: Path) -> Written:
+        return write_boxes(folder / tensor_file(rank), rank, boxes)
+
+    return Writing(path, write, conclude, beside=beside, size_bytes=_size_bytes(trainer))
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from megarl.kernels.audit import hash_slice
 from megarl.trainer.checkpoint_index import Index, StoredBox, StoredFile, StoredTensor, unusable
 
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+Written = tuple[StoredFile, dict[str, StoredTensor]]  # a rank's file, and what lies where in it
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -33,13 +34,17 @@ class HeldBox:
     box: Box
     values: torch.Tensor  # of the box's shape, any strides
 
+    def copied(self) -> HeldBox:
+        """The box with a copy of its values in the host's memory."""
+        return replace(self, values=self.values.detach().to("cpu", copy=True))
+
     @property
     def share(self) -> int:
         """The box's share in the tensor's hash."""
         return hash_slice(self.values, self.box, self.shape)
 
 
-def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> tuple[StoredFile, dict[str, StoredTensor]]:
+def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
     """Writes the boxes to `path`, file number `file` of the index. Returns (the file's entry, the tensors it holds).
 
     Raises OSError if it cannot be written, or does not hold what was written.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -48,39 +48,89 @@ def together(
     raise raises("; ".join(text if alike else f"rank {rank}: {text}" for text, rank in reversed(problems.items()))) from failure
 
 
-@contextlib.contextmanager
-def written_together(path: str | Path, size_bytes: int | None = None) -> Iterator[Path]:
-    """Yields `path`.partial to write into, on every rank; renames it to `path` when every rank has left the block.
+class Writing(Generic[T]):
+    """A folder that all ranks write together; it appears at `path` when `finish` returns, and is complete then.
 
-    Collective. A run that dies meanwhile leaves at most the .partial folder, which the next attempt replaces, and never changes what is at
-    `path`. A folder already at `path` is replaced by two renames.
+    Each rank calls `write` with the folder's provisional name, in a thread of its own if `beside`: then the caller goes on meanwhile, and
+    `write` must not communicate, because the caller does. `finish` calls `conclude` on all ranks with the folder and what `write` returned.
 
-    Raises WriteError if the block raises OSError or RanksFailed (a full disk), after removing the partial folder; `size_bytes`, the size
-    of everything to be written, is for its message. Steps at which single ranks may fail belong into `together`: otherwise the others
-    would wait for them.
+    A run that dies meanwhile leaves at most a .partial folder, which the next attempt replaces, and never changes what is at `path`. A
+    folder already at `path` is replaced by two renames. Creating a Writing, `written` and `finish` are collective.
     """
-    path = Path(path)
-    partial, old = path.with_name(path.name + ".partial"), path.with_name(path.name + ".old")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    free_bytes = shutil.disk_usage(partial).free
-    try:
-        yield partial
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)  # it must never be taken for whole, and its space may be needed
-        if isinstance(error, (OSError, RanksFailed)):
-            size = f"of {size_bytes} bytes " if size_bytes is not None else ""
-            raise WriteError(f"{path} {size}could not be written; {free_bytes} bytes were free there before: {error}") from error
-        raise
-    dist.barrier()
-    if dist.get_rank() == 0:
-        sync_folder(partial)
-        if path.exists():
+
+    def __init__(
+        self,
+        path: str | Path,
+        write: Callable[[Path], T],
+        conclude: Callable[[Path, T], None] = lambda folder, written: None,
+        *,
+        beside: bool,
+        size_bytes: int | None = None,
+    ):
+        """`size_bytes`, the size of everything to be written, is for the message of WriteError."""
+        self.path = Path(path)
+        self._partial = self.path.with_name(self.path.name + ".partial")
+        self._write, self._conclude, self._size_bytes = write, conclude, size_bytes
+        self._result: list[T] = []  # one result, or none if it failed
+        self._failure: BaseException | None = None
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        dist.barrier()
+        self._free_bytes = shutil.disk_usage(self._partial).free
+        # A daemon: a run that fails does not wait for what will never be complete.
+        self._thread = threading.Thread(target=self._run, name=f"writes {self.path.name}", daemon=True)
+        if beside:
+            self._thread.start()
+        else:
+            self._run()
+
+    def written(self) -> bool:
+        """Whether `finish` need not wait for the disk: all ranks have written, or failed to."""
+        alive = [self._thread.is_alive()] * dist.get_world_size()
+        dist.all_gather_object(alive, alive[0])
+        return not any(alive)
+
+    def finish(self) -> None:
+        """Returns when the folder is complete and on the disk.
+
+        Raises WriteError if any rank's `write` or `conclude` raised OSError or RuntimeError (a full disk), after removing the partial
+        folder. Steps of `conclude` at which single ranks may fail belong into `together`: otherwise the others would wait for them.
+        """
+        if self._thread.ident is not None:
+            self._thread.join()
+        try:
+            result = together(self._outcome)
+            self._conclude(self._partial, result)
+        except BaseException as error:
+            shutil.rmtree(self._partial, ignore_errors=True)  # it must never be taken for whole, and its space may be needed
+            if isinstance(error, (OSError, RanksFailed)):
+                size = f"of {self._size_bytes} bytes " if self._size_bytes is not None else ""
+                free = f"{self._free_bytes} bytes were free there before"
+                raise WriteError(f"{self.path} {size}could not be written; {free}: {error}") from error
+            raise
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._rename()
+        dist.barrier()
+
+    def _run(self) -> None:
+        try:
+            self._result.append(self._write(self._partial))
+        except BaseException as error:  # raised again by `finish`
+            self._failure = error
+
+    def _outcome(self) -> T:
+        if self._failure is not None:
+            raise self._failure
+        return self._result[0]
+
+    def _rename(self) -> None:
+        old = self.path.with_name(self.path.name + ".old")
+        sync_folder(self._partial)
+        if self.path.exists():
             shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        partial.rename(path)
-        sync_folder(path.parent)
+            self.path.rename(old)
+        self._partial.rename(self.path)
+        sync_folder(self.path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()

@@ -1,8 +1,8 @@
 """Imports and exports HF checkpoints by the pieces of the trainer's layout. No rank ever holds more than its own part.
 
 Import: every rank reads its own boxes from the safetensors files.
-Export: rank 0 writes the headers and sets the files' sizes; then every rank writes its boxes at their offsets with pwrite, each element by
-one rank. (Memory mapping would not do: on NFS two hosts that map the same page of a file overwrite each other's half.)
+Export: every rank writes its boxes at their offsets with pwrite, each element by one rank; then rank 0 writes the headers. (Memory mapping
+would not do: on NFS two hosts that map the same page of a file overwrite each other's half.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.models.spec import ModelSpec
 from megarl.plan.weights import WARM_START
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
-from megarl.trainer.folders import together, written_together
+from megarl.trainer.folders import Writing, together
 from megarl.trainer.hf_files import INDEX, check_checkpoint, not_finite
 
 INIT_STD = 0.02
@@ -90,15 +90,24 @@ def export_hf(
     hf_config_dir: str,
     max_file_bytes: int = MAX_FILE_BYTES,
     files: Mapping[str, str] = {},
-) -> None:
-    """Writes folder `path`: safetensors files of at most `max_file_bytes` (or one tensor), an index if there are several, the
-    configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). Collective; the folder appears complete or not at
-    all."""
+    beside: bool = False,
+) -> Writing[None]:
+    """Begins to write folder `path`: safetensors files of at most `max_file_bytes` (or one tensor), an index if there are several, the
+    configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). It is there when `finish` of the result has returned.
+    If `beside`, this rank's part of the weights is copied to the host's memory, and written while training goes on."""
     dtype = layout.kinds[0].shards[0].dtype
     places, headers = _file_plan(spec, dtype, max_file_bytes)
-    with written_together(path) as folder:
+    pieces = [
+        (places[piece.logical_name], piece.logical, _parameter(parameters, tensor)[piece.local.slices()].detach())
+        for tensor, piece in layout.owned_pieces(dist.get_rank())
+    ]
+    if beside:
+        pieces = [(place, box, values.to("cpu", copy=True)) for place, box, values in pieces]
+
+    def conclude(folder: Path, written: None) -> None:
         together(lambda: _write_headers(folder, places, headers, hf_config_dir, dtype, files) if dist.get_rank() == 0 else None)
-        together(lambda: _write_pieces(folder, places, layout, parameters))
+
+    return Writing(path, lambda folder: _write_pieces(folder, pieces), conclude, beside=beside)
 
 
 def _write_headers(
@@ -106,9 +115,10 @@ def _write_headers(
 ) -> None:
     """Writes everything except the tensors."""
     for name, header in headers.items():
-        end = max(p.offset + p.nbytes for p in places.values() if p.file == name)
-        (folder / name).write_bytes(header)
-        os.truncate(folder / name, end)
+        with open(folder / name, "r+b") as file:
+            file.write(header)
+            file.flush()
+            os.fsync(file.fileno())
     if len(headers) > 1:
         sizes = {"total_size": sum(p.nbytes for p in places.values())}
         index = {"metadata": sizes, "weight_map": {n: p.file for n, p in places.items()}}
@@ -118,14 +128,13 @@ def _write_headers(
         (folder / name).write_text(text)
 
 
-def _write_pieces(folder: Path, places: dict[str, _Place], layout: Layout, parameters: Mapping[str, torch.Tensor]) -> None:
+def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor]]) -> None:
     files: dict[str, int] = {}
     try:
-        for tensor, piece in layout.owned_pieces(dist.get_rank()):
-            place = places[piece.logical_name]
+        for place, box, values in pieces:
             if place.file not in files:
-                files[place.file] = os.open(folder / place.file, os.O_WRONLY)
-            _write_box(files[place.file], place, piece.logical, _parameter(parameters, tensor)[piece.local.slices()])
+                files[place.file] = os.open(folder / place.file, os.O_WRONLY | os.O_CREAT, 0o666)
+            _write_box(files[place.file], place, box, values)
         for fd in files.values():
             os.fsync(fd)
     finally:

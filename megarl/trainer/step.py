@@ -28,6 +28,7 @@ from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
+from megarl.trainer.folders import Writing
 from megarl.trainer.groups import context_group, tensor_group
 from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.logprobs import token_entropy, token_logprobs
@@ -268,4 +269,8 @@ class MegatronTrainer:
     def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:
         """Writes the weights as an HF checkpoint folder, and `files` (name → text) beside them. Configuration and tokenizer files come from
         `hf_config_dir`."""
-        hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir, files=files)
+        self.begin_export(path, hf_config_dir, files, beside=False).finish()
+
+    def begin_export(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}, *, beside: bool) -> Writing[None]:
+        """As `export_hf`, but complete when `finish` of the result has returned; `beside` training if so."""
+        return hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir, files=files, beside=beside)

@@ -235,7 +235,7 @@ def scenario_init(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.init_random(scenario["seed"])
     folder = str(out / (scenario["name"] + ".hf"))
-    hf_io.export_hf(trainer.spec, trainer.layout, trainer.local_parameters(), folder, scenario["model"], max_file_bytes=20_000)
+    hf_io.export_hf(trainer.spec, trainer.layout, trainer.local_parameters(), folder, scenario["model"], max_file_bytes=20_000).finish()
     return {}
 
 

@@ -156,11 +156,11 @@ import subprocess, sys, torch, torch.distributed as dist
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
 from megarl.box import whole_box
 from megarl.trainer.checkpoint_tensors import HeldBox, write_boxes
-from megarl.trainer.folders import together, written_together
+from megarl.trainer.folders import Writing
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 open("/dev/shm/other", "wb").write(bytes(1 << 20))
-with written_together(sys.argv[1]) as folder:
-    together(lambda: write_boxes(folder / "rank_00000.bin", 0, [HeldBox("x", (9, 3), whole_box((9, 3)), torch.randn(9, 3))]))
+boxes = [HeldBox("x", (9, 3), whole_box((9, 3)), torch.randn(9, 3))]
+Writing(sys.argv[1], lambda folder: write_boxes(folder / "rank_00000.bin", 0, boxes), beside=True).finish()
 """
 
 

@@ -1,0 +1,93 @@
+"""When a run saves: checkpoints to go on from, and exports of the weights for use elsewhere, written beside the steps that follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+from megarl.config.schema import RunConfig
+from megarl.observe.trace import TraceWriter
+from megarl.plan.checkpoints import checkpoint_path, export_path, make_room, prune_checkpoints
+from megarl.trainer import checkpoint
+from megarl.trainer.folders import Writing
+from megarl.trainer.step import MegatronTrainer
+
+
+class Saving:
+    """Begins checkpoints and exports when they are due, and completes what was begun. Every method that takes a step is collective.
+
+    At most one of each is being written; where the next is due before that one is complete, the step waits for it.
+    """
+
+    def __init__(self, config: RunConfig, trainer: MegatronTrainer, trace: TraceWriter, saved: int):
+        """`saved`: the step of the checkpoint that the run goes on from, or 0."""
+        self._config, self._trainer, self._trace = config, trainer, trace
+        self._saved, self._exported, self._taken_s = saved, -1, 0.0
+        self._checkpoint: Writing | None = None
+        self._export: Writing | None = None
+
+    def resume(self) -> None:
+        """Makes the export of the step that the run goes on from, if the run ended before that was complete."""
+        step = self._saved
+        missing = [step > 0 and not export_path(self._config.run_dir, step).exists()]
+        dist.broadcast_object_list(missing)  # rank 0's answer: hosts may see the same folder at different times
+        if missing[0]:
+            self._begin_export_if_due(step)
+
+    def after_step(self, step: int, records: Callable[[], Mapping[str, bytes]], *, last: bool) -> None:
+        """Saves what is due after `step` steps. `records` returns the files to add to a checkpoint, on rank 0. After the `last` step a
+        checkpoint is always due, and all is complete on return.
+
+        Raises WriteError if what was begun now, or after an earlier step, could not be written.
+        """
+        every, began = self._config.checkpoint.every, time.perf_counter()
+        if self._checkpoint is not None and self._checkpoint.written():
+            self._finish_checkpoint()
+        if self._export is not None and self._export.written():
+            self._finish_export()
+        if step != self._saved and (last or (every > 0 and step % every == 0)):
+            self._finish_checkpoint()
+            self._begin_checkpoint(step, records, beside=self._config.checkpoint.beside and not last)
+        self._begin_export_if_due(step)
+        if last:
+            self._finish_checkpoint()
+            self._finish_export()
+        self._taken_s += time.perf_counter() - began
+
+    def taken_s(self) -> float:
+        """How long saving has held up steps since this was last asked."""
+        taken_s, self._taken_s = self._taken_s, 0.0
+        return taken_s
+
+    def _begin_checkpoint(self, step: int, records: Callable[[], Mapping[str, bytes]], *, beside: bool) -> None:
+        run_dir = self._config.run_dir
+        with self._trace.span(f"checkpoint {step}"):
+            if dist.get_rank() == 0:
+                make_room(run_dir)
+            self._checkpoint = checkpoint.begin(self._trainer, checkpoint_path(run_dir, step), {"step": step}, records(), beside=beside)
+        self._saved = step
+
+    def _finish_checkpoint(self) -> None:
+        if self._checkpoint is not None:
+            with self._trace.span(f"complete {self._checkpoint.path.name}"):
+                self._checkpoint.finish()
+            self._checkpoint = None
+            if dist.get_rank() == 0:
+                prune_checkpoints(self._config.run_dir, self._config.checkpoint.keep)
+
+    def _begin_export_if_due(self, step: int) -> None:
+        config, every = self._config, self._config.checkpoint.hf_every
+        if every > 0 and step != self._exported and (step % every == 0 or step == config.max_steps):
+            self._finish_export()
+            path = export_path(config.run_dir, step)
+            with self._trace.span(f"export {step}"):
+                self._export = self._trainer.begin_export(str(path), config.model.path, beside=config.checkpoint.beside)
+            self._exported = step
+
+    def _finish_export(self) -> None:
+        if self._export is not None:
+            with self._trace.span(f"complete export {self._export.path.name}"):
+                self._export.finish()
+            self._export = None
