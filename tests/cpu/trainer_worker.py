@@ -291,6 +291,49 @@ def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[st
     return {}
 
 
+def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Saves and exports the same state twice: while steps are made, and alone. Then a save that rank 1 cannot write, and one more."""
+    from megarl.trainer import checkpoint
+    from megarl.trainer.checkpoint_state import SAVED, runs
+
+    def state() -> dict[str, torch.Tensor]:
+        return {f"{name} {kind}": run.values[kind].clone() for name, run in runs(trainer).items() for kind in SAVED}
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    batch = sequences(trainer.spec.vocab_size)
+    one_step(trainer, batch)
+    held = state()
+    checkpoint.save(trainer, out / "alone", {"step": 1}, {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {})
+    trainer.export_hf(str(out / "alone.hf"), scenario["model"])
+    files = {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {}
+    saving = checkpoint.begin(trainer, out / "beside", {"step": 1}, files, beside=True)
+    export = trainer.begin_export(str(out / "beside.hf"), scenario["model"], beside=True)
+    one_step(trainer, batch)
+    one_step(trainer, batch)
+    before_finish = [name for name in ("beside", "beside.hf") if (out / name).exists()]
+    while not (saving.written() and export.written()):
+        time.sleep(0.01)
+    saving.finish()
+    export.finish()
+    moved = any(not torch.equal(now, held[name]) for name, now in state().items())
+    assert checkpoint.load(trainer, out / "beside") == {"step": 1}
+    loaded = state()
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, most))
+    failing, message = checkpoint.begin(trainer, out / "failing", {"step": 1}, beside=True), ""
+    try:
+        failing.finish()
+    except RuntimeError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    checkpoint.begin(trainer, out / "after", {"step": 1}, beside=True).finish()
+    left = [name for name in ("after", "alone", "beside", "beside.hf", "alone.hf", "failing", "failing.partial") if (out / name).exists()]
+    found = {"there_before_finish": before_finish, "moved": moved, "message": message, "left": left}
+    return {**found, "loaded": {n: v.tolist() for n, v in loaded.items()}, "held": {n: v.tolist() for n, v in held.items()}}
+
+
 def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails, as does an export. Step 1 is loaded again."""
     from megarl.plan.checkpoints import checkpoint_path

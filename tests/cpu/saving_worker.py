@@ -1,0 +1,117 @@
+"""A trainer that saves beside its steps and is killed at random moments, again and again.
+
+    saving_worker.py MODEL RUN_DIR KILLS SEED
+
+Each life is a process forked after all imports. It loads the newest checkpoint, checks it, and makes a step after another, each with a
+checkpoint begun before the next. STEPS in RUN_DIR gets a line for each: {"step", "digest" of all master weights and moments}. Prints a
+JSON line for each life: {"began": step it loaded, or 0, "steps": steps it made, "failure"}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from trainer_worker import make, one_step, plain_adam, sequences
+
+from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, prune_checkpoints, remove_leftovers
+from megarl.trainer import cpu_support
+
+STEPS = "steps.jsonl"
+READY = "ready"
+LIFE_S = 1.0  # at most, once it trains
+DEADLINE_S = 60
+
+
+def digest(trainer: Any) -> str:
+    from megarl.trainer.checkpoint_state import SAVED, runs
+
+    found = hashlib.sha256()
+    for name, run in sorted(runs(trainer).items()):
+        for kind in SAVED:
+            found.update(f"{name} {kind}".encode() + run.values[kind].detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def known_digests(run_dir: Path) -> dict[int, str]:
+    """By step. Raises AssertionError if a step was made twice with another result."""
+    found: dict[int, str] = {}
+    for line in (run_dir / STEPS).read_text().splitlines() if (run_dir / STEPS).exists() else ():
+        entry = json.loads(line)
+        assert found.setdefault(entry["step"], entry["digest"]) == entry["digest"], f"step {entry['step']} was repeated differently"
+    return found
+
+
+def live(model: str, run_dir: Path) -> None:
+    from megarl.trainer import checkpoint
+
+    trainer = make({"model": model, "topology": {}}, plain_adam(lr=1e-2), total_steps=10_000)
+    step = 0
+    if there := complete_checkpoints(run_dir):
+        step, newest = there[-1]
+        assert checkpoint.load(trainer, newest) == {"step": step}
+        assert digest(trainer) == known_digests(run_dir)[step], f"checkpoint {step} is not what was held then"
+    else:
+        trainer.load_hf(model)
+    (run_dir / READY).touch()
+    saving = None
+    while True:
+        one_step(trainer, sequences(trainer.spec.vocab_size, seed=step))
+        step += 1
+        with open(run_dir / STEPS, "a") as record:
+            record.write(json.dumps({"step": step, "digest": digest(trainer)}) + "\n")
+        if saving is not None:
+            saving.finish()
+            prune_checkpoints(run_dir, keep=2)
+        saving = checkpoint.begin(trainer, checkpoint_path(run_dir, step), {"step": step}, {"ledger.msgpack": b"%d" % step}, beside=True)
+
+
+def fork(model: str, run_dir: Path) -> int:
+    if child := os.fork():
+        return child
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        live(model, run_dir)
+    except BaseException as error:
+        (run_dir / "failure").write_text(f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def main() -> None:
+    model, run_dir, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    cpu_support.install()
+    import megarl.trainer.checkpoint
+    import megarl.trainer.step  # noqa: F401  takes seconds, and so once for all
+
+    moments = random.Random(seed)
+    for _ in range(kills):
+        (run_dir / READY).unlink(missing_ok=True)
+        remove_leftovers(run_dir)
+        began = max((step for step, _ in complete_checkpoints(run_dir)), default=0)
+        child, deadline = fork(model, run_dir), time.monotonic() + DEADLINE_S
+        while not (run_dir / READY).exists() and not (run_dir / "failure").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, LIFE_S))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        failure = (run_dir / "failure").read_text() if (run_dir / "failure").exists() else ""
+        print(json.dumps({"began": began, "steps": max(known_digests(run_dir), default=0), "failure": failure}), flush=True)
+        if failure:
+            break
+
+
+if __name__ == "__main__":
+    main()

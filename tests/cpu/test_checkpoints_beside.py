@@ -1,0 +1,53 @@
+"""Checkpoints and exports that are written beside training: what is saved is what was held when they were begun."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainer_cases import save_model
+from trainer_processes import saved, spawn
+
+from megarl.plan.checkpoints import complete_checkpoints
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("tied", folder)
+    return folder
+
+
+def test_what_is_saved_beside_training_is_what_was_held_before_it(model: Path, tmp_path: Path) -> None:
+    """By two ranks, with steps made meanwhile, a disk that fails one of them, and one checkpoint after it."""
+    spawn(2, tmp_path, [{"run": "saved_beside", "name": "beside", "model": str(model), "topology": {"dp": 2}}])
+    for rank in saved(tmp_path, "beside"):
+        assert rank["there_before_finish"] == []
+        assert rank["moved"], "the steps made meanwhile changed the weights"
+        assert rank["loaded"] == rank["held"]
+        assert "rank 1: " in rank["message"] and "could not be written" in rank["message"]
+        assert rank["left"] == ["after", "alone", "beside", "beside.hf", "alone.hf"]
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("alone", "beside")]
+    assert files[0] == files[1], "byte for byte as if training had waited"
+    exports = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("alone.hf", "beside.hf")]
+    assert exports[0] == exports[1] and "model.safetensors" in exports[0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(model: Path, tmp_path: Path) -> None:
+    """Each life checks that the checkpoint it loads holds what the trainer held at that step, and repeats later steps exactly."""
+    command = [sys.executable, str(Path(__file__).with_name("saving_worker.py")), str(model), str(tmp_path), "20", "0"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=360)
+    lives = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [life["failure"] for life in lives] == [""] * 20, done.stderr
+    starts = [life["began"] for life in lives]
+    assert starts == sorted(starts) and starts[-1] > 5, "it never went back"
+    for life, after in itertools.pairwise(lives):
+        assert after["began"] in (0, *range(life["steps"] - 2, life["steps"] + 1)), "at most the step in flight and its save are lost"
+    assert [step for step, _ in complete_checkpoints(tmp_path)][-1] >= lives[-1]["steps"] - 2
