@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.plan.checkpoints import complete_checkpoints
+from megarl.plan.checkpoints import complete_checkpoints, exported_steps
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import parameter_count
@@ -29,12 +29,21 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
     number = max(1, most - there)
     each_bytes = parameter_count(plan.spec) * OPTIMIZER_BYTES
     more = "more " if there else ""
-    _check("run_dir=", config.run_dir, number * each_bytes, f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={most - 1})")
+    what = f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={most - 1})"
+    needed_bytes = number * each_bytes
+    if every := config.checkpoint.hf_every:
+        exports = len({*range(every, config.max_steps + 1, every), config.max_steps} - exported_steps(config.run_dir))
+        what, needed_bytes = f"{what} and {exports} exports (checkpoint.hf_every={every})", needed_bytes + exports * _weights_bytes(plan)
+    _check("run_dir=", config.run_dir, needed_bytes, what)
 
 
 def check_room_for_weights(plan: RunPlan, option: str, folder: str | Path) -> None:
     """Raises ConfigError if `folder`, which the user gave as `option`, has no room for the model as an HF checkpoint."""
-    _check(option, folder, parameter_count(plan.spec) * ITEM_BYTES[plan.config.model.dtype], "the weights")
+    _check(option, folder, _weights_bytes(plan), "the weights")
+
+
+def _weights_bytes(plan: RunPlan) -> int:
+    return parameter_count(plan.spec) * ITEM_BYTES[plan.config.model.dtype]
 
 
 def _check(option: str, folder: str | Path, needed_bytes: int, what: str) -> None:

@@ -13,7 +13,7 @@ from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.sizes import landing_bytes
 from megarl.estimate.sync_time import sync_s
 from megarl.estimate.train_time import TrainModel, TrainTime
-from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
+from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes, trainer_memory
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
 from megarl.plan.asynchrony import run_ahead
@@ -28,6 +28,7 @@ class Estimate:
     cluster: Cluster
     trainer: TrainerMemory
     generator: GeneratorMemory
+    saving: float  # bytes of a trainer node's memory that hold its ranks' parts of a checkpoint while it is written beside training
     static_limit: float  # bytes that an engine rank's weights and KV cache may take
     train: TrainTime
     generate: GenerateTime
@@ -79,6 +80,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         cluster=cluster,
         trainer=trainer_memory(spec, config.trainer, dtype, cluster.gpu, reference=reference),
         generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing),
+        saving=_saving_bytes(config, spec, cluster),
         static_limit=usable_static(config.generator, cluster.gpu),
         train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference)),
         generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, carried_over=carries_over(config)),
@@ -91,6 +93,13 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
 def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
     """Whether weights may go by Mooncake, which needs landing memory for some: true if the `ranks` of both sides fill several nodes."""
     return ranks > cluster.gpus_per_node and config.weights.transport in ("auto", "mooncake")
+
+
+def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
+    if not config.checkpoint.beside:
+        return 0.0
+    ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
+    return ranks * saving_bytes(spec, config.trainer, config.model.dtype)
 
 
 def overlaps(config: RunConfig) -> bool:

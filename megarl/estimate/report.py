@@ -35,6 +35,8 @@ def _memory(found: Estimate) -> Iterator[str]:
     yield f"           {'total':<38}{found.trainer.total / GIB:9.2f}  {found.generator.total / GIB:9.2f}"
     static = f"{found.generator.static / GIB:.1f} of {found.static_limit / GIB:.1f}"
     yield f"           engines' weights and KV cache take {static} GiB of generator.mem_fraction"
+    if found.saving:
+        yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
 
 
 def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
@@ -135,6 +137,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "trainer_memory_gib": {name: value / GIB for name, value in vars(found.trainer).items()},
         "generator_memory_gib": {name: value / GIB for name, value in vars(found.generator).items()},
         "too_large_gib": found.overfull,
+        "saving_gib_per_node": found.saving / GIB,
         "train_parts_s": train_parts(found.train),
         "generate_parts_s": generate_parts(found.generate),
         "train_tflops_per_gpu": found.train.tflops,

@@ -16,6 +16,7 @@ from megarl.reshard.schedule import DEFAULT_WAVE_BYTES
 GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
 # Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
 OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
+SAVED_BYTES = 12  # per parameter, whatever its dtype in training
 # Vocab-parallel log-probs at their peak, per logit: the logits, then z, z - max z and exp of it in fp32 (trainer/logprobs.py).
 LOGIT_BYTES = {"bfloat16": 2 + 12, "float32": 4 + 12}
 FRAGMENTATION = 0.05  # share of what is allocated anew for every microbatch
@@ -73,8 +74,18 @@ def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
     """Adam's state, which zero=1 splits over the ranks with the same weights."""
     if not trainer.zero:
         return OPTIMIZER_BYTES[dtype] * held.total
+    return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
+
+
+def saving_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> float:
+    """The largest share of a checkpoint, fp32 master weights and both moments, which a rank copies to its host's memory and writes."""
+    return max(SAVED_BYTES * _shared(held, trainer) for held in trainer_held(spec, trainer, dtype))
+
+
+def _shared(held: Held, trainer: TrainerConfig) -> float:
+    """Elements of one rank where those that hold the same ones share them out."""
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
-    return OPTIMIZER_BYTES[dtype] * (held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp)
+    return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
 
 
 def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int) -> float:

@@ -29,6 +29,10 @@ def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def exported_steps(run_dir: Path | str) -> set[int]:
+    return {int(match[1]) for path in (Path(run_dir) / "hf").glob("step_*") if (match := _NAME.fullmatch(path.name))}
+
+
 def remove_leftovers(run_dir: Path | str) -> None:
     """Removes half-written and half-removed checkpoints that dead processes of the run have left. Call it while none of them runs."""
     for pattern in ("checkpoints/step_*.partial", "checkpoints/step_*.removing", "hf/step_*.partial"):
