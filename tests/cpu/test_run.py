@@ -56,14 +56,14 @@ def resumed(model, tmp_path_factory):
     run_dir = folder / "run"
     first = start(arguments(model, run_dir), folder / "first.log")
     try:
-        wait_until(lambda: len(rows(run_dir)) >= 3, first, "third step")
+        wait_until(lambda: len(rows(run_dir)) >= 3 and complete_checkpoints(run_dir), first, "third step and a checkpoint")
         children = descendants(first)
     finally:
         kill(first)
     _gone, alive = psutil.wait_procs(children, timeout=10)
     before = rows(run_dir)
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
-    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *STREAMING)))
+    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *STREAMING, "checkpoint.hf_every=4")))
 
 
 def trained_ordinals(run_dir: Path) -> list[list[int]]:
@@ -156,6 +156,11 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(re
     assert again.returncode == 0 and "complete" in again.stdout
     exported = run(["export", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", "--output", str(tmp_path / "hf")])
     assert exported.returncode == 0, exported.stderr
+    assert sorted(path.name for path in (run_dir / "hf").iterdir()) == ["step_000004", "step_000006"]
+    of_run, of_command = (
+        {file.name: file.read_bytes() for file in folder.iterdir()} for folder in (run_dir / "hf/step_000006", tmp_path / "hf")
+    )
+    assert of_run == of_command, "exported beside the run's steps, and from its checkpoint"
     scored = run(["eval", "configs/quickstart.yaml", f"model.path={tmp_path / 'hf'}", f"run_dir={tmp_path}", "eval.limit=16", "--json"])
     assert scored.returncode == 0, scored.stderr
     assert json.loads(scored.stdout)["pass@1"] == json.loads((run_dir / "eval/version_000006.json").read_text())["pass@1"]
