@@ -18,6 +18,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ WORD_BYTES = 8
 MIX_SHIFT = 31
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TILE_WORDS = 1 << 14  # with equally large scratch a quarter of a 1 MiB cache, so that memory is read once
+MOST_LEFT = 4096
 COMPILED_BYTES = 1 << 20  # size of a box above which a compiled loop pays; it runs at memory speed, but takes about a second to load
 
 
@@ -51,18 +54,66 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """The share of `values`, which are the elements in `box` of a tensor of shape `shape`, with any number of dims."""
+    return sum(hash_box(*part) for part in _matrices(values, box, shape)) & MASK
+
+
+def _matrices(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Yields the parts of a box as arguments of `hash_box`."""
     if len(shape) < 2:
-        return hash_box(values.reshape(1, -1), 0, box.start[0] if box.start else 0)
+        yield values.reshape(1, -1), 0, box.start[0] if box.start else 0
+        return
     dims = len(shape) - 1
     while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:  # rows follow each other through the next dim, too
         dims -= 1
-    total = 0
     for lead in itertools.product(*(range(n) for n in box.shape[: dims - 1])):
         row = 0
         for index, extent in zip((*map(sum, zip(lead, box.start)), *box.start[dims - 1 : -1]), shape):
             row = row * extent + index
-        total += hash_box(values[lead].reshape(math.prod(box.shape[dims - 1 : -1]), box.shape[-1]), row, box.start[-1])
-    return total & MASK
+        yield values[lead].reshape(math.prod(box.shape[dims - 1 : -1]), box.shape[-1]), row, box.start[-1]
+
+
+class Hashes:
+    """The hashes of many tensors, each the sum of its boxes' shares. A GPU is not waited for at every box, but at every 4,096th."""
+
+    def __init__(self) -> None:
+        self._totals: dict[Hashable, int] = {}
+        self._keys: list[Hashable] = []
+        self._left: list[torch.Tensor] = []  # of `_keys`: int64 scalars on a device
+
+    def add(self, key: Hashable, values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> None:
+        self._totals.setdefault(key, 0)
+        if not values.is_cuda:
+            self._totals[key] = (self._totals[key] + hash_slice(values, box, shape)) & MASK
+            return
+        from megarl.kernels import audit_triton
+
+        self.defer(key, (audit_triton.hash_sum(*part) for part in _matrices(values, box, shape)))
+
+    def defer(self, key: Hashable, shares: Iterable[torch.Tensor]) -> None:
+        """Adds shares that lie on a device: the bits of int64 scalars."""
+        for share in shares:
+            self._keys.append(key)
+            self._left.append(share)
+            if len(self._left) >= MOST_LEFT:
+                self._read()
+
+    def totals(self) -> dict[Any, int]:
+        self._read()
+        return self._totals
+
+    def _read(self) -> None:
+        shares = torch.stack(self._left).tolist() if self._left else []
+        for key, share in zip(self._keys, shares):
+            self._totals[key] = (self._totals.get(key, 0) + share) & MASK
+        self._keys, self._left = [], []
+
+
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The hash of each of the whole tensors."""
+    hashes = Hashes()
+    for name, values in tensors.items():
+        hashes.add(name, values, whole_box(tuple(values.shape)), tuple(values.shape))
+    return hashes.totals()
 
 
 def hash_tensor(values: torch.Tensor) -> int:

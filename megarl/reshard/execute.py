@@ -58,12 +58,13 @@ class Payloads:
         self._sources: Mapping[str, torch.Tensor] = {}
         self._places: dict[str, tuple] = {}  # place of each parameter when its views were made
         self._views: dict[str, dict[tuple, torch.Tensor]] = {}  # by parameter and box
+        self._measured: dict[tuple[str, Box], torch.Tensor] = {}  # of this update: amax by parameter and box, for codes and for scales
 
     def begin(self, sources: Mapping[str, torch.Tensor]) -> None:
         """Begins an update. A view keeps its memory alive, so no other parameter can get the same address meanwhile."""
         places = {name: (values.data_ptr(), values.shape, values.stride(), values.dtype) for name, values in sources.items()}
         self._views = {name: views for name, views in self._views.items() if places.get(name) == self._places[name]}
-        self._sources, self._places = sources, places
+        self._sources, self._places, self._measured = sources, places, {}
 
     def of(self, copy: Copy, amax: AmaxTable | None = None) -> torch.Tensor:
         if copy.source_tensor is None or copy.source_box is None:
@@ -73,16 +74,22 @@ class Payloads:
         if (known := views.get(key)) is not None:
             return known
         source = self._sources[copy.source_tensor].detach()
-        values = payload(copy, source, amax)
+        values = payload(copy, source, amax, self._measured)
         if copy.transform == IDENTITY and values.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
             views[key] = values
         return values
 
 
-def payload(copy: Copy, source_tensor: torch.Tensor | None, amax: AmaxTable | None = None) -> torch.Tensor:
+def payload(
+    copy: Copy,
+    source_tensor: torch.Tensor | None,
+    amax: AmaxTable | None = None,
+    measured: dict[tuple[str, Box], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """The values for the copy's destination box, in its shape and dtype: a view of the source where possible.
 
-    `amax` is needed if `copy.quantisation.cut`. Raises ValueError if it, or the source tensor, is missing.
+    `amax` is needed if `copy.quantisation.cut`; `measured` keeps the amax of boxes that cut no tile. Raises ValueError if `amax`, or the
+    source tensor, is missing.
     """
     import torch
 
@@ -93,11 +100,13 @@ def payload(copy: Copy, source_tensor: torch.Tensor | None, amax: AmaxTable | No
         raise ValueError(f"{copy.destination_tensor}: a copy of transform {copy.transform!r} needs its source tensor")
     values = source_tensor[copy.source_box.slices()]
     if copy.transform in (QUANTISE, SCALE):
-        return _quantised(copy, values.reshape(values.shape[-2:]), amax).reshape(copy.destination_box.shape)
+        return _quantised(copy, values.reshape(values.shape[-2:]), amax, {} if measured is None else measured).reshape(
+            copy.destination_box.shape
+        )
     return values.to(dtype).reshape(copy.destination_box.shape)
 
 
-def _quantised(copy: Copy, values: torch.Tensor, amax: AmaxTable | None) -> torch.Tensor:
+def _quantised(copy: Copy, values: torch.Tensor, amax: AmaxTable | None, measured: dict[tuple[str, Box], torch.Tensor]) -> torch.Tensor:
     from megarl import kernels
     from megarl.kernels.quantise import scales_of
 
@@ -108,6 +117,9 @@ def _quantised(copy: Copy, values: torch.Tensor, amax: AmaxTable | None) -> torc
     if how.cut and amax is not None:
         found = amax.amax(how.tiles_of, how.rule.tiles(Box((row, col), tuple(values.shape))))
     else:
-        found = kernels.tile_amax(values, row, col, how.rule, how.tiles_of)
+        assert copy.source_tensor is not None and copy.source_box is not None
+        key = copy.source_tensor, copy.source_box
+        if (found := measured.get(key)) is None:
+            found = measured[key] = kernels.tile_amax(values, row, col, how.rule, how.tiles_of)
     scales = scales_of(found, how.rule)
     return scales if copy.transform == SCALE else kernels.quantise_with(values, row, col, scales, how.rule)

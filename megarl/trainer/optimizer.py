@@ -46,13 +46,18 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
 
 
 def _allocate_state(part: MegatronOptimizer) -> None:
-    """Allocates both moments of all its parameters. PyTorch's AdamW does so only in its first step, after a checkpoint is loaded."""
+    """Allocates both moments of all its parameters. PyTorch's AdamW does so only in its first step, after a checkpoint is loaded.
+
+    On GPUs AdamW (there without Transformer Engine) then updates in one kernel; otherwise it needs memory of the parameters' size besides.
+    """
     if part.optimizer is None:  # this rank has no parameters of this mesh
         return
     part.init_state_fn(part.optimizer, part.config)
     if isinstance(part.optimizer, torch.optim.AdamW):
-        for state in part.optimizer.state.values():
-            state["step"] = torch.zeros((), dtype=torch.float32)
+        for group in part.optimizer.param_groups if torch.cuda.is_available() else ():
+            group["fused"] = True
+        for parameter, state in part.optimizer.state.items():
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
 @dataclass(frozen=True)

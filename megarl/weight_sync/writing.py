@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megarl.kernels.audit import MASK, hash_slice
+from megarl.kernels.audit import Hashes
 from megarl.reshard.execute import AmaxTable, Payloads
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint
@@ -46,7 +46,7 @@ def send(
     `amax` the maxima of the tiles that the copies cut; `payloads` is kept from one update to the next. The shares are hashes of the values
     as they should arrive, computed at the source, so that the audit covers the whole way.
     """
-    shares: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    hashes = Hashes()
     payloads = payloads or Payloads()
     payloads.begin(sources)
     transport.prepare(sources.values())
@@ -54,11 +54,13 @@ def send(
         values = payloads.of(copy, amax)
         transport.write(copy, values)
         if audit:
-            of_rank, name = shares[copy.destination_rank], copy.destination_tensor
-            shape = shapes[copy.destination_rank][name]
-            of_rank[name] = (of_rank[name] + hash_slice(values, copy.destination_box, shape)) & MASK
+            rank, name = copy.destination_rank, copy.destination_tensor
+            hashes.add((rank, name), values, copy.destination_box, shapes[rank][name])
     transport.fence()
-    return Sent(sum(copy.bytes for copy in copies), {rank: dict(tensors) for rank, tensors in shares.items()})
+    shares: dict[int, dict[str, int]] = defaultdict(dict)
+    for (rank, name), share in hashes.totals().items():
+        shares[rank][name] = share
+    return Sent(sum(copy.bytes for copy in copies), dict(shares))
 
 
 def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tuple[list[Copy], list[Copy]]:

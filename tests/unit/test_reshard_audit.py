@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.box import Box
+from megarl.box import Box, whole_box
 from megarl.kernels import audit
 from megarl.kernels.audit import MASK, hash_box, hash_slice, hash_tensor
 
@@ -144,3 +144,15 @@ def test_zeros_add_nothing_and_negative_zero_is_not_zero():
     assert hash_tensor(x) == 0
     x[1, 2] = -0.0
     assert hash_tensor(x) != 0
+
+
+def test_shares_that_lie_on_a_device_are_read_many_at_a_time(monkeypatch):
+    """As those of kernels do: the bits of int64, in any order and number."""
+    monkeypatch.setattr(audit, "MOST_LEFT", 3)
+    x, y = values(torch.float32, 6, 10), values(torch.bfloat16, 2, 3, 4)
+    whole, hashes = whole_box(tuple(x.shape)), audit.Hashes()
+    hashes.add("y", y, whole_box(tuple(y.shape)), tuple(y.shape))
+    parts = [Box((row, 0), (1, 10)) for row in range(6)]
+    shares = [hash_slice(x[part.slices()], part, whole.shape) for part in parts]
+    hashes.defer("x", (torch.tensor(share - (share >> 63 << 64)) for share in shares))
+    assert hashes.totals() == {"x": hash_tensor(x), "y": hash_tensor(y)} == audit.hash_tensors({"x": x, "y": y})

@@ -48,8 +48,8 @@ class FakeDeviceMemory:
         self.opened.append(allocation.handle)
         return torch.frombuffer(self.allocations[allocation.handle], dtype=torch.uint8)[: allocation.size_bytes].untyped_storage()
 
-    def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        self.pending.append((target, values))
+    def copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        self.pending += zip(places, values)
 
     def finish(self, timeout_s: float) -> bool:
         for target, values in self.pending:

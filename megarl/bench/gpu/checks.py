@@ -89,6 +89,10 @@ def hashes_as_the_cpu_does(device: torch.device, toy: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         x = torch.randint(0, 256, (rows, cols * dtype.itemsize), dtype=torch.uint8, device=device).view(dtype)
         boxes = Box((0, 0), (rows, cols)), Box((7, 9), (rows // 2, cols // 2)), Box((rows - 1, 0), (1, cols))
+        hashes = audit.Hashes()
+        hashes.add("x", x[:, :7], Box((0, 0), (rows, 7)), (rows, cols))
+        hashes.add("x", x[:, 7:], Box((0, 7), (rows, cols - 7)), (rows, cols))
+        assert hashes.totals() == {"x": audit.hash_tensor(x.cpu())}, f"{dtype}, in two parts"
         for values, start in [*((x[box.slices()], box.start) for box in boxes), (x.t(), (5, 6))]:
             assert audit_triton.hash_box(values, *start) == audit.hash_box(values.cpu(), *start), f"{dtype}, {tuple(values.shape)}"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megarl.bench.gpu.measure import Bench, llama
-from megarl.kernels.audit import hash_tensor
+from megarl.kernels.audit import hash_tensors
 from megarl.kernels.quantise import quantise
 from megarl.messaging.host import Host
 from megarl.reshard.kinds import Layout
@@ -101,7 +101,7 @@ def expected(
 
 def unlike(hashes: dict[str, int], wanted: dict[str, torch.Tensor]) -> list[str]:
     assert hashes.keys() == wanted.keys()
-    return [name for name, values in wanted.items() if hash_tensor(values) != hashes[name]]
+    return [name for name, found in hash_tensors(wanted).items() if found != hashes[name]]
 
 
 class Engine:
@@ -153,7 +153,7 @@ class Held:
             values.view(torch.uint8).fill_(1)
 
     def hashes(self) -> dict[str, int]:
-        return {name: hash_tensor(values) for name, values in self.tensors().items()}
+        return hash_tensors(self.tensors())
 
 
 def _serve(pipe: Connection, kind: str, device: str, layout: Layout) -> None:

@@ -21,7 +21,7 @@ import torch
 from megarl.box import Box
 from megarl.config.named import find_callable
 from megarl.generator.wire import content_of
-from megarl.kernels.audit import hash_tensor
+from megarl.kernels.audit import hash_tensors
 from megarl.messaging.host import Host, address_towards
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WorkerReply
@@ -162,10 +162,11 @@ class Worker:
 
     def recall(self, parameters: Parameters, command: Recall) -> Changes:
         tensors, audited, self.audited = self.tensors(parameters), self.audited, {}
-        return Changes(sorted(name for name, found in audited.items() if hash_tensor(tensors[name]) != found), self.since)
+        found = hash_tensors({name: tensors[name] for name in audited})
+        return Changes(sorted(name for name, hash in audited.items() if found[name] != hash), self.since)
 
     def audit(self, parameters: Parameters, command: Audit) -> Found:
-        hashes = {name: hash_tensor(values) for name, values in self.tensors(parameters).items()}
+        hashes = hash_tensors(self.tensors(parameters))
         changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
         self.audited = hashes
         self.since = command.version

@@ -13,16 +13,15 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from megarl.messaging.host import Host
-from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, Memory, Offer, RemoteTensor, Transport, describe
-from megarl.weight_sync.transports.owners import Owners, file_at
-from megarl.weight_sync.transports.shared_memory import maps_no_memory, view_at
+from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, Memory, Offer, RemoteTensor, describe
+from megarl.weight_sync.transports.owners import file_at
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport, maps_no_memory, view_at
 
 _POLL_S = 0.0001
 
@@ -38,8 +37,8 @@ class DeviceMemory(Protocol):
         """Maps another process's allocation into this process."""
         ...
 
-    def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Starts the copy target ← values, ordered after all earlier work on the device."""
+    def copy(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Starts the copies place ← values, ordered after all earlier work on the device."""
         ...
 
     def finish(self, timeout_s: float) -> bool:
@@ -62,11 +61,13 @@ class CudaMemory:
         device, (count, index) = torch.cuda.current_device(), allocation.reference
         return torch.UntypedStorage._new_shared_cuda(device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False)
 
-    def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
+    def copy(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """On a stream of its own: what is quantised next is worked out meanwhile."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            target.copy_(values, non_blocking=True)
-        values.record_stream(self._stream)  # otherwise its memory could be reused before the copy has read it
+            for place, value in zip(places, values):
+                place.copy_(value, non_blocking=True)
+                value.record_stream(self._stream)  # otherwise its memory could be reused before the copy has read it
 
     def finish(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -83,9 +84,11 @@ class DeviceMemoryOfWorker(Memory):
         return export(live, CudaMemory())
 
 
-class CudaIpcTransport(Transport):
+class CudaIpcTransport(SharedMemoryTransport):
+    """Copies are started many at a time: one by one, changing streams would take the CPU longer than most copies take the GPU."""
+
     memory = DeviceMemoryOfWorker
-    same_host = True
+    most_noted_bytes = 128 << 20
     make_memory: type[DeviceMemory] = CudaMemory
 
     @staticmethod
@@ -95,31 +98,19 @@ class CudaIpcTransport(Transport):
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
         self._memory = self.make_memory()
-        self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
-        self._owners = Owners(rank)
-
-    def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        self._tensors = {endpoint.rank: self._open(endpoint) for endpoint in endpoints}
-        self._owners.note(endpoints)
-
-    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
-        self._owners.check()
-
-    def write(self, copy: Copy, values: torch.Tensor) -> None:
-        target = self._tensors[copy.destination_rank][copy.destination_tensor]
-        self._memory.copy(target[copy.destination_box.slices()], values)
 
     def fence(self) -> None:
+        self._copy()
         if not self._memory.finish(self._timeout_s):
             ranks = ", ".join(map(str, self._tensors))
             late = f"not through within {self._timeout_s:.0f} s by CUDA IPC"
             raise TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: {late}")
         self._owners.check()
 
-    def close(self) -> None:
-        self._tensors = {}
+    def _put(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        self._memory.copy(places, values)
 
-    def _open(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
+    def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
         """Maps the endpoint's tensors. If its process has ended, they are on the meta device, and `Owners.check` raises."""
         try:
             storages = [self._memory.open(allocation) for allocation in endpoint.allocations]

@@ -13,7 +13,6 @@ from megarl.weight_sync.transports.base import Endpoint, Live, Memory, Offer, Re
 from megarl.weight_sync.transports.owners import Owners, file_at
 
 _ALIGNMENT = 64  # bytes
-_MOST_NOTED_BYTES = 16 << 20  # copied by one call; bounded so that quantised values do not pile up
 
 
 class SharedMemory(Memory):
@@ -32,6 +31,7 @@ class SharedMemory(Memory):
 class SharedMemoryTransport(Transport):
     memory = SharedMemory
     same_host = True
+    most_noted_bytes = 16 << 20  # copied by one call; bounded so that quantised values do not pile up
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
@@ -59,7 +59,7 @@ class SharedMemoryTransport(Transport):
         self._noted[0].append(place)
         self._noted[1].append(values)
         self._noted_bytes += values.nbytes
-        if self._noted_bytes >= _MOST_NOTED_BYTES:
+        if self._noted_bytes >= self.most_noted_bytes:
             self._copy()
 
     def fence(self) -> None:
@@ -68,11 +68,14 @@ class SharedMemoryTransport(Transport):
         self._owners.check()
 
     def _copy(self) -> None:
-        """Copies everything in one call: a long copy evicts Python's own memory from the cache, which slows the work between copies."""
         places, values = self._noted
         self._noted, self._noted_bytes = ([], []), 0
         if places:
-            torch._foreach_copy_(places, values)
+            self._put(places, values)
+
+    def _put(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Copies everything in one call: a long copy evicts Python's own memory from the cache, which slows the work between copies."""
+        torch._foreach_copy_(places, values)
 
     def close(self) -> None:
         self._tensors, self._places = {}, {}
