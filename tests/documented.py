@@ -61,6 +61,7 @@ LONG = {
     "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",
     "megarl bench channels": "",
     "megarl bench logprobs": "",
+    "megarl bench packing --sequences 32": "--repeats 1",
     "megarl bench staleness configs/quickstart.yaml": f"--seeds 1 {SHORT}",
     "megarl bench sync --model-size tiny": "--repeats 1",
     "megarl bench sync --model-size small": "--repeats 1",

@@ -10,24 +10,30 @@ from torch import Tensor
 class LossOutput(NamedTuple):
     """A loss as a sum, so that it adds up over microbatches and ranks; the caller divides by the batch's denominator."""
 
-    loss: Tensor  # scalar, sum over the unmasked tokens or over the rows, to be minimised
+    loss: Tensor  # scalar, sum over the unmasked tokens or over the sequences, to be minimised
     sums: dict[str, Tensor]  # detached scalars, each a sum over the unmasked tokens; "tokens" counts them
 
 
 class Microbatch(Protocol):
-    """The tensors that a loss reads beside the log-probs. Values where `loss_mask` is False are arbitrary."""
+    """The tensors that a loss reads beside the log-probs: t tokens of n sequences, end to end.
+
+    Values where `loss_mask` is False are arbitrary.
+    """
 
     @property
-    def loss_mask(self) -> Tensor: ...  # [b, s] bool
+    def boundaries(self) -> Tensor: ...  # [n + 1] int32: where sequences begin and end (segments.py)
 
     @property
-    def mu_logprobs(self) -> Tensor: ...  # [b, s] behaviour policy, as sampled
+    def loss_mask(self) -> Tensor: ...  # [t] bool
 
     @property
-    def advantages(self) -> Tensor: ...  # [b, s]
+    def mu_logprobs(self) -> Tensor: ...  # [t] behaviour policy, as sampled
 
     @property
-    def reference_logprobs(self) -> Tensor | None: ...  # [b, s] frozen reference, if the algorithm needs one
+    def advantages(self) -> Tensor: ...  # [t]
+
+    @property
+    def reference_logprobs(self) -> Tensor | None: ...  # [t] frozen reference, if the algorithm needs one
 
 
 class Algorithm(Protocol):
@@ -48,7 +54,7 @@ class Algorithm(Protocol):
         ...
 
     def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
-        """Loss of one microbatch from the trainer's log-probs [b, s] of its tokens."""
+        """Loss of one microbatch from the trainer's log-probs [t] of its tokens."""
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:

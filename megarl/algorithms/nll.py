@@ -9,6 +9,6 @@ from megarl.algorithms.base import LossOutput, Microbatch
 
 
 def nll_loss(logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
-    """-sum of the unmasked log-probs [b, s]."""
+    """-sum of the unmasked log-probs [t]."""
     mask = microbatch.loss_mask
     return LossOutput(-torch.where(mask, logprobs, 0.0).sum(), {"tokens": mask.sum()})

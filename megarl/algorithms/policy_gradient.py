@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.segments import segment_counts, segment_sums
 from megarl.algorithms.weights import Rule
 
 _MAX_REPORTED_LOG_RATIO = 20.0  # for the `is_ratio` metric only: one absurd token must not make the mean infinite
@@ -44,7 +45,7 @@ class PolicyGradient:
     def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
         """Loss whose gradient is -sum_t w A grad log pi, w as `weigh` gives it, plus kl_coef times a KL penalty.
 
-        logprobs: [b, s], float32 or wider. The log-ratio log pi - log mu is a constant for autograd. A token that the trainer
+        logprobs: [t], float32 or wider. The log-ratio log pi - log mu is a constant for autograd. A token that the trainer
         gives probability 0 (log-prob -inf) adds nothing. NaN is not hidden: it reaches the loss.
 
         KL penalty, per token: c (log pi - log ref)^2 / 2 with c = min(pi/mu, rho), a constant for autograd too. Its gradient is
@@ -62,7 +63,7 @@ class PolicyGradient:
         possible = mask & (logprobs != -math.inf)
         log_pi = torch.where(possible, logprobs, 0.0)
         log_ratio = torch.where(possible, log_pi.detach() - microbatch.mu_logprobs, -math.inf)
-        weight, clipped = self.weigh(log_ratio, advantages, mask, self.rho_min, self.rho)
+        weight, clipped = self.weigh(log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho)
         terms = -weight * torch.where(mask, advantages, 0.0) * log_pi
         sums = {
             "tokens": mask.sum(),
@@ -74,7 +75,7 @@ class PolicyGradient:
             correction = log_ratio.clamp(max=math.log(self.rho)).exp()
             terms = terms + self.kl_coef * correction * difference.square() / 2
             sums["kl"] = _kl(difference.detach(), correction)
-        return LossOutput(self._sum(terms, mask), sums)
+        return LossOutput(self._sum(terms, mask, microbatch.boundaries), sums)
 
     def denominator(self, tokens: int, samples: int) -> float:
         """The divisor of a batch's losses: the policy's tokens or the samples, including those of zero advantage."""
@@ -89,11 +90,11 @@ class PolicyGradient:
         }
         return means | ({"kl/mean": sums["kl"] / tokens} if "kl" in sums else {})
 
-    def _sum(self, terms: Tensor, mask: Tensor) -> Tensor:
-        """The sum over all tokens, or over the rows' means."""
+    def _sum(self, terms: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
+        """The sum over all tokens, or over the sequences' means."""
         if self.loss_mean == "token":
             return terms.sum()
-        return (terms.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()
+        return (segment_sums(terms, boundaries) / segment_counts(mask, boundaries, terms.dtype)).sum()
 
 
 def _kl(difference: Tensor, correction: Tensor) -> Tensor:

@@ -29,9 +29,9 @@ def find_rule(name: str) -> Rule:
         return RULES[name]
     rule = find_callable(name, f"algorithm.name={name}", built_in=RULES)
     try:
-        inspect.signature(rule).bind(*range(5))
+        inspect.signature(rule).bind(*range(6))
     except (TypeError, ValueError) as error:
-        takes = "(log_ratio, advantages, mask, rho_min, rho)"
+        takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
         raise ConfigError(f"algorithm.name={name}: must take {takes}, and return megarl.algorithms.weights.Weights: {error}") from error
     return rule
 

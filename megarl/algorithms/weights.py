@@ -14,26 +14,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.algorithms.segments import segment_counts, segment_sums, spread
+
 DUAL_CLIP = 3.0  # above this ratio, negative advantages have no gradient (Ye et al., arXiv:1912.09729; as in verl)
 _MOST = 20.0  # bound of a log-ratio in a sequence's mean or sum, which one absurd token must not make infinite
 
 
 class Weights(NamedTuple):
-    weight: Tensor  # [b, s]
-    clipped: Tensor  # [b, s] bool: where the weight is not the ratio
+    weight: Tensor  # [t]
+    clipped: Tensor  # [t] bool: where the weight is not the ratio
 
 
-Rule = Callable[[Tensor, Tensor, Tensor, float, float], Weights]
-"""(log_ratio [b, s], advantages [b, s], mask [b, s], rho_min, rho) -> Weights. Rows are sequences; outside the mask anything goes."""
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Weights]
+"""(log_ratio [t], advantages [t], mask [t], boundaries [n + 1], rho_min, rho) -> Weights.
+
+The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends (segments.py). Outside the mask anything
+goes.
+"""
 
 
-def clamped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, rho_min: float, rho: float) -> Weights:
+def clamped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
     """min(pi/mu, rho): AIPO (LlamaRL, section 6). `rho_min` above 0 clamps from below too: CISPO (MiniMax-M1, arXiv:2506.13585)."""
     low, high = _log(rho_min), _log(rho)
     return Weights(log_ratio.clamp(low, high).exp(), (log_ratio < low) | (log_ratio > high))
 
 
-def clipped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, rho_min: float, rho: float) -> Weights:
+def clipped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
     """The gradient of min(r A, clip(r, rho_min, rho) A), r = pi/mu (PPO; GRPO, arXiv:2402.03300).
 
     It is 0 for tokens beyond the bound that their advantage pushes them towards, and for negative advantages at ratios above DUAL_CLIP.
@@ -43,37 +49,37 @@ def clipped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, rho_min: float,
     return Weights(torch.where(beyond, 0.0, log_ratio.clamp(max=most).exp()), beyond)
 
 
-def sequence_clipped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, rho_min: float, rho: float) -> Weights:
+def sequence_clipped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
     """Like `clipped`, but by the geometric mean of a response's ratios (GSPO, arXiv:2507.18071, equations 5 to 7).
 
     With loss_mean=sequence the gradient is GSPO's.
     """
-    mean = _row_sums(log_ratio, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return clipped(mean.expand_as(log_ratio), advantages, mask, rho_min, rho)
+    mean = _sequence_sums(log_ratio, mask, boundaries) / segment_counts(mask, boundaries, log_ratio.dtype)
+    return clipped(spread(mean, boundaries, len(mask)), advantages, mask, boundaries, rho_min, rho)
 
 
-def masked(log_ratio: Tensor, advantages: Tensor, mask: Tensor, rho_min: float, rho: float) -> Weights:
+def masked(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
     """pi/mu inside the bounds, 0 outside: tokens on which trainer and generator disagree too much do not count (IcePop, 2025)."""
     high = _log(rho)
     outside = (log_ratio < _log(rho_min)) | (log_ratio > high)
     return Weights(torch.where(outside, 0.0, log_ratio.clamp(max=high).exp()), outside)
 
 
-def tapered(log_ratio: Tensor, advantages: Tensor, mask: Tensor, rho_min: float, rho: float) -> Weights:
+def tapered(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
     """1 for responses of positive advantage; for the others the ratio of the whole response, at most `rho` (TOPR, arXiv:2503.14286)."""
-    whole, high = _row_sums(log_ratio, mask).expand_as(log_ratio), _log(rho)
+    whole, high = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask)), _log(rho)
     good = advantages > 0
     return Weights(torch.where(good, 1.0, whole.clamp(max=high).exp()), ~good & (whole > high))
 
 
-def uncorrected(log_ratio: Tensor, advantages: Tensor, mask: Tensor, rho_min: float, rho: float) -> Weights:
+def uncorrected(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
     """1, as if the current weights had sampled everything: LlamaRL's figure 8 compares with this."""
     return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
 
 
-def _row_sums(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """[b, 1] sums over the unmasked tokens of each row."""
-    return torch.where(mask, log_ratio.clamp(-_MOST, _MOST), 0.0).sum(dim=1, keepdim=True)
+def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
+    """[n] sums over the unmasked tokens of each sequence."""
+    return segment_sums(torch.where(mask, log_ratio.clamp(-_MOST, _MOST), 0.0), boundaries)
 
 
 def _log(bound: float) -> float:

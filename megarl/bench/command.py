@@ -14,6 +14,7 @@ MEANINGS = {
     "overlap": "step time beside perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
     "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer",
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
+    "packing": "a training step on packed sequences, beside one on sequences filled up to a common length",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
     "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
 }
@@ -23,6 +24,7 @@ EXAMPLES = [
     "megarl bench overlap --picture overlap.png",
     "megarl bench channels --json",
     "megarl bench logprobs",
+    "megarl bench packing --sequences 256",
     "megarl bench staleness configs/quickstart.yaml --seeds 3",
     "megarl bench faults --faults 50 --seed 1",
     "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'",
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, meaning in MEANINGS.items():
         by_name[name] = bench = benches.add_parser(name, help=meaning, description=meaning)
         bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    sync, overlap, staleness, faults = (by_name[name] for name in ("sync", "overlap", "staleness", "faults"))
+    sync, overlap, packing, staleness, faults = (by_name[name] for name in ("sync", "overlap", "packing", "staleness", "faults"))
     sync.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
     sync.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
     sync.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
@@ -45,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells that run side by side; default: 8")
+    packing.add_argument("--sequences", metavar="N", type=int, default=32, help="of a step; default: 32")
+    packing.add_argument("--repeats", metavar="N", type=int, default=7, help="steps of each way; their median counts; default: 7")
     staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting, as in max_steps=40")
     staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
@@ -90,6 +94,12 @@ def _logprobs(arguments: argparse.Namespace) -> None:
     run(arguments.json)
 
 
+def _packing(arguments: argparse.Namespace) -> None:
+    from megarl.bench.packing import run
+
+    run(arguments.sequences, arguments.repeats, arguments.json)
+
+
 def _staleness(arguments: argparse.Namespace) -> None:
     from megarl.bench.staleness import run
 
@@ -110,6 +120,7 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "overlap": _overlap,
     "channels": _channels,
     "logprobs": _logprobs,
+    "packing": _packing,
     "staleness": _staleness,
     "faults": _faults,
 }

@@ -14,10 +14,10 @@ from megarl.estimate.communication import Group
 from megarl.estimate.constants import CONSTANTS, Constants
 from megarl.estimate.generator_memory import kv_bytes_per_token, usable_static
 from megarl.estimate.hardware import Cluster
-from megarl.estimate.sizes import GeneratorWeights, active_elements, generator_weights
-from megarl.estimate.train_time import attention_flops
+from megarl.estimate.sizes import GeneratorWeights, generator_weights
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
+from megarl.models.flops import active_elements, attention_flops
 from megarl.reshard.kinds import ITEM_BYTES
 
 TAIL_POINTS = 16

@@ -11,7 +11,6 @@ import numpy as np
 from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST
-from megarl.models.registry import family
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.kinds import ITEM_BYTES, Layout
 from megarl.reshard.layout import generator_layout, stage_of_layer, trainer_layout
@@ -71,11 +70,6 @@ def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorC
     topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
     return _landing_bytes(shape_of(spec), topology, engine, generator.quantization, dtype)
-
-
-def active_elements(spec: ModelSpec) -> tuple[float, float]:
-    """(dense, experts) elements of the matrices that one token is multiplied by in all layers."""
-    return _active_elements(shape_of(spec))
 
 
 def largest_stage(spec: ModelSpec, trainer: TrainerConfig) -> int:
@@ -139,20 +133,6 @@ def rank_bytes(layout: Layout) -> list[int]:
         for shard, tensor in enumerate(kind.shards):
             np.add.at(sizes, kind.ranks[:, shard], times[:, None] * math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype])
     return sizes.tolist()
-
-
-@functools.lru_cache(maxsize=64)
-def _active_elements(spec: ModelSpec) -> tuple[float, float]:
-    dense = expert = 0.0
-    for tensor in family(spec).logical_tensors(spec):
-        if tensor.place != "layer" or len(tensor.shape) < 2:
-            continue
-        first, end = tensor.layers or (0, spec.num_layers)
-        if tensor.experts:
-            expert += (end - first) * math.prod(tensor.shape) * spec.experts_per_token
-        else:
-            dense += (end - first) * math.prod(tensor.shape)
-    return dense, expert
 
 
 def shape_of(spec: ModelSpec) -> ModelSpec:

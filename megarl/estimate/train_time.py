@@ -9,9 +9,10 @@ from megarl.config.schema import TrainerConfig
 from megarl.estimate.communication import Group
 from megarl.estimate.constants import CONSTANTS, Constants
 from megarl.estimate.hardware import Cluster
-from megarl.estimate.sizes import Held, active_elements, largest_stage, stage_layers, trainer_held
+from megarl.estimate.sizes import Held, largest_stage, stage_layers, trainer_held
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
+from megarl.models.flops import active_elements, attention_flops, flops_per_token
 from megarl.reshard.kinds import ITEM_BYTES
 
 
@@ -138,15 +139,3 @@ class TrainModel:
 
     def _group(self, size: int, stride: int) -> Group:
         return Group(size, stride, self.cluster, self.constants)
-
-
-def flops_per_token(spec: ModelSpec, length: float) -> float:
-    """FLOPs per token of a forward pass over the whole model, for sequences of `length` tokens."""
-    dense, expert = active_elements(spec)
-    return 2 * (dense + expert + spec.vocab_size * spec.hidden_size) + spec.num_layers * attention_flops(spec, length)
-
-
-def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Forward FLOPs per token and layer of scores and weighted values, of which the causal mask leaves half."""
-    values = spec.v_head_dim or spec.head_dim
-    return 2 * spec.num_attention_heads * (spec.head_dim + values) * length / 2

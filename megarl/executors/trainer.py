@@ -150,6 +150,7 @@ class TrainerExecutor:
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": trained,
+                "tokens/padded": result.padded,
                 **_applied_metrics(applied),
                 "staleness/rejected": batch.rejected,
                 "prompts/buffered": batch.buffered,

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.trainer import context
 from megarl.trainer.groups import context_group, tensor_group
+from megarl.trainer.packing import PackedSequences
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,10 +32,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention with PyTorch's fused kernel, including grouped queries; replaces DotProductAttention.
+    """Causal attention of packed sequences, each by itself, with PyTorch's fused kernel; replaces DotProductAttention.
 
-    Sequences are padded on the right, so the causal mask alone keeps padding out of every real position. Under context
-    parallelism every rank gathers all keys and values, and masks by position (context.py).
+    Sequences of equal length that stand side by side are one call, so that many short ones cost little. Under context parallelism every
+    rank gathers all keys and values, and masks by position (context.py).
     """
 
     def __init__(
@@ -62,19 +63,27 @@ class CausalAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
-        """query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]."""
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None
-        ranks, mask = self.cp_group.size(), None
-        if ranks > 1:
-            mine = context.held_positions(query.size(0) * ranks, ranks, self.cp_group.rank()).to(query.device)
-            mask = mine[:, None] >= context.all_positions(query.size(0) * ranks, ranks).to(query.device)
-            key, value = (context.gather(x, self.cp_group) for x in (key, value))
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = q.size(1) != k.size(1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        """query [t / cp, heads, d], key and value [t / cp, kv_heads, d] -> [t / cp, heads * d]."""
+        assert attention_mask is None and attention_bias is None and packed_seq_params is not None
+        group, runs = self.cp_group, packed_seq_params.runs
+        ranks, grouped = group.size(), query.size(1) != key.size(1)
+        key, value = (context.join(x, packed_seq_params.boundaries, group, summed=True) for x in (key, value))
+        queries = query.split([count * length // ranks for count, length in runs])
+        keys, values = (x.split([count * length for count, length in runs]) for x in (key, value))
+        outs = []
+        for (count, length), parts in zip(runs, zip(queries, keys, values)):
+            mask = None
+            if ranks > 1:
+                mine = context.held_positions((0, length), ranks, group.rank()).to(query.device)
+                mask = mine[:, None] >= torch.arange(length, device=query.device)
+            q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)  # [count, heads, length, d]
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+            )
+            outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(outs)
 
 
 class LatentAttention(CausalAttention):
@@ -84,7 +93,7 @@ class LatentAttention(CausalAttention):
     """
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """query and key [s, b, heads, d], value [s, b, heads, v] -> [s, b, heads * v]."""
+        """query and key [t / cp, heads, d], value [t / cp, heads, v] -> [t / cp, heads * v]."""
         assert isinstance(self.config, MLATransformerConfig)
         own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         if shared.requires_grad and self.config.tensor_model_parallel_size > 1:

@@ -1,80 +1,139 @@
-"""Distributes sequences over data-parallel ranks and packs them into microbatches of padded [b, s] tensors.
+"""Distributes sequences over data-parallel ranks and packs them into microbatches: rows of sequences laid end to end.
+
+A sequence of n tokens has n - 1 positions. Position i reads token i and predicts token i + 1, so the last token is only predicted. A
+sequence of a single token has no position, and takes no part. Everything that a microbatch has per position speaks of the predicted token.
+
+Without sequence and context parallelism every position is one of these. With them some positions are padding (`Alignment`). It stands at
+the end of a sequence, where causal attention hides it from all positions that count, and it is masked.
 
 `plan_microbatches` is pure arithmetic and the same on every rank; `build` makes the tensors of one microbatch.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from megarl.models.routing import RoutingFormat
+from megarl.topology import TrainerTopology
 from megarl.types import TrainSequence
 
 
 @dataclass(frozen=True)
+class Alignment:
+    """What the numbers of positions are padded to multiples of."""
+
+    sequence: int = 1  # each sequence: context parallelism cuts it into 2 cp chunks
+    microbatch: int = 1  # all of a microbatch: sequence parallelism cuts each context rank's part into tp. A multiple of `sequence`
+
+    @classmethod
+    def of(cls, topology: TrainerTopology, sequence_parallel: bool) -> Alignment:
+        sequence = 2 * topology.cp if topology.cp > 1 else 1
+        return cls(sequence, math.lcm(sequence, topology.cp * (topology.tp if sequence_parallel else 1)))
+
+
+@dataclass(frozen=True)
 class MicrobatchPlan:
-    """One microbatch: its sequences and the length they are padded to. Without sequences it is one row of masked padding."""
+    """One microbatch: its sequences, longest first, and where each begins and ends. Without sequences it is padding alone."""
 
     indices: tuple[int, ...]
-    length: int  # s, columns of the tensors
+    boundaries: tuple[int, ...]  # from 0 to the number of positions; padding counts to the sequence before it
 
     @property
     def positions(self) -> int:
-        """The length that the model runs at: the last token of a sequence is predicted, but predicts nothing."""
-        return self.length - 1
+        return self.boundaries[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in zip(self.boundaries, self.boundaries[1:])]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The training data of one microbatch. Column i belongs to the prediction of token i; column 0 is always masked."""
+    """The training data of one microbatch of t positions."""
 
-    tokens: torch.Tensor  # [b, s] int64, 0 where padded
-    loss_mask: torch.Tensor  # [b, s] bool, False where padded
-    mu_logprobs: torch.Tensor  # [b, s] float32, 0 where masked
-    advantages: torch.Tensor  # [b, s] float32, 0 where masked
-    reference_logprobs: torch.Tensor | None  # [b, s] float32, if train_step was given them
-    routing: torch.Tensor | None  # [b, s - 1, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
-    indices: tuple[int, ...]  # position of each row in train_step's `sequences`; empty when all rows are padding
+    inputs: torch.Tensor  # [t] int64, 0 on padding
+    targets: torch.Tensor  # [t] int64, the token that each position predicts; 0 on padding
+    boundaries: torch.Tensor  # [sequences + 1] int32, as in `plan`
+    loss_mask: torch.Tensor  # [t] bool, False on padding
+    mu_logprobs: torch.Tensor  # [t] float32, 0 where masked
+    advantages: torch.Tensor  # [t] float32, 0 where masked
+    reference_logprobs: torch.Tensor | None  # [t] float32, if train_step was given them
+    routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
+    plan: MicrobatchPlan
 
 
 def plan_microbatches(
-    lengths: Sequence[int], dp: int, max_tokens: int, multiple: int, count_multiple: int = 1
+    lengths: Sequence[int],
+    dp: int,
+    max_tokens: int,
+    alignment: Alignment = Alignment(),
+    squares: float = 0.0,
+    count_multiple: int = 1,
 ) -> list[list[MicrobatchPlan]]:
     """The microbatches of every data-parallel rank: [dp][n], where n is the same positive multiple of `count_multiple` for all ranks.
 
-    Sequences go, longest first, to the rank with the fewest tokens so far. Each rank packs its own in that order, so that sequences of a
-    microbatch have similar lengths. A microbatch holds at most `max_tokens` padded tokens, or one sequence longer than that, and its
-    number of positions is a multiple of `multiple`. Ranks that need fewer microbatches than others get empty ones: Megatron's pipeline
-    schedules need the same number everywhere, and with virtual stages a multiple of the stages. Deterministic.
+    A sequence of p positions costs p + squares p^2: the second term is attention's. Sequences go, longest first, to the rank with the
+    least cost so far, and there to the cheapest microbatch that has room. There are as many microbatches as first-fit decreasing needs on
+    the fullest rank: Megatron's pipeline schedules need the same number everywhere, and with virtual stages a multiple of the stages. One
+    that gets no sequence is padding. A microbatch holds at most `max_tokens` positions, or one sequence longer than that. Deterministic.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    sizes = [math.ceil((length - 1) / alignment.sequence) * alignment.sequence for length in lengths]
+    costs = [size + squares * size * size for size in sizes]
+    capacity = max(1, max_tokens // alignment.microbatch) * alignment.microbatch
     shares: list[list[int]] = [[] for _ in range(dp)]
-    tokens = [0] * dp
-    for index in order:
-        rank = min(range(dp), key=lambda r: (tokens[r], r))
+    ranks = [(0.0, rank) for rank in range(dp)]
+    for index in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: (-sizes[i], i)):
+        cost, rank = ranks[0]
         shares[rank].append(index)
-        tokens[rank] += lengths[index]
+        heapq.heapreplace(ranks, (cost + costs[index], rank))
 
-    plans = [_pack(share, lengths, max_tokens, multiple) for share in shares]
-    count = math.ceil(max(1, max(len(plan) for plan in plans)) / count_multiple) * count_multiple
-    empty = MicrobatchPlan(indices=(), length=multiple + 1)
-    return [plan + [empty] * (count - len(plan)) for plan in plans]
+    firsts = [_first_fit(share, sizes, capacity) for share in shares]
+    count = math.ceil(max(1, max(map(len, firsts))) / count_multiple) * count_multiple
+    found = []
+    for share, first in zip(shares, firsts):
+        chosen = _even(share, sizes, costs, capacity, count) or first + [[]] * (count - len(first))
+        found.append([_laid_out(indices, sizes, alignment) for indices in chosen])
+    return found
 
 
-def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int, multiple: int) -> list[MicrobatchPlan]:
-    plans: list[MicrobatchPlan] = []
-    start = 0
-    while start < len(order):
-        positions = math.ceil(max(lengths[order[start]] - 1, 1) / multiple) * multiple
-        size = max(1, max_tokens // positions)
-        plans.append(MicrobatchPlan(tuple(order[start : start + size]), positions + 1))
-        start += size
-    return plans
+def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Each in the first that has room, `order` being of decreasing sizes. One that is larger than `capacity` has its own."""
+    packed: list[list[int]] = []
+    room = np.full(len(order), capacity)
+    for index in order:
+        place = int((room >= min(sizes[index], capacity)).argmax())
+        if place == len(packed):
+            packed.append([])
+        packed[place].append(index)
+        room[place] -= sizes[index]
+    return packed
+
+
+def _even(order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> list[list[int]] | None:
+    """Each in the cheapest of `count` that has room; None if some have room in none."""
+    packed: list[list[int]] = [[] for _ in range(count)]
+    room, loads = np.full(count, capacity), np.zeros(count)
+    for index in order:
+        place = int(np.where(room >= min(sizes[index], capacity), loads, np.inf).argmin())
+        if room[place] < min(sizes[index], capacity):
+            return None
+        packed[place].append(index)
+        room[place] -= sizes[index]
+        loads[place] += costs[index]
+    return packed
+
+
+def _laid_out(indices: Sequence[int], sizes: Sequence[int], alignment: Alignment) -> MicrobatchPlan:
+    ends = list(accumulate(sizes[i] for i in indices)) or [1]
+    ends[-1] = math.ceil(ends[-1] / alignment.microbatch) * alignment.microbatch
+    return MicrobatchPlan(tuple(indices), (0, *ends))
 
 
 def build(
@@ -85,29 +144,33 @@ def build(
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
     """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
-    chosen = [sequences[i] for i in plan.indices]
 
-    def padded(rows: list[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        flat = [row + [0] * (plan.length - len(row)) for row in map(list, rows)] or [[0] * plan.length]
-        return torch.tensor(flat, dtype=dtype, device=device)
+    def laid(values: Callable[[int], Sequence[float]], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
+        """`values` of a sequence's tokens, of them `part`, which is by default the predicted ones."""
+        row = np.zeros(plan.positions, dtype)
+        for start, index in zip(plan.boundaries, plan.indices):
+            here = np.asarray(values(index))[part]
+            row[start : start + len(here)] = here
+        return torch.from_numpy(row).to(device)
 
     return MicroBatch(
-        tokens=padded([s.token_ids for s in chosen], torch.int64),
-        loss_mask=padded([s.loss_mask for s in chosen], torch.bool),
-        mu_logprobs=padded([s.mu_logprobs for s in chosen], torch.float32),
-        advantages=padded([s.advantages for s in chosen], torch.float32),
-        reference_logprobs=None if reference_logprobs is None else padded([reference_logprobs[i] for i in plan.indices], torch.float32),
-        routing=None if routing is None else _routing(plan, chosen, routing).to(device),
-        indices=plan.indices,
+        inputs=laid(lambda i: sequences[i].token_ids, np.int64, slice(-1)),
+        targets=laid(lambda i: sequences[i].token_ids, np.int64),
+        boundaries=torch.tensor(plan.boundaries, dtype=torch.int32, device=device),
+        loss_mask=laid(lambda i: sequences[i].loss_mask, np.bool_),
+        mu_logprobs=laid(lambda i: sequences[i].mu_logprobs, np.float32),
+        advantages=laid(lambda i: sequences[i].advantages, np.float32),
+        reference_logprobs=None if reference_logprobs is None else laid(lambda i: reference_logprobs[i], np.float32),
+        routing=None if routing is None else _routing(plan, sequences, routing).to(device),
+        plan=plan,
     )
 
 
-def _routing(plan: MicrobatchPlan, chosen: Sequence[TrainSequence], routing: RoutingFormat) -> torch.Tensor:
-    ids = np.full((max(1, len(chosen)), plan.positions, *routing.shape), -1, np.int16)
-    for row, sequence in zip(ids, chosen):
-        known = routing.unpack(sequence.routing)
-        if len(known) >= len(sequence.token_ids):
-            tokens = len(sequence.token_ids)
+def _routing(plan: MicrobatchPlan, sequences: Sequence[TrainSequence], routing: RoutingFormat) -> torch.Tensor:
+    ids = np.full((plan.positions, *routing.shape), -1, np.int16)
+    for start, index in zip(plan.boundaries, plan.indices):
+        known, tokens = routing.unpack(sequences[index].routing), len(sequences[index].token_ids)
+        if len(known) >= tokens:
             raise ValueError(f"experts of {len(known)} positions in a sequence of {tokens} tokens, the last of which has none")
-        row[: len(known)] = known
+        ids[start : start + len(known)] = known
     return torch.from_numpy(ids)

@@ -78,18 +78,17 @@ class RoutingReplay:
         for replay in self._replays():
             replay.replayed = replay.replaced = 0
 
-    def put(self, chunk: torch.nn.Module, routing: torch.Tensor) -> None:
-        """Sets the experts for the next forward pass of `chunk`: [b, positions, layers with experts, experts per token], -1 where unknown.
+    def put(self, chunk: torch.nn.Module, routing: torch.Tensor, boundaries: Sequence[int]) -> None:
+        """Sets the experts for the next forward pass of `chunk`: [t, layers with experts, experts per token], -1 where unknown.
 
-        Each router gets the tokens of this rank, in Megatron's order: sequence first, cut by context and by sequence parallelism.
+        Each router gets the tokens of this rank, in Megatron's order: cut by context, and the part by sequence parallelism.
         """
-        mine = context.cut(routing, context_group()).transpose(0, 1)
+        mine = context.cut(routing, boundaries, context_group())
         if self._sequence_parallel:
             tp = tensor_group()
             mine = mine.chunk(tp.size())[tp.rank()]
-        tokens = mine.flatten(0, 1)
         for layer, replay in self._routers[chunk].items():
-            replay.put(tokens[:, layer], self._recompute and torch.is_grad_enabled())
+            replay.put(mine[:, layer], self._recompute and torch.is_grad_enabled())
 
     def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
         """The metrics since `reset`, over all ranks, after `positions` positions went through the model. There is one choice of experts for

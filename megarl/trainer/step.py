@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.algorithms.base import LossOutput
 from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.flops import flops_per_token
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import trainer_layout
@@ -32,18 +33,20 @@ from megarl.trainer.folders import Writing
 from megarl.trainer.groups import context_group, tensor_group
 from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.logprobs import token_entropy, token_logprobs
-from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, build, plan_microbatches
+from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
 from megarl.trainer.optimizer import LearningRate, build_optimizer
+from megarl.trainer.packing import packed_sequences
 from megarl.trainer.routing_replay import RoutingReplay
 from megarl.trainer.supported import check_transformer_engine
 from megarl.trainer.vendor_warnings import refuse_corruption
 from megarl.types import TrainSequence
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
-"""(logprobs [b, s] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step."""
+"""(logprobs [t] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step."""
 
-ENTROPY, ENTROPY_TOKENS = "entropy", "entropy tokens"  # among a step's sums, beside the loss function's own
+# Among a step's sums, beside the loss function's own.
+ENTROPY, ENTROPY_TOKENS, POSITIONS = "entropy", "entropy tokens", "positions"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class StepResult:
     sums: dict[str, float]  # the loss function's sums over the global batch
     entropy: float  # the policy's mean over the tokens of `loss_mask`, in nats, before the step; NaN without any
     learning_rate: float
+    padded: int  # positions that the model computed beside those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
 
 
@@ -95,10 +99,9 @@ class MegatronTrainer:
         self.dtype = DTYPES[dtype]
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.max_tokens = trainer.max_tokens_per_microbatch
-        # Tensor cores work best on multiples of 8. Context parallelism cuts a sequence into 2 cp chunks, and sequence parallelism cuts
-        # each rank's part of it into tp.
-        cut = topology.cp * math.lcm(2 if topology.cp > 1 else 1, topology.tp if trainer.sequence_parallel else 1)
-        self.length_multiple = math.lcm(8 if torch.cuda.is_available() else 1, cut)
+        self.alignment = Alignment.of(topology, trainer.sequence_parallel)
+        flops = flops_per_token(spec, 0)
+        self.squares = (flops_per_token(spec, 1) - flops) / flops  # attention's part of what a sequence costs; see plan_microbatches
 
         parallel.initialize(topology, seed, timeout_s)
         config = transformer_config(spec, topology, self.dtype, trainer.sequence_parallel, trainer.recompute)
@@ -152,15 +155,20 @@ class MegatronTrainer:
         mean_loss = sums.pop("loss") / denominator
         entropy = sums.pop(ENTROPY) / (sums.pop(ENTROPY_TOKENS) or math.nan)
         positions = sum(len(s.token_ids) - 1 for s in sequences)
+        padded = int(sums.pop(POSITIONS)) - positions
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        return StepResult(mean_loss, float(grad_norm), sums, entropy, learning_rate, routing)
+        return StepResult(mean_loss, float(grad_norm), sums, entropy, learning_rate, padded, routing)
 
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         out = loss(self._logprobs(logits, microbatch, temperature), microbatch)
-        entropy = torch.where(microbatch.loss_mask, self._entropy(logits, temperature), 0.0).sum()
-        sums = {"loss": out.loss.detach(), ENTROPY: entropy, ENTROPY_TOKENS: microbatch.loss_mask.sum(), **out.sums}
+        entropy = torch.where(microbatch.loss_mask, self._entropy(logits, microbatch, temperature), 0.0).sum()
+        counted = {
+            ENTROPY_TOKENS: microbatch.loss_mask.sum(),
+            POSITIONS: torch.tensor(logits.size(1) * self.topology.cp, device=self.device),
+        }
+        sums = {"loss": out.loss.detach(), ENTROPY: entropy, **counted, **out.sums}
         # Megatron would divide by this token count; see the head of this file.
         return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), sums
 
@@ -184,8 +192,9 @@ class MegatronTrainer:
         slices = flat.split(lengths)  # views
         if self.coordinate.tp == self.coordinate.cp == 0:
             for microbatch, logprobs in zip(plan, scored):
-                for row, index in zip(logprobs.cpu(), microbatch.indices):
-                    slices[index].copy_(row[: lengths[index]])
+                logprobs = logprobs.cpu()
+                for start, index in zip(microbatch.boundaries, microbatch.indices):
+                    slices[index][1:] = logprobs[start : start + lengths[index] - 1]
         if self.topology.world_size > 1:
             flat = flat.to(self.device)
             dist.all_reduce(flat)
@@ -212,28 +221,32 @@ class MegatronTrainer:
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> list[MicrobatchPlan]:
         lengths = [len(s.token_ids) for s in sequences]
-        group = self.topology.pp if self.topology.vpp > 1 else 1
-        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.length_multiple, group)[self.coordinate.dp]
+        stages = self.topology.pp if self.topology.vpp > 1 else 1
+        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)[self.coordinate.dp]
 
     def _logprobs(self, logits: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
-        return token_logprobs(logits, microbatch.tokens, tensor_group(), self.spec.vocab_size, temperature, context_group())
+        return token_logprobs(logits[0], microbatch, tensor_group(), context_group(), self.spec.vocab_size, temperature)
 
-    def _entropy(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        return token_entropy(logits, tensor_group(), self.spec.vocab_size, temperature, context_group())
+    def _entropy(self, logits: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
+        return token_entropy(logits[0], microbatch, tensor_group(), context_group(), self.spec.vocab_size, temperature)
 
     def _run(
         self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
-        """Runs Megatron's schedule over the microbatches. The last stage calls `head(microbatch, logits)`, and its results are returned."""
+        """Runs Megatron's schedule over the microbatches and returns what `head` returned, on the last stage.
+
+        `head(microbatch, logits)` is given logits [1, t / cp, vocabulary / tp].
+        """
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(batches)
-            # No ids or mask: rotary positions come from the shape, and causality from the attention itself.
-            tokens = context.cut(microbatch.tokens[:, :-1], context_group())
+            inputs = context.cut(microbatch.inputs, microbatch.plan.boundaries, context_group())
             if self.replay is not None:
                 assert microbatch.routing is not None
-                self.replay.put(model, microbatch.routing)
-            return model(tokens, None, None), partial(head, microbatch)
+                self.replay.put(model, microbatch.routing, microbatch.plan.boundaries)
+            # No ids or mask: rotary positions and causality come from the boundaries of the sequences.
+            packed = packed_sequences(microbatch, self.topology.cp)
+            return model(inputs[None], None, None, packed_seq_params=packed), partial(head, microbatch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -242,7 +255,7 @@ class MegatronTrainer:
             num_microbatches=len(plan),
             # Not used with variable_seq_lengths, but the schedule multiplies them.
             seq_length=plan[0].positions,
-            micro_batch_size=max(1, len(plan[0].indices)),
+            micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )

@@ -102,10 +102,10 @@ CHECKPOINTS = {
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
 
 
-def save_model(name: str, folder: Path) -> None:
-    """Random weights; also of norms and biases, which would else be ones and zeros."""
+def save_model(name: str, folder: Path, **changed: Any) -> None:
+    """Random weights; also of norms and biases, which would else be ones and zeros. `changed`: of the model's configuration."""
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(MODELS[name])
+    model = AutoModelForCausalLM.from_config(type(MODELS[name]).from_dict(MODELS[name].to_dict() | changed))
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") else 1.0, 0.1)

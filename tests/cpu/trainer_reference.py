@@ -122,7 +122,7 @@ def hf_entropy(model: PreTrainedModel, batch: list[TrainSequence], temperature: 
     found = []
     for sequence in batch:
         scores = (model(torch.tensor([sequence.token_ids])).logits[0, :-1] / temperature).log_softmax(dim=-1)
-        found.append(-(scores.exp() * scores).sum(dim=-1)[torch.tensor(sequence.loss_mask[1:])])
+        found.append(-(scores.exp() * scores).sum(dim=-1)[torch.tensor(sequence.loss_mask[1:], dtype=torch.bool)])
     return torch.cat(found).mean().item()
 
 

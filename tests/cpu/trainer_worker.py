@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ DENOMINATOR = 37.0
 TEMPERATURE = 0.7
 
 
-def sequences(vocab: int, count: int = 9, seed: int = 0) -> list[TrainSequence]:
-    """Lengths from 3 to 21; every third sequence has zero advantage. Some have an environment's tokens in the middle: masked, and
-    garbage on them."""
+LENGTHS = (3, 10, 17, 5, 12, 19, 7, 14, 21, 1, 2)
+
+
+def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[TrainSequence]:
+    """Every third sequence has zero advantage. Some have an environment's tokens in the middle: masked, and garbage on them."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for i in range(count):
-        length = 3 + (7 * i) % 19
-        prompt = 1 + i % 3
+    for i, length in enumerate(lengths):
+        prompt = max(1, min(1 + i % 3, length - 1))
         weights = torch.randn(length, generator=generator) if i % 3 else torch.zeros(length)
         mask = [j >= prompt and not (i % 2 and prompt + 2 <= j < prompt + 5) for j in range(length)]
         made.append(
@@ -131,8 +133,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
 def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
     result = trainer.train_step(chosen, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
-    sums = {"loss": result.loss, "grad_norm": result.grad_norm, "sums": result.sums, "entropy": result.entropy, "routing": result.routing}
-    return {**sums, "grads": gradients(trainer)}
+    return {**vars(result), "grads": gradients(trainer)}
 
 
 def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -160,22 +161,29 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
-    """[1, s, vocab] on the last stage, gathered over the tensor ranks; None elsewhere."""
+    """[1, t, vocab] of one sequence on the last stage, gathered over the tensor ranks; None elsewhere."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from megarl.trainer import context
-    from megarl.trainer.microbatch import MicrobatchPlan, build
+    from megarl.trainer.microbatch import build, plan_microbatches
 
-    plan = [MicrobatchPlan((0,), 8 * len(chosen[0].token_ids) + 1)] * (trainer.topology.pp if trainer.topology.vpp > 1 else 1)
+    stages = trainer.topology.pp if trainer.topology.vpp > 1 else 1
+    (plan,) = plan_microbatches([len(chosen[0].token_ids)], 1, 1000, trainer.alignment, count_multiple=stages)
 
-    def head(_: Any, z: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-        z = gather_from_tensor_model_parallel_region(z)
-        return context.join(z.flatten(0, 1).T, parallel_state.get_context_parallel_group()).T[None]  # vocabulary as batch
+    def head(microbatch: Any, z: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+        z = gather_from_tensor_model_parallel_region(z)[0]
+        return context.join(z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group())[None]
 
     with torch.no_grad():
         results = trainer._run(plan, lambda p: build(p, chosen, trainer.device, routing=trainer.routing), head, forward_only=True)
-    return results[0][:, : len(chosen[0].token_ids), : trainer.spec.vocab_size] if results else None
+    return results[0][:, : len(chosen[0].token_ids) - 1, : trainer.spec.vocab_size] if results else None
+
+
+def scenario_lengths(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    from trainer_lengths import any_lengths
+
+    return any_lengths(scenario)
 
 
 def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

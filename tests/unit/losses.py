@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -14,9 +15,16 @@ F64 = torch.float64
 
 
 def loss_of(logprobs, mu, advantages, mask, reference=None, **settings) -> LossOutput:
-    """That of the algorithm with these settings (AIPO by default), all tensors [b, s]."""
-    microbatch = SimpleNamespace(mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=reference)
-    return make_algorithm(AlgorithmConfig(**settings)).loss(logprobs, microbatch)
+    """That of the algorithm with these settings (AIPO by default), all tensors [b, s]: b sequences of s tokens, laid end to end."""
+    rows = [None if each is None else each.flatten() for each in (logprobs, mu, advantages, mask, reference)]
+    return packed_loss_of([logprobs.size(1)] * len(logprobs), *rows, **settings)
+
+
+def packed_loss_of(lengths, logprobs, mu, advantages, mask, reference=None, **settings) -> LossOutput:
+    """The same of sequences of these lengths, all tensors [sum of them]."""
+    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    tensors = dict(boundaries=boundaries, mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=reference)
+    return make_algorithm(AlgorithmConfig(**settings)).loss(logprobs, SimpleNamespace(**tensors))
 
 
 def gradient(loss: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:

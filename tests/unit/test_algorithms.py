@@ -184,23 +184,24 @@ def test_advantages_against_numpy(rewards: list[list[float]]):
 
 
 def test_nll():
-    logprobs = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
-    out = nll_loss(logprobs, SimpleNamespace(loss_mask=torch.tensor([[True, True, False]])))
+    logprobs = torch.tensor([-1.0, -2.0, math.nan], requires_grad=True)
+    out = nll_loss(logprobs, SimpleNamespace(loss_mask=torch.tensor([True, True, False])))
     assert out.loss.item() == 3.0 and out.sums["tokens"] == 2
-    assert gradient(out.loss, logprobs)[0].tolist() == [-1.0, -1.0, 0.0]
+    assert gradient(out.loss, logprobs).tolist() == [-1.0, -1.0, 0.0]
 
 
 def test_algorithm_objects_read_the_microbatch():
     microbatch = SimpleNamespace(
-        mu_logprobs=torch.tensor([[-2.0, -1.0]]),
-        advantages=torch.tensor([[1.0, 3.0]]),
-        loss_mask=torch.tensor([[True, False]]),
+        boundaries=torch.tensor([0, 2], dtype=torch.int32),
+        mu_logprobs=torch.tensor([-2.0, -1.0]),
+        advantages=torch.tensor([1.0, 3.0]),
+        loss_mask=torch.tensor([True, False]),
         reference_logprobs=None,
     )
-    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     aipo = make_algorithm(AlgorithmConfig(name="aipo", rho=2.0))
-    assert gradient(aipo.loss(logprobs, microbatch).loss, logprobs)[0].tolist() == pytest.approx([-2.0, 0.0])
-    assert gradient(nll_loss(logprobs, microbatch).loss, logprobs)[0].tolist() == [-1.0, 0.0]
+    assert gradient(aipo.loss(logprobs, microbatch).loss, logprobs).tolist() == pytest.approx([-2.0, 0.0])
+    assert gradient(nll_loss(logprobs, microbatch).loss, logprobs).tolist() == [-1.0, 0.0]
     assert torch.equal(aipo.advantages(torch.tensor([[1.0, 0.0]])), torch.tensor([[0.5, -0.5]]))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from losses import F64, gradient, loss_of
+from losses import F64, gradient, loss_of, packed_loss_of
 
 from megarl.algorithms.advantages import leave_one_out, normalized
 from megarl.algorithms.recipes import RECIPES, problems
@@ -148,6 +148,31 @@ def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
     assert gradient(out.loss, logprobs).tolist() == [[-0.25] * 4, [-1.0, 0.0, 0.0, 0.0]]
     assert make_algorithm(AlgorithmConfig(loss_mean="sequence")).denominator(tokens=5, samples=3) == 3.0
     assert make_algorithm(AlgorithmConfig()).denominator(tokens=5, samples=3) == 5.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 2**31), name=st.sampled_from(sorted(RECIPES)))
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_sequences_end_to_end_are_those_sequences_one_by_one(lengths: list[int], seed: int, name: str, loss_mean: str):
+    """Loss, gradient and sums, of any lengths."""
+    rng, t = np.random.default_rng(seed), sum(lengths)
+    logprobs = torch.tensor(-rng.exponential(size=t), requires_grad=True)
+    advantages = torch.tensor(np.repeat(rng.choice([-1.0, 0.5], size=len(lengths)), lengths))
+    tensors = [
+        logprobs,
+        torch.tensor(-rng.exponential(size=t)),
+        advantages,
+        torch.tensor(rng.random(t) < 0.7),
+        torch.tensor(-rng.random(t)),
+    ]
+    chosen = {"name": name, "loss_mean": loss_mean, "kl_coef": 0.1}
+    packed = packed_loss_of(lengths, *tensors, **chosen)
+    alone = [packed_loss_of([len(parts[0])], *parts, **chosen) for parts in zip(*(tensor.split(lengths) for tensor in tensors))]
+    one_by_one = torch.stack([out.loss for out in alone]).sum()
+    torch.testing.assert_close(packed.loss, one_by_one, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient(packed.loss, logprobs), gradient(one_by_one, logprobs), rtol=1e-12, atol=1e-12)
+    for key, value in packed.sums.items():
+        torch.testing.assert_close(value, torch.stack([out.sums[key] for out in alone]).sum(), rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=50, deadline=None)

@@ -68,10 +68,11 @@ def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tens
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
     for s in sequences:
         logits = model(torch.tensor(s.token_ids[:-1]))
-        logprobs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(s.token_ids[1:])[:, None]).T
-        mu, advantages = (torch.tensor([field[1:]], dtype=torch.float64) for field in (s.mu_logprobs, s.advantages))
-        mask = torch.tensor([s.loss_mask[1:]])
-        microbatch = SimpleNamespace(mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=None)
+        logprobs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(s.token_ids[1:])[:, None])[:, 0]
+        mu, advantages = (torch.tensor(field[1:], dtype=torch.float64) for field in (s.mu_logprobs, s.advantages))
+        mask, boundaries = torch.tensor(s.loss_mask[1:]), torch.tensor([0, len(logprobs)], dtype=torch.int32)
+        tensors = dict(boundaries=boundaries, mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=None)
+        microbatch = SimpleNamespace(**tensors)
         (AIPO.loss(logprobs, microbatch).loss / divisor).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 

@@ -83,10 +83,11 @@ def test_the_environment():
 
 def test_the_algorithm():
     algorithm = make_algorithm(AlgorithmConfig(name="my_rule:soft", rho=2.0))
-    mask = torch.tensor([[True, True, False]])
-    mu, advantages = torch.tensor([[-1.0, -3.0, 0.0]]), torch.tensor([[1.0, -1.0, 9.0]])
-    logprobs = torch.tensor([[-1.0, -0.5, 0.0]], requires_grad=True)
-    output = algorithm.loss(logprobs, SimpleNamespace(loss_mask=mask, mu_logprobs=mu, advantages=advantages, reference_logprobs=None))
+    mask, boundaries = torch.tensor([True, True, False]), torch.tensor([0, 1, 3], dtype=torch.int32)
+    mu, advantages = torch.tensor([-1.0, -3.0, 0.0]), torch.tensor([1.0, -1.0, 9.0])
+    logprobs = torch.tensor([-1.0, -0.5, 0.0], requires_grad=True)
+    tensors = dict(boundaries=boundaries, loss_mask=mask, mu_logprobs=mu, advantages=advantages, reference_logprobs=None)
+    output = algorithm.loss(logprobs, SimpleNamespace(**tensors))
     output.loss.backward()
     weights = 2 * torch.tanh((logprobs.detach() - mu).exp() / 2)
     assert torch.allclose(logprobs.grad, torch.where(mask, -weights * advantages, 0.0))
@@ -96,7 +97,7 @@ def test_the_algorithm():
     ("name", "problem"),
     [
         ("my_rule:hard", "my_rule has no function or class hard"),
-        ("my_reward:ends_well", r"must take \(log_ratio, advantages, mask, rho_min, rho\)"),
+        ("my_reward:ends_well", r"must take \(log_ratio, advantages, mask, boundaries, rho_min, rho\)"),
         ("no_such:rule", "cannot be imported"),
     ],
 )

@@ -16,9 +16,10 @@ from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.hardware import GPUS, Cluster
 from megarl.estimate.sizes import generator_weights
 from megarl.estimate.sync_time import balanced_sync_s, sync_s
-from megarl.estimate.train_time import TrainModel, TrainTime, flops_per_token
+from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.workload import Workload
 from megarl.models import load_spec
+from megarl.models.flops import flops_per_token
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap

@@ -1,4 +1,4 @@
-"""Recorded experts, from an engine's answer to the trainer's microbatch: packed, put together from pieces, kept in a sample, padded."""
+"""Recorded experts, from an engine's answer to the trainer's microbatch: packed, put together, kept in a sample, laid end to end."""
 
 from __future__ import annotations
 
@@ -139,11 +139,13 @@ def test_a_microbatch_has_experts_where_they_are_known() -> None:
         return TrainSequence([7] * length, [True] * length, [0.0] * length, [1.0] * length, routing)
 
     sequences = [sequence(4, packed(3)), sequence(5, b""), sequence(6, packed(3, seed=1))]  # the last: an environment had the last word
-    batch = build(MicrobatchPlan((2, 0), 6), sequences, torch.device("cpu"), routing=FORMAT)
-    assert batch.routing.shape == (2, 5, 2, 2) and batch.routing.dtype == torch.int16
-    assert batch.routing[:, :3].tolist() == [FORMAT.unpack(packed(3, seed)).tolist() for seed in (1, 0)]
-    assert (batch.routing[:, 3:] == -1).all()
-    assert (build(MicrobatchPlan((), 4), [], torch.device("cpu"), routing=FORMAT).routing == -1).all()
-    assert build(MicrobatchPlan((2, 0), 6), sequences, torch.device("cpu")).routing is None
+    plan = MicrobatchPlan((2, 0), (0, 5, 9))  # the second has a position of padding
+    batch = build(plan, sequences, torch.device("cpu"), routing=FORMAT)
+    assert batch.routing.shape == (9, 2, 2) and batch.routing.dtype == torch.int16
+    for start, end, seed in ((0, 5, 1), (5, 9, 0)):
+        assert batch.routing[start : start + 3].tolist() == FORMAT.unpack(packed(3, seed)).tolist()
+        assert (batch.routing[start + 3 : end] == -1).all()
+    assert (build(MicrobatchPlan((), (0, 3)), [], torch.device("cpu"), routing=FORMAT).routing == -1).all()
+    assert build(plan, sequences, torch.device("cpu")).routing is None
     with pytest.raises(ValueError, match="experts of 4 positions in a sequence of 4 tokens"):
-        build(MicrobatchPlan((0,), 6), [sequence(4, packed(4))], torch.device("cpu"), routing=FORMAT)
+        build(MicrobatchPlan((0,), (0, 3)), [sequence(4, packed(4))], torch.device("cpu"), routing=FORMAT)

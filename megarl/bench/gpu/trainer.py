@@ -15,9 +15,10 @@ from megarl.algorithms.base import LossOutput
 from megarl.bench.gpu.measure import Bench, llama
 from megarl.config.schema import TrainerConfig
 from megarl.estimate.hardware import GIB, GPUS, Cluster, Gpu
-from megarl.estimate.train_time import TrainModel, flops_per_token
+from megarl.estimate.train_time import TrainModel
 from megarl.estimate.trainer_memory import trainer_memory
 from megarl.estimate.workload import Workload
+from megarl.models.flops import flops_per_token
 from megarl.models.spec import ModelSpec
 from megarl.topology import TrainerTopology
 from megarl.trainer import cpu_support

@@ -1,0 +1,145 @@
+"""`megarl bench packing`: a training step on packed sequences beside the same step on sequences that are filled up to a common length.
+
+Lengths are lognormal, as those of answers are. The trainer is the real one, on one rank: Megatron's model, a step with its optimizer.
+Filled up is what trainers with rectangular microbatches do: sequences are sorted by length, as many go to a microbatch as fit the token
+budget, and each is filled with masked tokens to the longest of its microbatch. (The trainer itself packs; here it packs the filled ones.)
+Both ways take turns, and both must have the same gradient. On a CPU the times are CPU time of the process, so that other work on the
+machine counts little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.spec import ModelSpec
+from megarl.topology import TrainerTopology
+from megarl.trainer import cpu_support
+from megarl.trainer.distributed import init_distributed
+from megarl.types import TrainSequence
+
+SPEC = ModelSpec(
+    family="llama", num_layers=4, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_kv_heads=4, head_dim=32,
+    vocab_size=2048, max_position_embeddings=4096, tie_word_embeddings=False, rms_norm_eps=1e-5, rope_theta=10000.0,
+)  # fmt: skip
+SIGMA, SHORTEST, LONGEST = 0.8, 16, 1024  # of the lengths, in tokens
+MEDIAN = 128
+BUDGET = 4096  # tokens of a microbatch
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Result:
+    device: str
+    sequences: int
+    tokens: int
+    mean_length: float
+    longest: int
+    filled_fraction: float  # of the positions that the filled way computes
+    packed_s: float  # medians of a step
+    filled_s: float
+    speedup: float  # median over the pairs of steps
+    slowest_pair: float
+    fastest_pair: float
+    gradient_difference: float  # relative, of its norm
+    padded: int  # positions that the packed way computed beside those of the sequences
+
+
+def run(count: int, repeats: int, as_json: bool) -> None:
+    """Raises ConfigError for fewer than one sequence or repeat, RuntimeError where the two ways differ."""
+    for name, value in (("--sequences", count), ("--repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"{name} {value}: must be at least 1")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MEGARL_TRAINER_STORE=f"{folder}/store")
+        device = init_distributed(TIMEOUT_S)
+        try:
+            result = measure(count, repeats, device)
+        finally:
+            dist.destroy_process_group()
+    if as_json:
+        print(json.dumps(asdict(result)))
+        return
+    r = result
+    print(f"{r.sequences} sequences of {r.mean_length:.0f} tokens on average, at most {r.longest}; {r.device}")
+    print(f"packed     {r.packed_s:8.3f} s a step, {r.tokens / r.packed_s:8.0f} tokens/s, {r.padded} positions of padding")
+    print(f"filled up  {r.filled_s:8.3f} s a step, {r.tokens / r.filled_s:8.0f} tokens/s, {r.filled_fraction:.0%} of positions are padding")
+    print(f"packed is {r.speedup:.2f} times as fast ({r.slowest_pair:.2f} to {r.fastest_pair:.2f} over {repeats} pairs of steps)")
+
+
+def measure(count: int, repeats: int, device: torch.device) -> Result:
+    cpu_support.install()
+    from megarl.algorithms.nll import nll_loss
+    from megarl.trainer.step import MegatronTrainer
+
+    settings = TrainerConfig(max_tokens_per_microbatch=BUDGET)
+    still = OptimizerConfig(lr=0.0, weight_decay=0.0)  # so that every step is the same one
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    trainer = MegatronTrainer(SPEC, TrainerTopology(), settings, dtype, 1, total_steps=1000, timeout_s=TIMEOUT_S, optimizer=still)
+    trainer.init_random(0)
+    random = np.random.default_rng(0)
+    lengths = random.lognormal(np.log(MEDIAN), SIGMA, count).clip(SHORTEST, LONGEST).astype(int)
+    packed = [_sequence(random.integers(SPEC.vocab_size, size=length), length) for length in lengths]
+    filled = list(_filled(packed, BUDGET))
+
+    def now() -> float:
+        if device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def step(sequences: list[TrainSequence]) -> tuple[float, float, int]:
+        started = now()
+        result = trainer.train_step(sequences, nll_loss, 1.0)
+        return now() - started, result.grad_norm, result.padded
+
+    pairs = [(step(packed), step(filled)) for _ in range(repeats + 1)][1:]  # the first allocates
+    ratios = [slow[0] / fast[0] for fast, slow in pairs]
+    (_, norm, padded), (_, other, _) = pairs[0]
+    difference = abs(other / norm - 1)
+    if difference > (1e-2 if dtype == "bfloat16" else 1e-5):
+        raise RuntimeError(f"the gradient's norm is {norm} packed and {other} filled up")
+    tokens = sum(len(s.token_ids) for s in packed)
+    return Result(
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "CPU, one thread",
+        sequences=count,
+        tokens=tokens,
+        mean_length=tokens / count,
+        longest=int(lengths.max()),
+        filled_fraction=1 - (tokens - count) / sum(len(s.token_ids) - 1 for s in filled),
+        packed_s=statistics.median(fast[0] for fast, _ in pairs),
+        filled_s=statistics.median(slow[0] for _, slow in pairs),
+        speedup=statistics.median(ratios),
+        slowest_pair=min(ratios),
+        fastest_pair=max(ratios),
+        gradient_difference=difference,
+        padded=padded,
+    )
+
+
+def _filled(sequences: list[TrainSequence], budget: int) -> Iterator[TrainSequence]:
+    """Each to the longest of its microbatch."""
+    left = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))
+    while left:
+        longest = len(left[0].token_ids)
+        rows = max(1, budget // (longest - 1))
+        yield from (_sequence(np.asarray(row.token_ids), longest) for row in left[:rows])
+        left = left[rows:]
+
+
+def _sequence(token_ids: np.ndarray, length: int) -> TrainSequence:
+    """All but the first to be learned, and after them masked tokens up to `length`."""
+    rest = length - len(token_ids)
+    mask = [False] + [True] * (len(token_ids) - 1) + [False] * rest
+    return TrainSequence([*token_ids.tolist(), *[0] * rest], mask, [0.0] * length, [0.0] * length)

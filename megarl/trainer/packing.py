@@ -1,0 +1,39 @@
+"""How a microbatch tells Megatron, and the attention of `layers`, where its sequences begin and end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megarl.trainer.microbatch import MicroBatch
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's own parameters, and the same on the host: reading `cu_seqlens_q` would wait for a GPU. (Transformer Engine is given the
+    fields of the parent alone.)"""
+
+    boundaries: tuple[int, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()  # (how many, of what length): sequences of equal length that stand side by side
+
+
+def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
+    lengths, boundaries = microbatch.plan.lengths, microbatch.boundaries
+    # (The greatest length must be exact. Where a table of rotary angles is as long as the whole row, Megatron takes it for one that goes on
+    # from sequence to sequence.)
+    # Transformer Engine asks for padded boundaries where it cuts sequences. They are the same object, by which it sees that there is
+    # nothing between sequences: padding is part of them.
+    padded = boundaries if cp > 1 else None
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=padded,  # type: ignore[arg-type]
+        cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        boundaries=microbatch.plan.boundaries,
+        runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
+    )

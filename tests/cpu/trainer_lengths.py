@@ -1,0 +1,55 @@
+"""A property test of the trainer over the lengths of sequences, in its ranks: against Hugging Face's model in float64, one sequence at a
+time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_reference import checkpoint_tensors, hf_loss, is_trained, load_float64
+from trainer_worker import TEMPERATURE, make, one_step, plain_adam, sequences
+
+
+def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
+    """Batches of any lengths, with any room in a microbatch. Returns the worst errors of all, which are the same on all ranks."""
+    trainer, model = make(scenario, plain_adam(lr=0.0)), load_float64(Path(scenario["model"]))
+    trainer.load_hf(scenario["model"])
+    worst = {"loss": 0.0, "logprobs": 0.0, "gradient": 0.0}
+
+    @settings(max_examples=scenario["examples"], deadline=None, derandomize=True, database=None)  # so that all ranks draw the same
+    @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 100), st.integers(0, 99))
+    def check(lengths: list[int], max_tokens: int, seed: int) -> None:
+        batch, trainer.max_tokens = sequences(trainer.spec.vocab_size, lengths, seed), max_tokens
+        model.zero_grad()
+        loss, logprobs = hf_loss(model, batch, TEMPERATURE)
+        if any(length > 1 for length in lengths):
+            loss.backward()
+        named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        expected = checkpoint_tensors(Path(scenario["model"]), named)
+        found = one_step(trainer, batch)
+        squares = torch.zeros(2, dtype=torch.float64)
+        for tensor in (t for t in trainer.layout.tensors(dist.get_rank()) if is_trained(t.name)):
+            for piece in tensor.pieces:
+                want, grad = (
+                    expected[piece.logical_name][piece.logical.slices()],
+                    found["grads"][tensor.name][piece.local.slices()].double(),
+                )
+                held = ~grad.isnan()  # elsewhere another rank has the sum
+                squares += torch.stack([(grad - want)[held].square().sum(), want[held].square().sum()])
+        dist.all_reduce(squares)
+        scored = trainer.token_logprobs(batch, temperature=TEMPERATURE)
+        errors = {
+            "loss": abs(found["loss"] - loss.item()) / max(1.0, abs(loss.item())),
+            "logprobs": max(abs(a - b) for ours, theirs in zip(scored, logprobs, strict=True) for a, b in zip(ours, theirs, strict=True)),
+            "gradient": (squares[0] / squares[1].clamp(min=1e-12)).sqrt().item(),
+        }
+        for kind, error in errors.items():
+            worst[kind] = max(worst[kind], error)
+        assert errors["loss"] < 1e-6 and errors["logprobs"] < 1e-5 and errors["gradient"] < 1e-6, (errors, lengths)
+
+    check()
+    return worst
