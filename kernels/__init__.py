@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megarl.kernels.quantise_rules import Rule
 
-__all__ = ["linear_logprobs", "quantise_with", "tile_amax", "vocab_parallel_entropy", "vocab_parallel_logprobs"]
+__all__ = ["linear_logprobs", "quantise_with", "tile_amax"]
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -55,35 +55,6 @@ def linear_logprobs(
     from megarl.kernels.chunked_logprobs import LinearLogprobs
 
     return LinearLogprobs.apply(hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, weight_grad)
-
-
-def vocab_parallel_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
-) -> torch.Tensor:
-    """log softmax(logits / temperature) at `targets`, computed in float32; differentiable in `logits`.
-
-    logits:  [..., padded_vocab / tp] this rank's slice of the vocabulary, any float dtype
-    targets: [...] global token ids, int64, the same on all ranks of `group`, all below `vocab_size`
-    returns: [...] float32, the same on all ranks of `group`
-
-    Every rank of `group` must call it, with the same shapes.
-    """
-    from megarl.kernels import logprobs
-
-    return logprobs.VocabParallelLogprobs.apply(logits, targets, group, vocab_size, temperature)
-
-
-def vocab_parallel_entropy(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0) -> torch.Tensor:
-    """Entropy of softmax(logits / temperature), in nats, computed in float32 without gradient. It uses torch on all devices.
-
-    logits:  [..., padded_vocab / tp] this rank's slice of the vocabulary, any float dtype
-    returns: [...] float32, the same on all ranks of `group`
-
-    Every rank of `group` must call it, with the same shapes.
-    """
-    from megarl.kernels import entropy
-
-    return entropy.vocab_parallel_entropy(logits, group, vocab_size, temperature)
 
 
 def _quantise(values: torch.Tensor, rule: Rule):

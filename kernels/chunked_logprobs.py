@@ -48,7 +48,7 @@ class LinearLogprobs(torch.autograd.Function):
         if not real:
             partial[0] = float("-inf")
         everyone = partial.unsqueeze(0)  # [tp, 3, t]
-        if group.size() > 1:
+        if group.size() > 1 and len(hidden):
             everyone = partial.new_empty((group.size(), *partial.shape))
             dist.all_gather_into_tensor(everyone.view(-1), partial.view(-1), group=group)
         log_sums, entropies, at_target = everyone.unbind(dim=1)

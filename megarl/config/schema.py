@@ -93,6 +93,9 @@ class TrainerConfig:
         "docs/algorithms.md), in training and in scoring, not to those that its own router would choose",
     )
     max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch", at_least(1))
+    logprob_chunk_tokens: int = setting(
+        2048, "tokens whose logits are held at a time: less takes less memory, and uses a GPU less well", at_least(1)
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

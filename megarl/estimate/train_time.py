@@ -52,9 +52,9 @@ class TrainModel:
         passes = 3 + t.recompute + extra_forwards
         layers = largest_stage(self.spec, t)
         per_layer = self._layer_s(rows, length)
-        head = 2 * rows * self.spec.vocab_size * self.spec.hidden_size / t.tp / t.cp / self._rate(rows / t.cp, self.spec.vocab_size / t.tp)
+        head = workload.response_tokens / length * self._head_s(rows)  # of positions that the loss is about
         last = sum(stage_layers(self.spec, t)[-1])
-        compute = max(passes * layers * per_layer, passes * last * per_layer + (3 + extra_forwards) * head)
+        compute = max(passes * layers * per_layer, passes * last * per_layer + (4 + extra_forwards) * head)
         tensor = passes * layers * self._tensor_s(rows)
         expert = passes * layers * self._expert_s(rows)
         between = (2 + extra_forwards) * self._between_s(rows)
@@ -87,6 +87,12 @@ class TrainModel:
         """FLOP/s of a product with so many rows and columns."""
         k = self.constants
         return self.cluster.gpu.bf16_flops * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
+
+    def _head_s(self, rows: float) -> float:
+        """One product of hidden states and output layer. Training takes four: logits are made again in the backward pass."""
+        t, spec = self.trainer, self.spec
+        chunk = min(rows / t.cp, t.logprob_chunk_tokens)
+        return 2 * rows * spec.vocab_size * spec.hidden_size / t.tp / t.cp / self._rate(chunk, spec.vocab_size / t.tp)
 
     def _layer_s(self, rows: float, length: float) -> float:
         """One forward pass of one layer: the mean over dense and expert layers."""

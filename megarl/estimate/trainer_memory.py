@@ -17,8 +17,8 @@ GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
 # Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
 OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
 SAVED_BYTES = 12  # per parameter, whatever its dtype in training
-# Vocab-parallel log-probs at their peak, per logit: the logits, then z, z - max z and exp of it in fp32 (trainer/logprobs.py).
-LOGIT_BYTES = {"bfloat16": 2 + 12, "float32": 4 + 12}
+# Of a logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32 and its gradient, which takes the logit's own place in fp32.
+LOGIT_BYTES = {"bfloat16": 4 + 2, "float32": 4}
 FRAGMENTATION = 0.05  # share of what is allocated anew for every microbatch
 
 
@@ -31,7 +31,7 @@ class TrainerMemory:
     optimizer: float
     reference: float  # frozen copy of the weights, if algorithm.kl_coef needs one
     activations: float
-    logits: float
+    logits: float  # those of one chunk, and the hidden states that they are made from
     buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation
     runtime: float
 
@@ -53,8 +53,7 @@ def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, 
     found = []
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
         kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
-        vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp if stage == trainer.pp - 1 else 0
-        logits = LOGIT_BYTES[dtype] * tokens * vocab
+        logits = logprob_bytes(spec, trainer, dtype) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
                 weights=item * held.total,
@@ -68,6 +67,15 @@ def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, 
             )
         )
     return found
+
+
+def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> float:
+    """On the last stage: a microbatch's hidden states of whole sequences and their gradient, and the larger of a chunk's logits and the
+    gradient that PyTorch asks for of the output layer: zeros, since the true one is in Megatron's buffer."""
+    item, tokens = ITEM_BYTES[dtype], trainer.max_tokens_per_microbatch / trainer.cp
+    vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp
+    chunk = LOGIT_BYTES[dtype] * min(tokens, trainer.logprob_chunk_tokens) * vocab
+    return 2 * item * tokens * spec.hidden_size + max(chunk, item * vocab * spec.hidden_size)
 
 
 def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:

@@ -1,39 +1,59 @@
-"""Log-probabilities and entropy of a microbatch, from logits split by vocabulary and, under context parallelism, by position."""
+"""Log-probabilities and entropy of a microbatch, from hidden states, of the positions that the loss is about."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
-from megarl.kernels import vocab_parallel_entropy, vocab_parallel_logprobs
+from megarl.kernels import linear_logprobs
 from megarl.trainer import context
+from megarl.trainer.groups import context_group, tensor_group
 from megarl.trainer.microbatch import MicroBatch
 
 
 def token_logprobs(
-    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.nn.Parameter,
     microbatch: MicroBatch,
-    group: dist.ProcessGroup,
-    cp_group: dist.ProcessGroup,
     vocab_size: int,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """[t] float32: the log-prob of each position's target. The same on all ranks of both groups.
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    sequence_parallel: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[t] and [t] float32: the log-prob of each position's target, and the entropy of its choice in nats; 0 where not `microbatch.scored`.
 
-    logits: [t / cp, padded_vocab / tp], of this rank's positions. Differentiable, if all ranks of `cp_group` go on to the same loss.
+    hidden: [t / cp, h], or [t / cp / tp, h] where the sequence is split over tensor ranks too; weight: [padded vocabulary / tp, h].
+
+    The results are the same on all tensor and context ranks, and differentiable if all of them go on to the same loss. The gradient of
+    `weight` is added to its main_grad, where Megatron's DDP has given it one.
     """
-    boundaries = microbatch.plan.boundaries
-    targets = context.cut(microbatch.targets, boundaries, cp_group)
-    return context.join(vocab_parallel_logprobs(logits, targets, group, vocab_size, temperature), boundaries, cp_group)
+    tensor, ranks = tensor_group(), context_group()
+    boundaries, scored = microbatch.plan.boundaries, microbatch.scored
+    held = context.held_positions(boundaries, ranks.size(), ranks.rank()).numpy() if ranks.size() > 1 else np.arange(len(scored))
+    here = np.flatnonzero(scored[held])
+    chosen, positions = (torch.from_numpy(index).to(hidden.device) for index in (here, held[here]))
+    # Every tensor rank works out its vocabulary's share of the gradient: both sum it.
+    if sequence_parallel:
+        rows = gather_from_sequence_parallel_region(hidden, group=tensor)[chosen]
+    else:
+        rows = copy_to_tensor_model_parallel_region(hidden[chosen], group=tensor)
+    total = _main_grad(weight)
+    values = linear_logprobs(rows, weight, microbatch.targets[positions], tensor, vocab_size, temperature, chunk_tokens, total)
+    spread = values[0].new_zeros((len(held), 2)).index_copy(0, chosen, torch.stack(values, dim=1))
+    logprobs, entropy = context.join(spread, boundaries, ranks).unbind(dim=1)
+    return logprobs, entropy
 
 
-def token_entropy(
-    logits: torch.Tensor,
-    microbatch: MicroBatch,
-    group: dist.ProcessGroup,
-    cp_group: dist.ProcessGroup,
-    vocab_size: int,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """[t] float32: the entropy, in nats, at each position's choice. No gradient; see `token_logprobs`."""
-    return context.join(vocab_parallel_entropy(logits, group, vocab_size, temperature), microbatch.plan.boundaries, cp_group)
+def _main_grad(weight: torch.nn.Parameter) -> torch.Tensor | None:
+    """Where the weight's gradient is added. DDP is told so, as Megatron's own layers do it under gradient_accumulation_fusion.
+
+    DDP then ignores what autograd gives it: zeros. Where the weight is also the embedding of this rank (zero_out_wgrad), it adds them,
+    since the embedding's gradient is among them.
+    """
+    total: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if total is None or total.dtype != torch.float32 or not torch.is_grad_enabled():
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return total

@@ -62,6 +62,7 @@ class MicroBatch:
     targets: torch.Tensor  # [t] int64, the token that each position predicts; 0 on padding
     boundaries: torch.Tensor  # [sequences + 1] int32, as in `plan`
     loss_mask: torch.Tensor  # [t] bool, False on padding
+    scored: np.ndarray  # [t] bool: loss_mask on the host. Log-probs are computed of these positions alone
     mu_logprobs: torch.Tensor  # [t] float32, 0 where masked
     advantages: torch.Tensor  # [t] float32, 0 where masked
     reference_logprobs: torch.Tensor | None  # [t] float32, if train_step was given them
@@ -145,19 +146,24 @@ def build(
 ) -> MicroBatch:
     """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
 
-    def laid(values: Callable[[int], Sequence[float]], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
+    def on_host(values: Callable[[int], Sequence[float]], dtype: type, part: slice = slice(1, None)) -> np.ndarray:
         """`values` of a sequence's tokens, of them `part`, which is by default the predicted ones."""
         row = np.zeros(plan.positions, dtype)
         for start, index in zip(plan.boundaries, plan.indices):
             here = np.asarray(values(index))[part]
             row[start : start + len(here)] = here
-        return torch.from_numpy(row).to(device)
+        return row
 
+    def laid(values: Callable[[int], Sequence[float]], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
+        return torch.from_numpy(on_host(values, dtype, part)).to(device)
+
+    scored = on_host(lambda i: sequences[i].loss_mask, np.bool_)
     return MicroBatch(
         inputs=laid(lambda i: sequences[i].token_ids, np.int64, slice(-1)),
         targets=laid(lambda i: sequences[i].token_ids, np.int64),
         boundaries=torch.tensor(plan.boundaries, dtype=torch.int32, device=device),
-        loss_mask=laid(lambda i: sequences[i].loss_mask, np.bool_),
+        loss_mask=torch.from_numpy(scored).to(device),
+        scored=scored,
         mu_logprobs=laid(lambda i: sequences[i].mu_logprobs, np.float32),
         advantages=laid(lambda i: sequences[i].advantages, np.float32),
         reference_logprobs=None if reference_logprobs is None else laid(lambda i: reference_logprobs[i], np.float32),

@@ -173,7 +173,21 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
             high_freq_factor=scaling["high_freq_factor"],
             original_max_position_embeddings=scaling["original_max_position_embeddings"],
         )
+    if model.post_process:
+        # Log-probs are made from hidden states (logprobs.py). The layer is still called, and so are DDP's hooks on it.
+        model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     return model if not torch.cuda.is_available() else model.cuda()
+
+
+def _hidden_states(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Any, None]:
+    """Stands in for the output layer's product: GPTModel returns the hidden states, [b, s, h]."""
+    return hidden, None
+
+
+def output_weight(chunk: GPTModel) -> torch.nn.Parameter:
+    """The weight of the output layer, [padded vocabulary / tp, h], of a chunk that ends the model."""
+    weight: Any = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else chunk.output_layer.weight
+    return weight
 
 
 def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:

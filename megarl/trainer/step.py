@@ -30,11 +30,11 @@ from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
 from megarl.trainer.folders import Writing
-from megarl.trainer.groups import context_group, tensor_group
+from megarl.trainer.groups import context_group
 from megarl.trainer.layer_spec import layer_spec
-from megarl.trainer.logprobs import token_entropy, token_logprobs
+from megarl.trainer.logprobs import token_logprobs
 from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
-from megarl.trainer.model import DTYPES, build_chunks, parameters_by_name, transformer_config
+from megarl.trainer.model import DTYPES, build_chunks, output_weight, parameters_by_name, transformer_config
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 from megarl.trainer.packing import packed_sequences
 from megarl.trainer.routing_replay import RoutingReplay
@@ -99,12 +99,14 @@ class MegatronTrainer:
         self.dtype = DTYPES[dtype]
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.max_tokens = trainer.max_tokens_per_microbatch
+        self.logprob_chunk_tokens = trainer.logprob_chunk_tokens
         self.alignment = Alignment.of(topology, trainer.sequence_parallel)
         flops = flops_per_token(spec, 0)
         self.squares = (flops_per_token(spec, 1) - flops) / flops  # attention's part of what a sequence costs; see plan_microbatches
 
         parallel.initialize(topology, seed, timeout_s)
         config = transformer_config(spec, topology, self.dtype, trainer.sequence_parallel, trainer.recompute)
+        self.sequence_parallel = bool(config.sequence_parallel)
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
         self.chunks = build_chunks(spec, topology, config)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=topology.zero == 1)
@@ -160,15 +162,13 @@ class MegatronTrainer:
         return StepResult(mean_loss, float(grad_norm), sums, entropy, learning_rate, padded, routing)
 
     def _loss(
-        self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, logits: torch.Tensor
+        self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        out = loss(self._logprobs(logits, microbatch, temperature), microbatch)
-        entropy = torch.where(microbatch.loss_mask, self._entropy(logits, microbatch, temperature), 0.0).sum()
-        counted = {
-            ENTROPY_TOKENS: microbatch.loss_mask.sum(),
-            POSITIONS: torch.tensor(logits.size(1) * self.topology.cp, device=self.device),
-        }
-        sums = {"loss": out.loss.detach(), ENTROPY: entropy, **counted, **out.sums}
+        logprobs, entropy = self._logprobs(hidden, microbatch, temperature)
+        out = loss(logprobs, microbatch)
+        computed = hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
+        counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.tensor(computed, device=self.device)}
+        sums = {"loss": out.loss.detach(), ENTROPY: entropy.detach().sum(), **counted, **out.sums}
         # Megatron would divide by this token count; see the head of this file.
         return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), sums
 
@@ -177,14 +177,15 @@ class MegatronTrainer:
     def token_logprobs(
         self, sequences: Sequence[TrainSequence], model: Literal["policy", "reference"] = "policy", temperature: float = 1.0
     ) -> list[list[float]]:
-        """The log-prob of every token given those before it (0 for the first), one list per sequence; the same on every rank."""
+        """The log-prob of every token of `loss_mask` given those before it, one list per sequence, with 0 for the other tokens; the same on
+        every rank."""
         plan = self._plan(sequences)
         weights = self._reference_weights() if model == "reference" else contextlib.nullcontext()
         with torch.no_grad(), weights:
             scored = self._run(
                 plan,
                 partial(build, sequences=sequences, device=self.device, routing=self.routing),
-                lambda microbatch, logits, non_loss_data: self._logprobs(logits, microbatch, temperature),
+                lambda microbatch, hidden, non_loss_data: self._logprobs(hidden, microbatch, temperature)[0],
                 forward_only=True,
             )
         flat = torch.zeros(sum(len(s.token_ids) for s in sequences), dtype=torch.float32)
@@ -224,18 +225,23 @@ class MegatronTrainer:
         stages = self.topology.pp if self.topology.vpp > 1 else 1
         return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)[self.coordinate.dp]
 
-    def _logprobs(self, logits: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
-        return token_logprobs(logits[0], microbatch, tensor_group(), context_group(), self.spec.vocab_size, temperature)
-
-    def _entropy(self, logits: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
-        return token_entropy(logits[0], microbatch, tensor_group(), context_group(), self.spec.vocab_size, temperature)
+    def _logprobs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(
+            hidden[0],
+            output_weight(self.chunks[-1]),
+            microbatch,
+            self.spec.vocab_size,
+            temperature=temperature,
+            chunk_tokens=self.logprob_chunk_tokens,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     def _run(
         self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
         """Runs Megatron's schedule over the microbatches and returns what `head` returned, on the last stage.
 
-        `head(microbatch, logits)` is given logits [1, t / cp, vocabulary / tp].
+        `head(microbatch, hidden)` is given hidden states [1, t / cp, h], or [1, t / cp / tp, h] under sequence parallelism.
         """
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_reference import checkpoint_tensors, hf_loss, is_trained, load_float64
-from trainer_worker import TEMPERATURE, make, one_step, plain_adam, sequences
+from trainer_worker import TEMPERATURE, all_logprobs, make, one_step, plain_adam, sequences
 
 
 def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
@@ -41,7 +41,7 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
                 held = ~grad.isnan()  # elsewhere another rank has the sum
                 squares += torch.stack([(grad - want)[held].square().sum(), want[held].square().sum()])
         dist.all_reduce(squares)
-        scored = trainer.token_logprobs(batch, temperature=TEMPERATURE)
+        scored = all_logprobs(trainer, batch, temperature=TEMPERATURE)
         errors = {
             "loss": abs(found["loss"] - loss.item()) / max(1.0, abs(loss.item())),
             "logprobs": max(abs(a - b) for ours, theirs in zip(scored, logprobs, strict=True) for a, b in zip(ours, theirs, strict=True)),

@@ -177,13 +177,13 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
 
 
 def logprob_inputs() -> dict[str, tuple[torch.Tensor, torch.Tensor, int, float]]:
-    """name -> (logits [..., padded vocabulary], targets, vocabulary size, temperature)."""
+    """name -> (logits [15, padded vocabulary], targets, vocabulary size, temperature)."""
     generator = torch.Generator().manual_seed(5)
 
     def case(vocab_size: int, padded: int, temperature: float = 1.0, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Any:
-        logits = torch.randn(3, 5, padded, generator=generator) * scale
+        logits = torch.randn(15, padded, generator=generator) * scale
         logits[..., vocab_size:] = 1e4
-        return logits.to(dtype), torch.randint(0, vocab_size, (3, 5), generator=generator), vocab_size, temperature
+        return logits.to(dtype), torch.randint(0, vocab_size, (15,), generator=generator), vocab_size, temperature
 
     return {
         "whole": case(16, 16),

@@ -88,7 +88,7 @@ def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int 
     return MegatronTrainer(
         load_spec(scenario["model"]),
         TrainerTopology(**scenario["topology"]),
-        TrainerConfig(**scenario.get("trainer", {})),
+        TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})}),  # several chunks of a microbatch
         scenario.get("dtype", "float32"),
         seed=1,
         total_steps=total_steps,
@@ -131,6 +131,12 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def all_logprobs(trainer: Any, batch: list[TrainSequence], model: Any = "policy", temperature: float = 1.0) -> list[list[float]]:
+    """Of all tokens, not only of those that the loss is about."""
+    whole = [msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in batch]
+    return trainer.token_logprobs(whole, model, temperature)
+
+
 def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
     result = trainer.train_step(chosen, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
     return {**vars(result), "grads": gradients(trainer)}
@@ -147,7 +153,8 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         "all": one_step(trainer, all_sequences),
         "dropped": one_step(trainer, [s for s in all_sequences if any(s.advantages)]),
         "none": one_step(trainer, []),
-        "logprobs": trainer.token_logprobs(all_sequences, temperature=TEMPERATURE),
+        "logprobs": all_logprobs(trainer, all_sequences, temperature=TEMPERATURE),
+        "masked_logprobs": trainer.token_logprobs(all_sequences, temperature=TEMPERATURE),
         "logits": logits(trainer, all_sequences[:1]),
     }
     trainer.max_tokens = 48  # several microbatches of different shapes
@@ -155,24 +162,26 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     if trainer.routing:
         replayed = forced(all_sequences, trainer.routing)
         found["replayed"] = one_step(trainer, replayed)
-        found["replayed_logprobs"] = trainer.token_logprobs(replayed, temperature=TEMPERATURE)
-        found["afterwards"] = trainer.token_logprobs(all_sequences, temperature=TEMPERATURE)
+        found["replayed_logprobs"] = all_logprobs(trainer, replayed, temperature=TEMPERATURE)
+        found["afterwards"] = all_logprobs(trainer, all_sequences, temperature=TEMPERATURE)
     return found
 
 
 def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
     """[1, t, vocab] of one sequence on the last stage, gathered over the tensor ranks; None elsewhere."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
 
     from megarl.trainer import context
     from megarl.trainer.microbatch import build, plan_microbatches
+    from megarl.trainer.model import output_weight
 
     stages = trainer.topology.pp if trainer.topology.vpp > 1 else 1
     (plan,) = plan_microbatches([len(chosen[0].token_ids)], 1, 1000, trainer.alignment, count_multiple=stages)
 
-    def head(microbatch: Any, z: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-        z = gather_from_tensor_model_parallel_region(z)[0]
+    def head(microbatch: Any, hidden: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+        whole = gather_from_sequence_parallel_region(hidden[0]) if trainer.sequence_parallel else hidden[0]
+        z = gather_from_tensor_model_parallel_region(whole @ output_weight(trainer.chunks[-1]).T)
         return context.join(z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group())[None]
 
     with torch.no_grad():
@@ -194,14 +203,14 @@ def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     trainer.load_hf(scenario["model"])
     vocab = trainer.spec.vocab_size
     probe = sequences(vocab)
-    start = trainer.token_logprobs(probe)
+    start = all_logprobs(trainer, probe)
     trainer.hold_reference()
     for seed in (1, 2):
         one_step(trainer, sequences(vocab, seed=seed))
     checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
-    after = trainer.token_logprobs(probe)
-    found = {"start": start, "reference": trainer.token_logprobs(probe, model="reference"), "after": after}
-    found["still"] = trainer.token_logprobs(probe)
+    after = all_logprobs(trainer, probe)
+    found = {"start": start, "reference": all_logprobs(trainer, probe, model="reference"), "after": after}
+    found["still"] = all_logprobs(trainer, probe)
     found |= continue_from(trainer, scenario, out)
     return found
 
@@ -257,15 +266,16 @@ def scenario_train(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """vocab_parallel_logprobs and its gradient, on this rank's slice of the given logits."""
-    from megarl.kernels import vocab_parallel_logprobs
+    """linear_logprobs and its gradient, of hidden states that are logits: this rank's output layer is its slice of the unit matrix."""
+    from megarl.kernels import linear_logprobs
 
     found = {}
     for name, (logits, targets, vocab_size, temperature) in torch.load(scenario["inputs"]).items():
-        local = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone().requires_grad_()
-        logprobs = vocab_parallel_logprobs(local, targets, dist.group.WORLD, vocab_size, temperature)
-        (logprobs * torch.arange(1.0, targets.numel() + 1).view_as(targets)).sum().backward()
-        found[name] = (logprobs.detach(), local.grad)
+        hidden = logits.clone().requires_grad_()
+        weight = torch.eye(logits.size(1), dtype=logits.dtype).chunk(dist.get_world_size())[dist.get_rank()]
+        logprobs, _ = linear_logprobs(hidden, weight, targets, dist.group.WORLD, vocab_size, temperature, chunk_tokens=4)
+        (logprobs * torch.arange(1.0, targets.numel() + 1)).sum().backward()
+        found[name] = (logprobs.detach(), hidden.grad)
     return found
 
 
@@ -352,7 +362,7 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     root = scenario["run_dir"]
     checkpoint.save(trainer, str(checkpoint_path(root, 1)), {"step": 1})
     probe = sequences(trainer.spec.vocab_size)
-    before = trainer.token_logprobs(probe)
+    before = all_logprobs(trainer, probe)
     one_step(trainer, probe)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
@@ -370,7 +380,7 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     dist.barrier()
     left = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
     checkpoint.load(trainer, str(checkpoint_path(root, 1)))
-    return {"message": message, "exported": exported, "left": left, "before": before, "after": trainer.token_logprobs(probe)}
+    return {"message": message, "exported": exported, "left": left, "before": before, "after": all_logprobs(trainer, probe)}
 
 
 def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

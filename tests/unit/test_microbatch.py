@@ -114,6 +114,7 @@ def test_build_lays_sequences_end_to_end(arrays: bool) -> None:
     assert batch.inputs.tolist() == [7, 8, 5, 0] and batch.targets.tolist() == [8, 9, 6, 0] and batch.inputs.dtype == torch.int64
     assert batch.boundaries.tolist() == [0, 2, 4] and batch.boundaries.dtype == torch.int32
     assert batch.loss_mask.tolist() == [True, True, True, False] and batch.loss_mask.dtype == torch.bool
+    assert batch.scored.tolist() == batch.loss_mask.tolist()
     assert batch.mu_logprobs.tolist() == [-0.5, -0.5, -0.5, 0.0] and batch.mu_logprobs.dtype == torch.float32
     assert batch.advantages.tolist() == [2.0, 2.0, 2.0, 0.0]
     assert batch.reference_logprobs is not None and batch.reference_logprobs.tolist() == [-2.0, -3.0, -1.0, 0.0]
