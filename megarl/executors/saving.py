@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.config.schema import RunConfig
 from megarl.observe.trace import TraceWriter
-from megarl.plan.checkpoints import checkpoint_path, export_path, make_room, prune_checkpoints
+from megarl.plan.checkpoints import checkpoint_path, export_path, make_room, prune_checkpoints, remove_whole
 from megarl.trainer import checkpoint
 from megarl.trainer.folders import Writing
 from megarl.trainer.step import MegatronTrainer
@@ -71,6 +71,8 @@ class Saving:
 
     def _finish_checkpoint(self) -> None:
         if self._checkpoint is not None:
+            if self._exported < self._saved:  # a run that goes on from this checkpoint would not make that export again
+                self._finish_export()
             with self._trace.span(f"complete {self._checkpoint.path.name}"):
                 self._checkpoint.finish()
             self._checkpoint = None
@@ -82,6 +84,9 @@ class Saving:
         if every > 0 and step != self._exported and (step % every == 0 or step == config.max_steps):
             self._finish_export()
             path = export_path(config.run_dir, step)
+            if dist.get_rank() == 0:
+                # Of a run that died before its checkpoint of this step. If this one dies too, `resume` must not take it for its own.
+                remove_whole(path)
             with self._trace.span(f"export {step}"):
                 self._export = self._trainer.begin_export(str(path), config.model.path, beside=config.checkpoint.beside)
             self._exported = step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -34,9 +35,9 @@ def exported_steps(run_dir: Path | str) -> set[int]:
 
 
 def remove_leftovers(run_dir: Path | str) -> None:
-    """Removes half-written and half-removed checkpoints that dead processes of the run have left. Call it while none of them runs."""
-    for pattern in ("checkpoints/step_*.partial", "checkpoints/step_*.removing", "hf/step_*.partial"):
-        for path in Path(run_dir).glob(pattern):
+    """Removes half-written and half-removed checkpoints and exports that dead processes of the run have left. Call it while none runs."""
+    for folder, ending in itertools.product(("checkpoints", "hf"), ("partial", "removing", "old")):
+        for path in Path(run_dir).glob(f"{folder}/step_*.{ending}"):
             shutil.rmtree(path)
 
 
@@ -51,20 +52,22 @@ def make_room(run_dir: Path | str) -> None:
         if (free_bytes := shutil.disk_usage(newest).free) >= needed_bytes:
             return
         print(f"{free_bytes} bytes are free for a checkpoint of {needed_bytes}: {path} is removed first", flush=True)
-        _remove(path)
+        remove_whole(path)
 
 
 def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints. If one cannot be removed (on NFS a file that is still open leaves a remnant), that is
     printed and left to the next launch, because it is no reason to end a run."""
     for _, path in complete_checkpoints(run_dir)[:-keep]:
-        _remove(path)
+        remove_whole(path)
 
 
-def _remove(path: Path) -> None:
+def remove_whole(path: Path) -> None:
+    """Removes a checkpoint or an export, if it exists. A failure is printed."""
     doomed = path.with_name(path.name + ".removing")  # a half-removed folder must not look whole
     try:
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        if path.exists():
+            path.rename(doomed)
+            shutil.rmtree(doomed)
     except OSError as error:
-        print(f"checkpoint {path} could not be removed: {error}", flush=True)
+        print(f"{path} could not be removed: {error}", flush=True)

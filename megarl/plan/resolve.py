@@ -11,8 +11,8 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
-from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS
-from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS
+from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS, check_batch
+from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS, check_sizes
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.topology import GeneratorTopology, TrainerTopology
@@ -48,17 +48,22 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     `command` ("train", "sft", "eval", …) adds the checks for this command only; "dry-run" adds those of "train", except that weights which
     megarl sft is to make may be missing. Raises ConfigError with all problems.
     """
+    given = config
     if command == "sft":
         config = as_warm_start(config)
     checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
-    problems = [problem for check in checks for problem in check(config)]
+    # Rollouts have nothing to do with the warm start's own sizes.
+    of_rollouts = list(check_batch(given))
+    problems = [problem for check in checks if check is not check_batch for problem in check(config)]
     try:
         spec = find_spec(config)
     except ConfigError as error:
-        raise ConfigError(problems + error.problems) from error
+        raise ConfigError(of_rollouts + _in_keys_of(command, config, problems) + error.problems) from error
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
-    problems.extend(missing_weights(config, command))
+    problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
+    if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
+        problems += _in_keys_of("sft", config, list(check_sizes(as_warm_start(config), spec)))
     if problems:
         raise ConfigError(problems)
     return RunPlan(
@@ -77,13 +82,23 @@ def as_warm_start(config: RunConfig) -> RunConfig:
 
     If `sft` sets any size, the warm start has those sizes and no other axis; if it sets none, it has the trainer's.
     """
-    own = {axis: size for axis in ("tp", "pp", "dp") if (size := getattr(config.sft, axis)) is not None}
-    if not own:
+    if not (own := _own_sizes(config)):
         return config
     sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | own
     plain = {"first_stage_layers": None, "last_stage_layers": None}
     sequence_parallel = config.trainer.sequence_parallel and sizes["tp"] > 1
     return replace(config, trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel))
+
+
+def _own_sizes(config: RunConfig) -> dict[str, int]:
+    return {axis: size for axis in ("tp", "pp", "dp") if (size := getattr(config.sft, axis)) is not None}
+
+
+def _in_keys_of(command: str | None, config: RunConfig, problems: list[str]) -> list[str]:
+    """The problems, with the sizes of a warm start named by the keys that the user has set."""
+    if command != "sft" or not _own_sizes(config):
+        return problems
+    return [re.sub(r"\btrainer\.(tp|pp|dp)\b", r"sft.\1", problem) for problem in problems]
 
 
 def find_spec(config: RunConfig) -> ModelSpec:

@@ -106,7 +106,11 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
         raise ConfigError(f"{said}: needs trainer.pp of at least 2; it is 1")
     if told and not others and t.vpp > 1:  # get_transformer_layer_offset divides by the number of other stages
         raise ConfigError(f"{said}: with {sizes} there must be a stage between the first and the last")
-    if rest < others or rest != shared * others or any(n % t.vpp for n in (*told.values(), shared)):
+    if told and not others and rest:
+        raise ConfigError(f"{said}: must be the model's {num_layers} layers together, because {sizes} has no other stages")
+    if rest < others:
+        raise ConfigError(f"{said}: must leave at least one of the model's {num_layers} layers to each other stage of {sizes}")
+    if rest != shared * others or any(n % t.vpp for n in (*told.values(), shared)):
         left = f"{rest} of {num_layers} are left{_ends_that_fit(num_layers, t.pp, t.vpp)}"
         raise ConfigError(f"{said}: must leave layers that the other {others} of {sizes} stages can share evenly; {left}")
     chunk = [told.get(stage, shared) // t.vpp for stage in range(t.pp)]

@@ -67,16 +67,16 @@ class Writing(Generic[T]):
         beside: bool,
         size_bytes: int | None = None,
     ):
-        """`size_bytes`, the size of everything to be written, is for the message of WriteError."""
+        """`size_bytes`, the size of everything to be written, is for the message of WriteError, which is raised if there can be no folder."""
         self.path = Path(path)
         self._partial = self.path.with_name(self.path.name + ".partial")
         self._write, self._conclude, self._size_bytes = write, conclude, size_bytes
         self._result: list[T] = []  # one result, or none if it failed
         self._failure: BaseException | None = None
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
-        dist.barrier()
+        try:
+            together(self._make_partial)
+        except RanksFailed as error:
+            raise WriteError(f"{self.path} could not be written: {error}") from error
         self._free_bytes = shutil.disk_usage(self._partial).free
         # A daemon: a run that fails does not wait for what will never be complete.
         self._thread = threading.Thread(target=self._run, name=f"writes {self.path.name}", daemon=True)
@@ -102,6 +102,8 @@ class Writing(Generic[T]):
         try:
             result = together(self._outcome)
             self._conclude(self._partial, result)
+            dist.barrier()
+            together(self._rename)
         except BaseException as error:
             shutil.rmtree(self._partial, ignore_errors=True)  # it must never be taken for whole, and its space may be needed
             if isinstance(error, (OSError, RanksFailed)):
@@ -109,10 +111,11 @@ class Writing(Generic[T]):
                 free = f"{self._free_bytes} bytes were free there before"
                 raise WriteError(f"{self.path} {size}could not be written; {free}: {error}") from error
             raise
-        dist.barrier()
+
+    def _make_partial(self) -> None:
         if dist.get_rank() == 0:
-            self._rename()
-        dist.barrier()
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
 
     def _run(self) -> None:
         try:
@@ -126,6 +129,8 @@ class Writing(Generic[T]):
         return self._result[0]
 
     def _rename(self) -> None:
+        if dist.get_rank() != 0:
+            return
         old = self.path.with_name(self.path.name + ".old")
         sync_folder(self._partial)
         if self.path.exists():

@@ -105,7 +105,11 @@ def export_hf(
         pieces = [(place, box, values.to("cpu", copy=True)) for place, box, values in pieces]
 
     def conclude(folder: Path, written: None) -> None:
-        together(lambda: _write_headers(folder, places, headers, hf_config_dir, dtype, files) if dist.get_rank() == 0 else None)
+        def on_one_rank() -> None:
+            if dist.get_rank() == 0:
+                _write_headers(folder, places, headers, hf_config_dir, dtype, files)
+
+        together(on_one_rank, failures=(OSError, RuntimeError, ValueError))  # ValueError: `hf_config_dir` is gone, or not JSON
 
     return Writing(path, lambda folder: _write_pieces(folder, pieces), conclude, beside=beside)
 

@@ -38,6 +38,18 @@ def test_what_is_saved_beside_training_is_what_was_held_before_it(model: Path, t
     assert exports[0] == exports[1] and "model.safetensors" in exports[0]
 
 
+def test_what_a_resumed_run_would_not_make_again_is_complete_first(model: Path, tmp_path: Path) -> None:
+    """And what only rank 0 does may fail: then all ranks say so, and none waits for it."""
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: rows.jsonl}}}}\n")
+    spawn(2, tmp_path, [{"run": "saving", "name": "saving", "model": str(model), "topology": {"dp": 2}, "config": str(config)}])
+    for rank in saved(tmp_path, "saving"):
+        assert not rank["old_export"], "another run's weights under the name of this one's"
+        assert not rank["checkpoint_before_export"] and rank["there"] == [True, True, True]
+        assert rank["no_folder"].startswith("WriteError: ") and "step could not be written" in rank["no_folder"]
+        assert rank["no_configuration"].startswith("WriteError: ") and "neither a folder nor reachable on the hub" in rank["no_configuration"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(model: Path, tmp_path: Path) -> None:

@@ -352,6 +352,46 @@ def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]
     return {**found, "loaded": {n: v.tolist() for n, v in loaded.items()}, "held": {n: v.tolist() for n, v in held.items()}}
 
 
+def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Exports every second step, saves every third; export 2 is held back until checkpoint 3 could be complete. Then failures of rank 0."""
+    from megarl.config.load import load_config
+    from megarl.executors.saving import Saving
+    from megarl.observe.trace import TraceWriter
+    from megarl.plan.checkpoints import checkpoint_path, export_path
+    from megarl.trainer import checkpoint
+    from megarl.trainer.folders import Writing
+
+    trainer, run_dir, held_back = make(scenario, plain_adam(lr=1e-2)), out / "run", threading.Event()
+    trainer.load_hf(scenario["model"])
+    keys = [f"run_dir={run_dir}", "max_steps=4", "checkpoint.every=3", "checkpoint.hf_every=2"]
+    saving = Saving(load_config(scenario["config"], keys), trainer, TraceWriter(run_dir, f"trainer.{dist.get_rank()}"), saved=0)
+    trainer.begin_export = lambda path, _, *, beside: Writing(path, lambda folder: held_back.wait() and None, beside=beside)
+    export_path(run_dir, 2).mkdir(parents=True, exist_ok=True)  # left by a run that died before its checkpoint of step 2
+    dist.barrier()
+    saving.after_step(2, dict, last=False)
+    found: dict[str, Any] = {"old_export": export_path(run_dir, 2).exists()}
+    saving.after_step(3, dict, last=False)
+
+    def release() -> None:
+        time.sleep(1.0)
+        found["checkpoint_before_export"] = checkpoint_path(run_dir, 3).exists()
+        held_back.set()
+
+    threading.Thread(target=release).start()
+    saving.after_step(4, dict, last=True)
+    found["there"] = [path(run_dir, step).exists() for path, step in ((export_path, 2), (checkpoint_path, 3), (checkpoint_path, 4))]
+    del trainer.begin_export
+    (out / "file").touch()
+    failing = {"no_folder": lambda: checkpoint.begin(trainer, out / "file" / "step", {}, beside=True)}
+    failing["no_configuration"] = lambda: trainer.export_hf(str(out / "hf"), scenario["model"] + ".gone")
+    for name, fail in failing.items():
+        try:
+            fail()
+        except RuntimeError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails, as does an export. Step 1 is loaded again."""
     from megarl.plan.checkpoints import checkpoint_path

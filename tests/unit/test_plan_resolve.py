@@ -238,6 +238,17 @@ def test_the_warm_start_has_parallel_sizes_of_its_own(tmp_path: Path) -> None:
     assert resolve(config(tmp_path, weights, *sizes, "sft.dp=2"), "train").trainer_topology == TrainerTopology(tp=2, pp=2)
 
 
+def test_problems_of_the_warm_starts_sizes_name_its_own_keys(tmp_path: Path) -> None:
+    weights = with_weights(tmp_path / "weights")
+    assert problems_of(tmp_path, weights, "sft.steps=1", "sft.tp=3", "sft.dp=1000", command="sft") == [
+        "sft.batch_size=128: must be at least sft.dp=1000",
+        "sft.tp=3: must divide the model's 32 attention heads and 8 key-value heads and 14336 ffn rows",
+    ]
+    # A dry run that would advise megarl sft finds what that would refuse.
+    assert problems_of(tmp_path, "model.random_init=true", "sft.steps=1", "sft.pp=5", command="dry-run") == ["sft.pp=5: must divide the model's 32 layers"]
+    assert resolve(config(tmp_path, weights, "sft.pp=5"), "dry-run")
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_resolves(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(CONFIGS.parent)

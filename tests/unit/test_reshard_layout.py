@@ -238,7 +238,11 @@ def test_layers_are_split_over_stages_as_megatron_does():
         (lambda: trainer_layout(spec(layers=3), TrainerTopology(pp=2), "float32"), "trainer.pp=2: must divide the model's 3 layers"),
         (
             lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=4), "float32"),
-            "first_stage_layers=4: must leave layers that the other 1 of",
+            "first_stage_layers=4: must leave at least one of the model's 4 layers to each other stage of trainer.pp=2",
+        ),
+        (
+            lambda: trainer_layout(spec(layers=4), TrainerTopology(pp=2, first_stage_layers=1, last_stage_layers=1), "float32"),
+            "first_stage_layers=1, trainer.last_stage_layers=1: must be the model's 4 layers together",
         ),
         (lambda: trainer_layout(spec(layers=4), TrainerTopology(first_stage_layers=4), "float32"), "needs trainer.pp of at least 2"),
         (lambda: trainer_layout(spec(), TrainerTopology(), "float32", layer_spec="apex"), "layer_spec = 'apex'"),
