@@ -67,7 +67,7 @@ class Writing(Generic[T]):
         beside: bool,
         size_bytes: int | None = None,
     ):
-        """`size_bytes`, the size of everything to be written, is for the message of WriteError, which is raised if there can be no folder."""
+        """`size_bytes`, the size of everything to be written, is for messages. Raises WriteError if the folder cannot be made."""
         self.path = Path(path)
         self._partial = self.path.with_name(self.path.name + ".partial")
         self._write, self._conclude, self._size_bytes = write, conclude, size_bytes

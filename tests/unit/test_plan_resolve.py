@@ -245,7 +245,8 @@ def test_problems_of_the_warm_starts_sizes_name_its_own_keys(tmp_path: Path) -> 
         "sft.tp=3: must divide the model's 32 attention heads and 8 key-value heads and 14336 ffn rows",
     ]
     # A dry run that would advise megarl sft finds what that would refuse.
-    assert problems_of(tmp_path, "model.random_init=true", "sft.steps=1", "sft.pp=5", command="dry-run") == ["sft.pp=5: must divide the model's 32 layers"]
+    advised = ["model.random_init=true", "sft.steps=1"]
+    assert problems_of(tmp_path, *advised, "sft.pp=5", command="dry-run") == ["sft.pp=5: must divide the model's 32 layers"]
     assert resolve(config(tmp_path, weights, "sft.pp=5"), "dry-run")
 
 
