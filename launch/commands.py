@@ -15,7 +15,7 @@ from megarl.launch.first_lines import headline, sizes, weights_lines
 from megarl.launch.inputs import check_inputs
 from megarl.launch.launcher import Job, launch
 from megarl.launch.node import Node, this_node
-from megarl.launch.resuming import Resume, check_resume_point, held_checkpoint, latest_checkpoint
+from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_checkpoint, latest_checkpoint
 from megarl.launch.room import check_room_for_weights
 from megarl.launch.stopping import Stopped
 from megarl.observe.evaluations import sets
@@ -149,7 +149,7 @@ def _read_result(path: Path) -> dict[str, float]:
 def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
     """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`."""
     run_dir, node = Path(plan.config.run_dir), this_node()
-    job = Job("export", run_dir / "export" / "logs", trainer_role="export", driver_role=None)
+    job = Job("export", run_dir / EXPORTING / "logs", trainer_role="export", driver_role=None)
     with contextlib.ExitStack() as resources:
 
         def prepare(folder: Path) -> None:

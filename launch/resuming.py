@@ -14,6 +14,7 @@ from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 from megarl.rollouts.ledger import Ledger
 from megarl.trainer.checkpoint_index import CheckpointError, check_checkpoint_files
 
+EXPORTING = "exporting"  # the folder in run_dir of an export's links and logs; users keep what they export in run_dir/export
 _LINKED_AGAIN = 5  # attempts, since a run may prune meanwhile
 
 
@@ -59,7 +60,7 @@ def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
 
     On a file system without hard links it yields the checkpoint itself, which may be removed meanwhile, and prints a warning.
     """
-    for left in (run_dir / "export").glob("step_*"):  # left by an export that was killed
+    for left in (run_dir / EXPORTING).glob("step_*"):  # left by an export that was killed
         shutil.rmtree(left)
     held = _linked(run_dir, step)
     try:
@@ -69,7 +70,7 @@ def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
 
 
 def _links(run_dir: Path, step: int) -> Path:
-    return run_dir / "export" / checkpoint_path(run_dir, step).name
+    return run_dir / EXPORTING / checkpoint_path(run_dir, step).name
 
 
 def _linked(run_dir: Path, step: int | None) -> Resume:

@@ -35,8 +35,8 @@ FIRST_DAY = {
     "source .venv/bin/activate": "",
     "megarl sft configs/quickstart.yaml": SHORT,
     "megarl train configs/quickstart.yaml": SHORT,
-    "megarl export configs/quickstart.yaml --output runs/quickstart/hf": SHORT,
-    "megarl eval configs/quickstart.yaml model.path=runs/quickstart/hf": SHORT,
+    "megarl export configs/quickstart.yaml --output runs/quickstart/export": SHORT,
+    "megarl eval configs/quickstart.yaml model.path=runs/quickstart/export": SHORT,
 }
 # then, marked `matrix`, the run of docs/own_run.md, in the order of the document,
 OWN_RUN = {
@@ -45,8 +45,8 @@ OWN_RUN = {
     "megarl sft run.yaml sft.steps=200": OWN,
     "megarl train run.yaml": OWN,
     "megarl train run.yaml max_steps=200": f"{OWN} max_steps=3",
-    "megarl export run.yaml --output runs/own/hf": OWN,
-    "megarl eval run.yaml model.path=runs/own/hf": OWN,
+    "megarl export run.yaml --output runs/own/export": OWN,
+    "megarl eval run.yaml model.path=runs/own/export": OWN,
     "megarl eval run.yaml eval.samples=8 eval.temperature=0.7 eval.suites.hard.source=hard.jsonl eval.suites.hard.prompt_key=prompt "
     "eval.suites.hard.answer_key=target": OWN,
     "tensorboard --logdir runs/own/tb": "--inspect",  # else it serves for ever

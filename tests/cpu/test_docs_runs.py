@@ -34,8 +34,8 @@ def test_what_a_newcomer_does_first(folder: Path) -> None:
     printed = does(FIRST_DAY, folder)
     assert "runs/quickstart: 2 steps" in printed and "weight audits           2 of 2 equal bit for bit" in printed
     assert "runs/quickstart/sft/hf is there already: nothing to do" in printed and "runs/quickstart is complete: 2 of 2 steps" in printed
-    assert "held-out scores of the weights in runs/quickstart/hf" in printed
-    does({f'python -c "{WITH_TRANSFORMERS.format("runs/quickstart/hf")}"': ""}, folder)
+    assert "held-out scores of the weights in runs/quickstart/export" in printed
+    does({f'python -c "{WITH_TRANSFORMERS.format("runs/quickstart/export")}"': ""}, folder)
 
 
 @pytest.mark.matrix
@@ -54,7 +54,7 @@ def test_a_run_of_ones_own(folder: Path) -> None:
     assert [row["step"] for row in rows(folder / "runs/own")] == [0, 1, 2]
     does({"megarl train run.yaml run_dir=runs/graded reward.name=graded:graded": OWN_RUN["megarl train run.yaml"]}, folder)
     assert all("reward/right/mean" in row for row in rows(folder / "runs/graded"))
-    does({f'python -c "{WITH_TRANSFORMERS.format("runs/own/hf")}"': ""}, folder)
+    does({f'python -c "{WITH_TRANSFORMERS.format("runs/own/export")}"': ""}, folder)
 
 
 @pytest.mark.matrix

@@ -71,9 +71,11 @@ def test_a_checkpoint_of_another_version_is_told_as_such(tmp_path: Path) -> None
 def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
     for step in (2, 4):
         save(tmp_path, step)
-    (tmp_path / "export/step_000099").mkdir(parents=True)  # by one that was killed
+    (tmp_path / "exporting/step_000099").mkdir(parents=True)  # by one that was killed
+    (tmp_path / "export/step_000002").mkdir(parents=True)  # a user's, with megarl export --output
     with held_checkpoint(tmp_path, None) as held:
-        assert held.step == 4 and not (tmp_path / "export/step_000099").exists()
+        assert held.step == 4 and not (tmp_path / "exporting/step_000099").exists()
+        assert (tmp_path / "export/step_000002").exists()
         save(tmp_path, 6)
         prune_checkpoints(tmp_path, keep=1)
         assert [step for step, _ in complete_checkpoints(tmp_path)] == [6]
