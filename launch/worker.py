@@ -6,6 +6,7 @@ The launch folder holds the resolved configuration and the rendezvous of this la
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import os
 import signal
@@ -65,6 +66,11 @@ def main() -> None:
     except (ConfigError, RunError, TimeoutError) as error:
         traceback.print_exc()  # for the log; the next line is for people
         raise SystemExit(f"{LAST_WORDS}{error}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        traceback.print_exc()
+        raise SystemExit(f"{LAST_WORDS}the disk is full ({error}); complete checkpoints in run_dir are whole") from None
 
 
 if __name__ == "__mp_main__":  # a child that a library spawned from a worker

@@ -71,13 +71,13 @@ def test_leaving_ends_descendants_too(tmp_path):
 
 
 EXPLAINS = """
-import sys, time
+import errno, os, sys, time
 from megarl.launch import roles, worker
 from megarl.config.errors import RunError
 
 def fail(rank, folder):
     time.sleep(float(rank))
-    raise RunError("checkpoints/step_000004 is damaged; move it away")
+    raise %s
 
 roles.ROLES["export"] = fail
 sys.argv[1:] = ["export", "1", "folder"]
@@ -85,16 +85,25 @@ worker.main()
 """
 
 
-def test_a_rank_that_explains_why_it_ends_is_named_with_that_alone(tmp_path):
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        ('RunError("step_000004 is damaged; move it away")', "step_000004 is damaged; move it away"),
+        (
+            "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'rollouts/7.txt')",
+            "the disk is full ([Errno 28] No space left on device: 'rollouts/7.txt'); complete checkpoints in run_dir are whole",
+        ),
+    ],
+)
+def test_a_rank_that_explains_why_it_ends_is_named_with_that_alone(tmp_path, error, told):
     """Also where another one fell before it."""
     with ProcessGroup(tmp_path) as group:
-        group.start(ProcessSpec("trainer.0", [sys.executable, "-c", EXPLAINS]))
+        group.start(ProcessSpec("trainer.0", [sys.executable, "-c", EXPLAINS % error]))
         group.start(python("trainer.1", "raise RuntimeError('connection closed by peer')"))
         wait_for(lambda: not group.running(), seconds=60)
         with pytest.raises(ProcessFailed) as failed:
             group.check()
     log = tmp_path / "trainer.0.log"
-    told = "checkpoints/step_000004 is damaged; move it away"
     assert str(failed.value) == f"{told}\n(trainer.0 exited with status 1; its log is {log})"
     assert "Traceback" in log.read_text()
 
