@@ -51,6 +51,14 @@ class TrainerTopology:
         pp, dp = divmod(rest, self.dp)
         return TrainerCoordinate(tp=tp, cp=cp, dp=dp, pp=pp)
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        """[dp][…] the ranks at each place of the data-parallel axis: those that train on the same sequences."""
+        ranks: list[list[int]] = [[] for _ in range(self.dp)]
+        for rank in range(self.world_size):
+            ranks[self.coordinate(rank).dp].append(rank)
+        return ranks
+
     def rank(self, coordinate: TrainerCoordinate) -> int:
         c = coordinate
         return c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))

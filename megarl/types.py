@@ -1,15 +1,20 @@
 """What travels between executors: prompts, samples, groups, batches.
 
-All are frozen msgspec structs, so the same types serve in memory and on the wire
-(typed MessagePack, never pickle).
+Whatever has one number per token is a typed array. At the generator, where users' code handles it, that is Python's `array`: as with lists,
+`+` concatenates and `==` compares, and nothing is silently broadcast. At the trainer it is NumPy's. `rollouts.packing` has the form between
+the two.
 """
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import Any
+from array import array
+from collections.abc import Iterable
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 Version = int
 """Weight version: 0 for the initial weights, +1 for every optimizer step."""
@@ -17,6 +22,44 @@ Version = int
 
 Ordinal = int
 """Number of a prompt in the run's endless stream of prompts, from 0 on."""
+
+_DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "b": np.dtype(np.bool_)}
+_TAKEN = {"i": "iu", "f": "iuf", "b": "b"}  # kinds of NumPy arrays that become such an array
+
+
+def typed(values: Iterable[Any], code: str) -> array[Any]:
+    """`values` as an array of int32 ("i"), float32 ("f") or truth values ("b"); the same object where it is one already.
+
+    Raises: TypeError for what are no such numbers, OverflowError for an integer of more than 32 bits.
+    """
+    if isinstance(values, array) and values.typecode == code:
+        return values
+    if not isinstance(values, np.ndarray):
+        return array(code, map(bool, values) if code == "b" else values)
+    if values.ndim != 1 or values.dtype.kind not in _TAKEN[code]:
+        raise TypeError(f"an array of {values.dtype} and shape {values.shape}, where a row of {_DTYPES[code]} is wanted")
+    if code == "i" and values.size and not -(1 << 31) <= values.min() <= values.max() < 1 << 31:
+        raise OverflowError("an integer of more than 32 bits")
+    made = array(code)
+    if values.size:
+        made.frombytes(np.ascontiguousarray(values, _DTYPES[code]).data.cast("B"))
+    return made
+
+
+def view(values: array[Any]) -> np.ndarray:
+    """The memory of `values` as NumPy sees it. While the view lives, `values` can neither grow nor shrink."""
+    return np.frombuffer(values, _DTYPES[values.typecode]) if values else np.empty(0, _DTYPES[values.typecode])
+
+
+class Typed(msgspec.Struct, frozen=True):
+    """Takes lists and NumPy's arrays for its arrays, and converts them when it is made."""
+
+    def _convert(self, **codes: str) -> None:
+        for name, code in codes.items():
+            try:
+                msgspec.structs.force_setattr(self, name, typed(getattr(self, name), code))
+            except (TypeError, OverflowError) as error:
+                raise TypeError(f"{type(self).__name__}.{name}: {error}") from error
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -26,7 +69,7 @@ class Prompt(msgspec.Struct, frozen=True):
     token_ids: list[int]  # [P]
     text: str
     answer: str  # the reference the verifier compares with
-    row: dict[str, Any] = {}  # of the data set, for a reward function of the user's own; it stays at the generator
+    row: dict[str, Any] = {}  # of the data set, for a reward function of the user's own
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -34,49 +77,65 @@ class Failure(msgspec.Struct, frozen=True):
 
     kind: str  # "timeout" | "error" | "memory" | "exit"
     reason: str  # as it completes "… failed: "
+    text: str = ""  # how the response begins
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(Typed, frozen=True):
     """One response to a prompt, with the behaviour policy mu that produced it.
 
     In a rollout of several turns the environment has written some of the tokens. Those are context, not actions: they
     have no log-prob and no version of their own, and are not learned.
     """
 
-    token_ids: list[int]  # [T] response tokens, end-of-text included when it was sampled
-    logprobs: list[float]  # [T] log mu(y_t | x, y_<t) under the distribution sampled from; 0 on the environment's tokens
-    versions: list[int]  # [T] weight version that produced each token; anything on the environment's tokens
+    token_ids: array[int]  # [T] int32, response tokens, end-of-text included when it was sampled
+    logprobs: array[float]  # [T] float32, log mu(y_t | x, y_<t) under the distribution sampled from; 0 on the environment's tokens
+    versions: array[int]  # [T] int32, weight version that produced each token; anything on the environment's tokens
     text: str
     reward: float
     finish_reason: str  # "stop" | "length"
-    policy_mask: list[bool] = []  # [T] False on the environment's tokens; empty: the policy produced all
+    policy_mask: array[int] = msgspec.field(default_factory=partial(array, "b"))  # [T] 0 on the environment's tokens; empty: 1 everywhere
     environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of what the environment wrote, for people
     metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
     routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
     reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
     failure: Failure | None = None  # of its reward function; `reward` is then reward.failed_score
 
-    @property
-    def policy_tokens(self) -> int:
-        return sum(self.policy_mask) if self.policy_mask else len(self.token_ids)
+    def __post_init__(self) -> None:
+        self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")
 
-    @property
-    def policy_versions(self) -> list[Version]:
-        """Versions of the tokens that the policy produced, in order."""
-        return list(compress(self.versions, self.policy_mask)) if self.policy_mask else self.versions
+    def summary(self) -> SampleSummary:
+        """Raises: ValueError where the arrays differ in length."""
+        tokens, turns = len(self.token_ids), int(len(self.token_ids) > 0)
+        for name, values in (("versions", self.versions), ("policy_mask", self.policy_mask or self.versions)):
+            if len(values) != tokens:
+                raise ValueError(f"{tokens} token ids, but {len(values)} {name}")
+        if self.policy_mask:
+            mask = view(self.policy_mask)
+            runs = _runs(view(self.versions)[mask])
+            turns = int(mask[0]) + int(np.count_nonzero(mask[1:] > mask[:-1]))
+        elif self.versions[1:] == self.versions[:-1]:
+            runs = [(self.versions[0], tokens)] if tokens else []
+        else:
+            runs = _runs(view(self.versions))
+        return SampleSummary(
+            tokens,
+            runs,
+            turns,
+            self.reward,
+            self.finish_reason,
+            len(self.routing),
+            self.metrics,
+            self.reward_parts,
+            self.failure,
+        )
 
-    @property
-    def turns(self) -> int:
-        """Runs of policy tokens; 1 where the environment wrote nothing in between."""
-        return sum(mine and not before for before, mine in zip([False, *self.policy_mask], self.policy_mask)) if self.policy_mask else 1
 
-    @property
-    def min_version(self) -> Version:
-        return min(self.policy_versions)
-
-    @property
-    def max_version(self) -> Version:
-        return max(self.policy_versions)
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """Equal neighbours as (value, count)."""
+    if not values.size:
+        return []
+    starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), values.size]
+    return [(int(values[start]), end - start) for start, end in pairwise(starts)]
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -86,27 +145,111 @@ class Group(msgspec.Struct, frozen=True):
     samples: list[Sample]  # [n]
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
+class SampleSummary(msgspec.Struct, frozen=True):
+    """What every trainer rank knows of a sample: all but its numbers a token, and its text."""
+
+    tokens: int  # T
+    policy_versions: list[tuple[Version, int]]  # of the tokens that the policy produced, in order: runs of (version, tokens)
+    turns: int  # runs of policy tokens; 1 where the environment wrote nothing in between
+    reward: float
+    finish_reason: str
+    routing_bytes: int = 0
+    metrics: dict[str, float] = {}
+    reward_parts: dict[str, float] = {}
+    failure: Failure | None = None
+
+    @property
+    def policy_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.policy_versions)
+
+    @property
+    def environment_tokens(self) -> int:
+        return self.tokens - self.policy_tokens
+
+    @property
+    def min_version(self) -> Version:
+        return min(version for version, _ in self.policy_versions)
+
+    @property
+    def max_version(self) -> Version:
+        return max(version for version, _ in self.policy_versions)
+
+
+class GroupSummary(msgspec.Struct, frozen=True):
+    ordinal: Ordinal
+    prompt_tokens: int
+    samples: list[SampleSummary]  # [n]
+
+
+class GroupTexts(msgspec.Struct, frozen=True):
+    """What people read of a group."""
+
+    prompt: str
+    answer: str
+    samples: list[tuple[str, list[tuple[int, int]]]]  # [n] text and environment_spans
+
+
+class SampleNumbers(NamedTuple):
+    """What is trained on of a sample."""
+
+    prompt_ids: np.ndarray  # [P] int32
+    token_ids: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32
+    policy_mask: np.ndarray | None  # [T] bool; None: True everywhere
+    routing: bytes
+
+
+class Batch(msgspec.Struct, frozen=True):
     """The input of one optimizer step: `prompts_per_step` groups, in the order of their ordinals."""
 
     step: int
-    groups: list[Group]
+    groups: list[GroupSummary]
     generate_s: float  # from the start of its first rollout to the end of its last
     generator_wait_s: float  # how long the generator waited for weights since the batch before, counted in places in flight
     due_wait_s: float = 0.0  # of the trainer's waiting: for rollouts that would have become too old, though others were there
     rejected: int = 0  # groups found too old since the batch before, to be generated again
     buffered: int = 0  # finished groups left for later batches
+    numbers: dict[int, SampleNumbers] = {}  # of the samples that this rank trains on, by their place in `samples`
+    texts: list[msgspec.Raw] = []  # of each group an encoded GroupTexts, on trainer rank 0
+
+    @property
+    def samples(self) -> list[SampleSummary]:
+        """Of all groups, one group after the other."""
+        return [sample for group in self.groups for sample in group.samples]
 
 
-class TrainSequence(msgspec.Struct, frozen=True):
-    """One token sequence as the trainer sees it: prompt and response joined, with per-token training data.
+class TrainSequence(msgspec.Struct, frozen=True, eq=False):
+    """One token sequence as the trainer sees it: prompt and response joined, with per-token training data. It is made of arrays or lists.
 
     Position i of `loss_mask`, `mu_logprobs`, `advantages` speaks of the prediction of token i from tokens < i;
     position 0 is therefore always masked.
     """
 
-    token_ids: list[int]  # [L]
-    loss_mask: list[bool]  # [L] True on tokens that the policy produced (or, in SFT, is to learn)
-    mu_logprobs: list[float]  # [L] 0 where masked
-    advantages: list[float]  # [L] 0 where masked
-    routing: bytes = b""  # experts to use (models/routing.py), at the first positions, up to L - 1 of them; elsewhere the router's own
+    token_ids: np.ndarray  # [L] int32
+    loss_mask: np.ndarray  # [L] bool, True on tokens that the policy produced (or, in SFT, is to learn)
+    mu_logprobs: np.ndarray  # [L] float32, 0 where masked
+    advantages: np.ndarray  # [L] float32, 0 where masked
+    routing: bytes = b""  # experts to use (models/routing.py), at the first positions, up to L - 1 of them
+
+    def __post_init__(self) -> None:
+        for name, code in (("token_ids", "i"), ("loss_mask", "b"), ("mu_logprobs", "f"), ("advantages", "f")):
+            values = getattr(self, name)
+            if not (isinstance(values, np.ndarray) and values.dtype == _DTYPES[code]):
+                msgspec.structs.force_setattr(self, name, view(typed(values, code)))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TrainSequence):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+
+
+class Elsewhere(msgspec.Struct, frozen=True):
+    """In the place of a TrainSequence that another data-parallel rank trains on: its length alone."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithms.base import Algorithm
 from megarl.rewards.failures import failure_metrics
-from megarl.types import Batch, Prompt, Sample, TrainSequence, Version
+from megarl.types import Batch, Elsewhere, SampleNumbers, TrainSequence, Version
 
 
 def batch_rewards(batch: Batch) -> Tensor:
@@ -22,40 +23,42 @@ def batch_rewards(batch: Batch) -> Tensor:
 
 def policy_tokens(batch: Batch) -> int:
     """The number of tokens in all responses that the policy produced."""
-    return sum(sample.policy_tokens for group in batch.groups for sample in group.samples)
+    return sum(sample.policy_tokens for sample in batch.samples)
 
 
-def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> list[TrainSequence]:
-    """Sequences to train on, in the batch's order.
+def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dict[int, TrainSequence | Elsewhere]:
+    """Sequences to train on, by their samples' places in the batch, in its order. Those of other data-parallel ranks are Elsewhere.
 
     Args: advantages [G, n], one per sample (constant over its tokens: LlamaRL, section 6).
     `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
     `denominator` still counts them. `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero advantage.
     """
-    return [
-        _train_sequence(group.prompt, sample, advantage)
-        for group, row in zip(batch.groups, advantages.tolist(), strict=True)
-        for sample, advantage in zip(group.samples, row, strict=True)
+    lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
+    return {
+        place: _train_sequence(batch.numbers[place], advantage) if place in batch.numbers else Elsewhere(lengths[place])
+        for place, advantage in enumerate(advantages.flatten().tolist())
         if advantage != 0.0 or not skip_zero
-    ]
+    }
 
 
 def denominator(batch: Batch, algorithm: Algorithm) -> float:
     """The divisor of the summed loss: counts the whole batch, even if parts are left out of training."""
-    return algorithm.denominator(policy_tokens(batch), sum(len(group.samples) for group in batch.groups))
+    return algorithm.denominator(policy_tokens(batch), len(batch.samples))
 
 
-def _train_sequence(prompt: Prompt, sample: Sample, advantage: float) -> TrainSequence:
+def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     """Masks the environment's tokens like the prompt's: both are context that the policy did not choose."""
-    p = len(prompt.token_ids)
-    mask = sample.policy_mask or [True] * len(sample.token_ids)
-    return TrainSequence(
-        token_ids=prompt.token_ids + sample.token_ids,
-        loss_mask=[False] * p + mask,
-        mu_logprobs=[0.0] * p + [logprob if mine else 0.0 for logprob, mine in zip(sample.logprobs, mask, strict=True)],
-        advantages=[0.0] * p + [advantage if mine else 0.0 for mine in mask],
-        routing=sample.routing,
-    )
+    prompt, length = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.token_ids)
+    token_ids, loss_mask = np.empty(length, np.int32), np.empty(length, np.bool_)
+    mu_logprobs, advantages = np.empty(length, np.float32), np.empty(length, np.float32)
+    token_ids[:prompt], token_ids[prompt:] = sample.prompt_ids, sample.token_ids
+    loss_mask[:prompt], mu_logprobs[:prompt], advantages[:prompt] = False, 0.0, 0.0
+    loss_mask[prompt:], mu_logprobs[prompt:], advantages[prompt:] = True, sample.logprobs, advantage
+    if sample.policy_mask is not None:
+        loss_mask[prompt:] = sample.policy_mask
+        mu_logprobs[prompt:][~sample.policy_mask] = 0.0
+        advantages[prompt:][~sample.policy_mask] = 0.0
+    return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing)
 
 
 def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
@@ -65,18 +68,18 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
     samples. rollout/<name> and reward/<name>/mean are means of Sample.metrics and reward_parts over the samples that have them.
     """
     rewards = batch_rewards(batch)
-    samples = [sample for group in batch.groups for sample in group.samples]
-    staleness = torch.tensor([version - v for sample in samples for v in sample.policy_versions], dtype=torch.float64)
-    tokens = sum(len(sample.token_ids) for sample in samples)
+    samples = batch.samples
+    runs = [run for sample in samples for run in sample.policy_versions]
+    tokens, own_tokens = sum(sample.tokens for sample in samples), sum(count for _, count in runs)
     counted = {f"rollout/{name}": value for name, value in _means([sample.metrics for sample in samples]).items()}
     parts = {f"reward/{name}/mean": value for name, value in _means([sample.reward_parts for sample in samples]).items()}
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
-        "staleness/mean": staleness.mean().item(),
-        "staleness/max": staleness.max().item(),
+        "staleness/mean": sum((version - sampled_by) * count for sampled_by, count in runs) / own_tokens,
+        "staleness/max": float(version - min(sampled_by for sampled_by, _ in runs)),
         "response_tokens/mean": tokens / len(samples),
-        "environment_tokens/fraction": 1 - policy_tokens(batch) / tokens,
+        "environment_tokens/fraction": 1 - own_tokens / tokens,
         "turns/mean": sum(sample.turns for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "zero_advantage_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean().item(),

@@ -7,6 +7,8 @@ as the trainer uses, so the buffer stays equally full.
 Costs are CPU times of whole processes, so other work on the machine hardly counts: the generator encodes and sends; trainer rank 0
 receives, buffers, and makes and broadcasts a batch. `held up` is wall time: how long the trainer's loop stays in `recv` after everything
 it asks for has been sent. The quickstart's step is 0.35 s for 128 samples.
+
+What a token costs, in samples of 8k tokens, is measured beside it (`channel_tokens`).
 """
 
 from __future__ import annotations
@@ -24,15 +26,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import GroupReady
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
-from megarl.types import Batch, Group, Prompt, Sample
+from megarl.rollouts.packing import pack
+from megarl.types import Batch, Group, Prompt, Sample, typed
 
 BUFFERED = (1_000, 10_000, 100_000)  # samples
 PROMPTS_PER_STEP, N, TOKENS, PROMPT_TOKENS = 32, 4, 10, 11
@@ -72,6 +73,14 @@ class Trainer:
     def span(self, name: str) -> Iterator[None]:
         yield
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        return [[0], [1]]
+
+    def assign(self, batch: Batch) -> list[list[int]]:
+        places = range(SAMPLES_PER_STEP)
+        return [[*places[::2]], [*places[1::2]]]
+
     def put_batch(self, batch: Batch, waited_s: float) -> None:
         assert len(batch.groups) == PROMPTS_PER_STEP and batch.step == self.curr_step
         self.curr_step += 1
@@ -79,14 +88,17 @@ class Trainer:
 
 def run(as_json: bool) -> None:
     """Prints a table, or one JSON object. Raises RuntimeError, TimeoutError."""
+    from megarl.bench.channel_tokens import measure_tokens, render_tokens
+
     torch.set_num_threads(1)
     facts = {
         "hardware": f"{os.cpu_count()} CPU cores",
         "step_s": STEP_S,
         "samples_per_step": SAMPLES_PER_STEP,
         "costs": [asdict(measure(buffered)) for buffered in BUFFERED],
+        **measure_tokens().facts(),
     }
-    print(json.dumps(facts) if as_json else render(facts))
+    print(json.dumps(facts) if as_json else f"{render(facts)}\n{render_tokens(facts)}")
 
 
 def measure(buffered: int, steps: int = STEPS) -> Cost:
@@ -102,8 +114,8 @@ def measure(buffered: int, steps: int = STEPS) -> Cost:
             stack.callback(process.join, 10)
             stack.callback(process.kill)
         theirs.close()
-        with _ranks(f"{folder}/store", 0):
-            receiver = _receiver(key, _answer(generator), depth)
+        with joined(f"{folder}/store", 0):
+            receiver = _receiver(key, asked(generator), depth)
             stack.callback(receiver.link.close)
             sent_s = [_send(generator, step) for step in range(depth)]
             held_up_s, receive_s = [], []
@@ -131,7 +143,7 @@ def _receiver(key: RunKey, address: str, depth: int) -> RolloutsReceiver:
 
 
 @contextlib.contextmanager
-def _ranks(store: str, rank: int) -> Iterator[None]:
+def joined(store: str, rank: int) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
     try:
         yield
@@ -142,16 +154,17 @@ def _ranks(store: str, rank: int) -> Iterator[None]:
 def _send(generator: Connection, step: int) -> float:
     """Has the generator send one step's groups, of version `step`; returns its CPU seconds."""
     generator.send(step)
-    return _answer(generator)
+    return asked(generator)
 
 
-def _answer(generator: Connection) -> Any:
-    if not generator.poll(TIMEOUT_S):
-        raise TimeoutError(f"the generator of the benchmark did not answer within {TIMEOUT_S:.0f} s")
+def asked(process: Connection) -> Any:
+    """What another process of the benchmark says next."""
+    if not process.poll(TIMEOUT_S):
+        raise TimeoutError(f"a process of the benchmark did not answer within {TIMEOUT_S:.0f} s")
     try:
-        return generator.recv()
+        return process.recv()
     except EOFError as error:
-        raise RuntimeError("the generator of the benchmark has ended") from error
+        raise RuntimeError("a process of the benchmark has ended") from error
 
 
 def _generate(pipe: Connection, key: RunKey) -> None:
@@ -168,20 +181,20 @@ def _generate(pipe: Connection, key: RunKey) -> None:
             started = time.process_time()
             channel.begun(list(ordinals), step)
             for group in groups:
-                encoded = msgspec.Raw(msgspec.msgpack.encode(group))
-                channel.finished(GroupReady(group.prompt.ordinal, step, 1.0, 2.0, 0.0, encoded))
+                channel.finished(pack(group, started_s=1.0, ended_s=2.0))
             pipe.send(time.process_time() - started)
     hub.close()
 
 
 def _group(ordinal: int, version: int) -> Group:
-    sample = Sample(list(range(TOKENS)), [-0.25] * TOKENS, [version] * TOKENS, "7,7,6,7,2", 1.0, "stop")
+    ids, logprobs, versions = typed(range(TOKENS), "i"), typed([-0.25] * TOKENS, "f"), typed([version] * TOKENS, "i")
+    sample = Sample(ids, logprobs, versions, "7,7,6,7,2", 1.0, "stop")
     return Group(Prompt(ordinal, list(range(PROMPT_TOKENS)), "7+0+9+1+5=", "7,7,6,7,2"), [sample] * N)
 
 
 def _follow(store: str, first: int, steps: int) -> None:
     """Trainer rank 1: receives every batch."""
-    with _ranks(store, 1):
+    with joined(store, 1):
         trainer: Any = Trainer(1, first)
         no_link: Any = None  # only rank 0 speaks with the generator
         receiver = RolloutsReceiver(no_link, TIMEOUT_S)

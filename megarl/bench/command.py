@@ -12,7 +12,7 @@ DESCRIPTION = "measure one thing on this machine, beside its physical limit and 
 MEANINGS = {
     "sync": "how fast new weights get into a live engine, by our direct writes and by other stacks' ways",
     "overlap": "step time beside perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
-    "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer",
+    "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer, and per token, at 16 million a step",
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
     "packing": "a training step on packed sequences, beside one on sequences filled up to a common length",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",

@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.messaging.pulse import Pulse
-from megarl.types import Ordinal, Version
+from megarl.types import Ordinal, Version, typed
 
 PROMPT_TOKENS = 16
 PREFILL_SPEEDUP = 400  # tokens prefilled in the time of one decoding step: 20,000 a second beside steps of 20 ms
@@ -148,7 +148,8 @@ class EmulatedEngine:
         sampled = (run.starts_s + index * self.token_s for index in range(run.tokens))
         versions = [self._versions[bisect.bisect_right(self._switched, at) - 1] for at in sampled]
         reason = ABORT if run.aborted else "stop" if run.tokens == left else "length"
-        return Completion(versions, [-0.5] * run.tokens, versions, reason)
+        numbers = typed(versions, "i")
+        return Completion(numbers, typed([-0.5] * run.tokens, "f"), numbers, reason)
 
     def _clock(self) -> float:
         return (_now() if self._paused_at is None else self._paused_at) - self._paused_s

@@ -152,6 +152,13 @@ class EmulatedTrainer:
     def set_step(self, step: int) -> None:
         self.status.set(f"step {step}")
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        return [[0]]
+
+    def assign(self, batch: Batch) -> list[list[int]]:
+        return [[*range(len(batch.samples))]]
+
     def put_batch(self, batch: Batch, waited_s: float) -> None:
         self.batch, self._batch_wait_s = batch, waited_s
 
@@ -180,12 +187,12 @@ class EmulatedTrainer:
         applied, now = self._applied(), time.monotonic()
         assert applied is not None  # nothing stops this run
         step_s, self._step_ended = now - self._step_ended, now
-        samples = [sample for group in batch.groups for sample in group.samples]
+        samples = batch.samples
         self.rows.append({
             "step": batch.step,
             **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s),
-            "ordinals": [group.prompt.ordinal for group in batch.groups],
-            "lengths": [len(sample.token_ids) for sample in samples],
+            "ordinals": [group.ordinal for group in batch.groups],
+            "lengths": [sample.tokens for sample in samples],
             "version/min": min(sample.min_version for sample in samples),
             "version/max": max(sample.max_version for sample in samples),
             "mixed": sum(sample.min_version < sample.max_version for sample in samples),

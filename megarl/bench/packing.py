@@ -140,6 +140,7 @@ def _filled(sequences: list[TrainSequence], budget: int) -> Iterator[TrainSequen
 
 def _sequence(token_ids: np.ndarray, length: int) -> TrainSequence:
     """All but the first to be learned, and after them masked tokens up to `length`."""
-    rest = length - len(token_ids)
-    mask = [False] + [True] * (len(token_ids) - 1) + [False] * rest
-    return TrainSequence([*token_ids.tolist(), *[0] * rest], mask, [0.0] * length, [0.0] * length)
+    places, zeros = np.arange(length), np.zeros(length, np.float32)
+    padded = np.zeros(length, np.int32)
+    padded[: len(token_ids)] = token_ids
+    return TrainSequence(padded, (places > 0) & (places < len(token_ids)), zeros, zeros)

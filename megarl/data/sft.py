@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.data.datasets import load_rows
@@ -44,5 +46,5 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
     length = len(token_ids)
     if length > context_tokens:
         raise ConfigError(f"{row.where}: prompt and demonstration have {length} tokens, more than the model's context of {context_tokens}")
-    zeros = [0.0] * length
-    return TrainSequence(token_ids=token_ids, loss_mask=loss_mask, mu_logprobs=zeros, advantages=zeros)
+    zeros = np.zeros(length, np.float32)
+    return TrainSequence(np.array(token_ids, np.int32), np.array(loss_mask), mu_logprobs=zeros, advantages=zeros)

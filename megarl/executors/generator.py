@@ -158,9 +158,9 @@ class GeneratorExecutor:
         completions = [completion for (completion,) in answers.result()]
         return ProbeReady(
             version=self.version,
-            token_ids=[prompt.token_ids + completion.token_ids for prompt, completion in zip(prompts, completions)],
+            token_ids=[prompt.token_ids + completion.token_ids.tolist() for prompt, completion in zip(prompts, completions)],
             prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
-            logprobs=[completion.logprobs for completion in completions],
+            logprobs=[completion.logprobs.tolist() for completion in completions],
             routing=[completion.routing for completion in completions],
         )
 

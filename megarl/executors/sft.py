@@ -41,7 +41,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     started = time.monotonic()
     for step, sequences in enumerate(sft_batches(config, plan.spec)):
         status.set(f"step {step}")
-        tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
+        tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
         result = trainer.train_step(sequences, nll_loss, float(tokens))
         if metrics is not None:
             wall_s = time.monotonic() - started

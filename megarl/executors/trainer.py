@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import torch
 
 from megarl.algorithms.registry import make_algorithm
@@ -28,15 +29,16 @@ from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.rewards.failures import too_many_failures
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
+from megarl.rollouts.packing import texts_of
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
-from megarl.types import Batch, TrainSequence, Version
+from megarl.types import Batch, Elsewhere, TrainSequence, Version
 from megarl.weight_sync.sender import SyncReport
 
 
 @dataclass
 class TrainerExecutor:
-    """One rank of the trainer. All ranks get the same batch, and are in the same state afterwards."""
+    """One rank of the trainer. All ranks get the same batch, each the numbers that it trains on, and are in the same state afterwards."""
 
     plan: RunPlan
     rank: int
@@ -105,8 +107,7 @@ class TrainerExecutor:
         self._check_scores(batch)
         started = time.monotonic()
         with self.trace.span(f"train step {batch.step}"):
-            advantages = self.algorithm.advantages(batch_rewards(batch))
-            sequences = to_train_sequences(batch, advantages, self.algorithm.skip_zero)
+            sequences = [*self._sequences(batch).values()]
             temperature = config.rollout.temperature
             reference = self.trainer.token_logprobs(sequences, "reference", temperature) if self.algorithm.needs_reference else None
             result = self.trainer.train_step(
@@ -116,22 +117,36 @@ class TrainerExecutor:
         if self.metrics is not None:
             self._write_metrics(batch, result, train_s=time.monotonic() - started, trained=len(sequences))
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        return self.plan.trainer_topology.replicas
+
+    def assign(self, batch: Batch) -> list[list[int]]:
+        """[dp][…] which samples, by their places in the batch, each data-parallel rank trains on. All ranks find the same, whatever
+        numbers of the batch they have."""
+        sequences = self._sequences(batch)
+        places = [*sequences]
+        return [sorted(places[index] for index in share) for share in self.trainer.shares([*sequences.values()])]
+
+    def _sequences(self, batch: Batch) -> dict[int, TrainSequence | Elsewhere]:
+        return to_train_sequences(batch, self.algorithm.advantages(batch_rewards(batch)), self.algorithm.skip_zero)
+
     def _check_scores(self, batch: Batch) -> None:
         """Raises RunError, on all ranks alike, if scoring failed for too many samples of the batch. Writes its rollouts first."""
-        samples = [sample for group in batch.groups for sample in group.samples]
-        if problem := too_many_failures(self.plan.config.reward, samples):
+        if problem := too_many_failures(self.plan.config.reward, batch.samples):
             written = self._write_rollouts(batch) if self.rank == 0 else None
             raise RunError(f"step {batch.step}: {problem}" + (f"\nThe step's samples are in {written}" if written else ""))
 
     def _write_rollouts(self, batch: Batch) -> Path | None:
-        return write_rollouts(self.plan.config.run_dir, batch.step, batch.groups, self.plan.config.observe.rollouts_per_step)
+        shown = zip(batch.groups, map(texts_of, batch.texts[: self.plan.config.observe.rollouts_per_step]))
+        return write_rollouts(self.plan.config.run_dir, batch.step, shown)
 
     def _write_metrics(self, batch: Batch, result, train_s: float, trained: int) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
         applied = self._applied()
         now = time.monotonic()
         step_s, self._step_ended = now - self._step_ended, now
-        samples = [sample for group in batch.groups for sample in group.samples]
+        samples = batch.samples
         self.metrics.write(
             batch.step,
             {
@@ -154,15 +169,15 @@ class TrainerExecutor:
                 **_applied_metrics(applied),
                 "staleness/rejected": batch.rejected,
                 "prompts/buffered": batch.buffered,
-                "prompts/first": batch.groups[0].prompt.ordinal,
-                "prompts/last": batch.groups[-1].prompt.ordinal,
+                "prompts/first": batch.groups[0].ordinal,
+                "prompts/last": batch.groups[-1].ordinal,
                 **self._evaluations.metrics(),
             },
-            {"reward": [sample.reward for sample in samples], "response_tokens": [len(sample.token_ids) for sample in samples]},
+            {"reward": [sample.reward for sample in samples], "response_tokens": [sample.tokens for sample in samples]},
         )
         self._probe_metrics = {}
         self._write_rollouts(batch)
-        self.ordinals.write(batch.step, [group.prompt.ordinal for group in batch.groups])
+        self.ordinals.write(batch.step, [group.ordinal for group in batch.groups])
 
     @property
     def layout(self) -> Layout:
@@ -193,10 +208,10 @@ class TrainerExecutor:
         """The absolute log-prob difference of every token that the generator sampled."""
         sequences = [
             TrainSequence(
-                token_ids=ids,
-                loss_mask=[False] * prompt + [True] * (len(ids) - prompt),
-                mu_logprobs=[0.0] * len(ids),
-                advantages=[0.0] * len(ids),
+                token_ids=np.array(ids, np.int32),
+                loss_mask=np.arange(len(ids)) >= prompt,
+                mu_logprobs=np.zeros(len(ids), np.float32),
+                advantages=np.zeros(len(ids), np.float32),
                 routing=experts,
             )
             for ids, prompt, experts in zip(probe.token_ids, probe.prompt_lengths, routing, strict=True)
@@ -205,7 +220,7 @@ class TrainerExecutor:
         return [
             abs(mine - theirs)
             for row, prompt, generated in zip(ours, probe.prompt_lengths, probe.logprobs)
-            for mine, theirs in zip(row[prompt:], generated, strict=True)
+            for mine, theirs in zip(row[prompt:].tolist(), generated, strict=True)
         ]
 
     def save_checkpoint(self) -> None:

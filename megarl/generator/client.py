@@ -13,7 +13,17 @@ import aiohttp
 import msgspec
 
 from megarl.files import log_tail
-from megarl.generator.completions import ABORT, Completion, EngineError, Sampling, completions_of, generation, scores_of, scoring
+from megarl.generator.completions import (
+    ABORT,
+    Completion,
+    EngineError,
+    Sampling,
+    completions_of,
+    generation,
+    load_parser,
+    scores_of,
+    scoring,
+)
 from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
 from megarl.models.routing import RoutingFormat
@@ -51,6 +61,7 @@ class EngineClient:
     completions include the experts that were chosen."""
 
     def __init__(self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0, routing: RoutingFormat | None = None):
+        load_parser()  # now, and not while the event loop has to serve answers
         self.url = url
         self._request_s = request_s
         self._routing = routing
@@ -72,7 +83,7 @@ class EngineClient:
         return completions
 
     async def complete(
-        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
+        self, inputs: Sequence[Sequence[int]], samplings: Sequence[Sampling], version: Version | None = None
     ) -> list[Completion]:
         """Returns one completion of each input, in one request. An aborted completion has the tokens sampled so far, except the last.
 

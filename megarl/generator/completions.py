@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from array import array
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megarl.models.routing import RoutingFormat
-from megarl.types import Version
+from megarl.types import Typed, Version, typed, view
 
 ABORT = "abort"  # finish reason of a request that was told to end
 _MOST_CANDIDATES = 4095  # SGLang reports at most 4096 kept tokens of a truncated distribution, including ties
@@ -50,14 +54,17 @@ class Sampling(msgspec.Struct, frozen=True):
         }
 
 
-class Completion(msgspec.Struct, frozen=True):
-    """One response, with the behaviour policy that produced it."""
+class Completion(Typed, frozen=True):
+    """One response, with the behaviour policy that produced it. It is made of arrays or lists."""
 
-    token_ids: list[int]  # [T]
-    logprobs: list[float]  # [T] under the distribution sampled from: after temperature, top-k and top-p
-    versions: list[Version]  # [T] weight version that produced each token
+    token_ids: array[int]  # [T] int32
+    logprobs: array[float]  # [T] float32, under the distribution sampled from: after temperature, top-k and top-p
+    versions: array[int]  # [T] int32, weight version that produced each token
     finish_reason: str  # "stop" | "length"; in a single answer of an engine also "abort"
     routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens except the last; empty if not asked for
+
+    def __post_init__(self) -> None:
+        self._convert(token_ids="i", logprobs="f", versions="i")
 
 
 class _Span(msgspec.Struct):
@@ -76,8 +83,9 @@ class _Meta(msgspec.Struct):
     weight_version: str
     prompt_tokens: int = 0
     weight_versions: list[_Span] = []
-    output_token_logprobs: list[tuple[float, int, Any]] = []
-    output_token_sampling_logprobs: list[float] = []
+    # Lists that were read into arrays already have their number in their place.
+    output_token_logprobs: list[tuple[float, int, Any]] | int = []
+    output_token_sampling_logprobs: list[float] | int = []
     input_token_logprobs: list[tuple[float | None, int, Any]] = []
     routed_experts: bytes = b""  # base64 in JSON
 
@@ -86,15 +94,56 @@ class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
+# Inside a JSON string a quotation mark has a backslash before it, so what matches is a key, whatever a model wrote.
+_LIST = re.compile(rb'"output_token_(sampling_)?logprobs":(?=\[)')
 _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 
 
+def load_parser() -> ModuleType:
+    """Compiled when it is first imported on a machine, which takes seconds."""
+    from megarl.kernels import json_numbers
+
+    return json_numbers
+
+
+class _Lists:
+    """The number lists of one answer, read into arrays, and `rest`: the answer without them."""
+
+    def __init__(self, answer: bytes):
+        parser = load_parser()
+        text, parts, done = np.frombuffer(answer, np.uint8), [], 0
+        self._read: list[tuple[array[int], array[float]]] = []
+        at = -1
+        while (at := answer.find(b'"output_token_', at + 1)) >= 0:
+            key = _LIST.match(answer, at)
+            if key is None:
+                continue
+            start = key.end()
+            beyond = answer.find(b'"', start)  # no list has a string in it
+            room = ((beyond if beyond >= 0 else len(answer)) - start) // (2 if key[1] else 10) + 1
+            values, ids = np.empty(room, np.float32), np.empty(0 if key[1] else room, np.int32)
+            count, end = parser.read_floats(text, start, values) if key[1] else parser.read_token_logprobs(text, start, values, ids)
+            if count >= 0:
+                parts += [answer[done:start], b"%d" % len(self._read)]
+                self._read.append((typed(ids[:count], "i"), typed(values[:count], "f")))
+                done, at = end, end - 1
+        self.rest = b"".join([*parts, answer[done:]])
+        self._taken: set[int] = set()
+
+    def take(self, number: int) -> tuple[array[int], array[float]]:
+        """Token ids (none in a list of log-probs alone) and log-probs. Raises: LookupError, where the engine wrote the number itself."""
+        if number in self._taken or not 0 <= number < len(self._read):
+            raise LookupError(f"{number} in the place of a list")
+        self._taken.add(number)
+        return self._read[number]
+
+
 def generation(
-    inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None, routing: RoutingFormat | None = None
+    inputs: Sequence[Sequence[int]], samplings: Sequence[Sampling], version: Version | None, routing: RoutingFormat | None = None
 ) -> dict[str, Any]:
     """The request for one completion of each input, with chosen experts if `routing` is given. `version`: see `EngineClient.complete`."""
     body: dict[str, Any] = {
-        "input_ids": inputs,
+        "input_ids": [list(each) for each in inputs],
         "sampling_params": [sampling.parameters() for sampling in samplings],
         "return_logprob": True,
     }
@@ -110,10 +159,12 @@ def generation(
 def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling], routing: RoutingFormat | None = None) -> list[Completion]:
     """Decodes the answer to `generation`. Raises EngineError that names `engine`."""
     try:
-        answers = [each.meta_info for each in _decode_answers(answer)]
-    except msgspec.DecodeError as error:  # JSON has no NaN: SGLang writes null
+        lists = _Lists(answer)
+        answers = [each.meta_info for each in _decode_answers(lists.rest)]
+        read = [_numbers(meta, lists) for meta in answers]
+    except (msgspec.DecodeError, LookupError, OverflowError) as error:  # JSON has no NaN: SGLang writes null
         raise EngineError(f"engine {engine} gave an unreadable answer: {error} (a log-prob of null is NaN or infinite)") from error
-    return [_completion(engine, meta, sampling, routing) for meta, sampling in zip(answers, samplings, strict=True)]
+    return [_completion(engine, *each, routing) for each in zip(answers, read, samplings, strict=True)]
 
 
 def scoring(sequences: list[list[int]]) -> dict[str, Any]:
@@ -137,15 +188,30 @@ def _finite(logprob: float | None) -> float:
     return logprob
 
 
-def _completion(engine: str, meta: _Meta, sampling: Sampling, routing: RoutingFormat | None) -> Completion:
+def _numbers(meta: _Meta, lists: _Lists) -> tuple[array[int], array[float], array[float]]:
+    """Token ids, their log-probs, and those of the truncated distribution, if there is one."""
+    triples, floats = meta.output_token_logprobs, meta.output_token_sampling_logprobs
+    if isinstance(triples, int):
+        tokens, logprobs = lists.take(triples)
+    else:
+        tokens, logprobs = typed([token for _, token, _ in triples], "i"), typed([value for value, _, _ in triples], "f")
+    return tokens, logprobs, lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f")
+
+
+def _completion(
+    engine: str, meta: _Meta, read: tuple[array[int], array[float], array[float]], sampling: Sampling, routing: RoutingFormat | None
+) -> Completion:
     if meta.finish_reason.type not in ("stop", "length", ABORT):
         raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
-    tokens = [token for _, token, _ in meta.output_token_logprobs]
-    logprobs = [value for value, _, _ in meta.output_token_logprobs]
+    tokens, logprobs, of_truncated = read
     if sampling.truncated:
-        logprobs = meta.output_token_sampling_logprobs
+        logprobs = of_truncated
+    if not np.isfinite(view(logprobs)).all():
+        raise EngineError(f"engine {engine} answered with a log-prob that is infinite")
     spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
-    versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+    versions = array("i")
+    for span in spans:
+        versions += array("i", [int(span.version)]) * (span.end - span.start)
     experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
         # The engine did not check whether the last token ends the response, so that token is sampled again. The same goes for tokens

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -23,9 +25,9 @@ ABORT_AGAIN_S = 0.05
 class Draft:
     """An unfinished response, assembled from one request after another."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[Version] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=partial(array, "i"))
+    logprobs: array[float] = field(default_factory=partial(array, "f"))
+    versions: array[int] = field(default_factory=partial(array, "i"))
     routing: bytes = b""
     finish_reason: str = ""  # empty until it is finished
     aborted: bool = False  # it was restarted from the prompt once, and will not be again
@@ -162,7 +164,7 @@ class Fleet:
         samplings = [msgspec.structs.replace(sampling, max_tokens=min(tokens, self._chunk_tokens or tokens)) for tokens in left]
         self._requests[protected] += 1
         try:
-            completions = await engine.complete([prompt_ids + draft.token_ids for draft in drafts], samplings, self.version)
+            completions = await engine.complete([[*prompt_ids, *draft.token_ids] for draft in drafts], samplings, self.version)
         finally:
             self._requests[protected] -= 1
             self.pulse.beat()

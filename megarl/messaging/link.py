@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import os
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -31,6 +32,7 @@ M = TypeVar("M", bound=Message)
 
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 LOOK_UP_S = 0.2  # interval at which a wait asks whether it is given up
+READ_AHEAD_S = 0.02  # interval at which a peer that reads ahead looks for messages
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class _Endpoint:
         self.name = name
         self._socket = socket
         self._inbox = _Inbox()
+        self._lock = threading.RLock()  # around the socket and the inbox, where a thread reads ahead
+        self._read_ahead = False  # it has put something into the inbox since anybody looked
         self._broken: Exception | None = None  # once set, nothing more is read
 
     def _read(self) -> tuple[str, Message]:
@@ -104,17 +108,19 @@ class _Endpoint:
 
     def _take_in(self) -> None:
         """Moves everything that has arrived into the inbox. Raises the error of reading, then and at every later call."""
-        if self._broken is not None:
-            raise self._broken
-        try:
-            while True:
-                self._inbox.put(*self._read())
-                self._arrived()
-        except zmq.Again:
-            return
-        except Exception as error:
-            self._broken = error
-            raise
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            self._read_ahead = False
+            try:
+                while True:
+                    self._inbox.put(*self._read())
+                    self._arrived()
+            except zmq.Again:
+                return
+            except Exception as error:
+                self._broken = error
+                raise
 
     def _decoded(self, sender: str, *frames: bytes) -> Message:
         try:
@@ -129,17 +135,20 @@ class _Endpoint:
 
     def poll(self, kind: type[M]) -> tuple[str, M] | None:
         """(sender, message) if a message of that type has arrived; does not wait."""
-        self._take_in()
-        return self._inbox.take(kind)
+        with self._lock:
+            self._take_in()
+            return self._inbox.take(kind)
 
     def drain(self, kind: type[M]) -> list[M]:
         """All messages of that type that have arrived, in order; does not wait."""
-        self._take_in()
-        return [message for _, message in self._inbox.take_all(kind)]
+        with self._lock:
+            self._take_in()
+            return [message for _, message in self._inbox.take_all(kind)]
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until anything arrives; returns False past the deadline."""
-        return bool(self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000)))
+        with self._lock:
+            return self._read_ahead or bool(self._socket.poll(math.ceil(max(0.0, timeout_s) * 1000)))
 
     def receive(self, kind: type[M], timeout_s: float, awaited: str) -> tuple[str, M]:
         """Waits for a message of type `kind`; returns (sender, message).
@@ -276,8 +285,35 @@ class Peer(_Endpoint):
         socket.connect(address)
         super().__init__(name, socket)
 
+        self._closing = threading.Event()
+        self._reader: threading.Thread | None = None
+
+    def read_ahead(self) -> None:
+        """From now on what arrives is also received and decoded while nobody looks."""
+        self._reader = threading.Thread(target=self._read_on, name=f"{self.name} reads ahead", daemon=True)
+        self._reader.start()
+
+    def _read_on(self) -> None:
+        while not self._closing.wait(READ_AHEAD_S):
+            with self._lock:
+                if self._broken is not None:
+                    return
+                arrived = self._read_ahead or bool(self._socket.poll(0))
+                try:
+                    self._take_in()
+                except Exception:
+                    return  # `_broken` has it, and is raised where somebody looks
+                self._read_ahead = arrived
+
     def _read(self) -> tuple[str, Message]:
         return "hub", self._decoded("the hub", *self._socket.recv_multipart(zmq.NOBLOCK))
 
     def send(self, message: Message) -> None:
-        self._socket.send(encode(message))
+        with self._lock:
+            self._socket.send(encode(message))
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._reader is not None:
+            self._reader.join()
+        super().close()

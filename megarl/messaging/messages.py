@@ -95,7 +95,9 @@ class GroupReady(_Message, frozen=True, gc=False):
     started_s: float
     ended_s: float
     idle_s: float  # how long the generator's places in flight have waited for weights since its start, averaged over them
-    group: msgspec.Raw  # an encoded Group, decoded only where it is trained on
+    summary: msgspec.Raw  # an encoded GroupSummary, for every trainer rank
+    texts: msgspec.Raw  # an encoded GroupTexts, for trainer rank 0
+    pieces: list[memoryview]  # the numbers (rollouts/packing.py): of the prompt, then of each sample, for the ranks that train on it
 
 
 class Regenerate(_Message, frozen=True):

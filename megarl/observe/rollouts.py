@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.files import write_whole
 from megarl.observe.metrics import cut_from, lost_lines, read_metrics
-from megarl.types import Group, Ordinal, Sample
+from megarl.types import GroupSummary, GroupTexts, Ordinal, SampleSummary
 
 ORDINALS_FILE = "ordinals.jsonl"
 # Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
@@ -35,44 +35,45 @@ def _quoted(text: str, bar: str = "|") -> str:
     return "\n".join(f"  {bar} {line}" for line in escape(text).split("\n"))
 
 
-def _quoted_turns(sample: Sample) -> str:
+def _quoted_turns(text: str, environment_spans: Sequence[tuple[int, int]]) -> str:
     """The policy's text behind |, the environment's behind >, on separate lines."""
     parts, end = [], 0
-    for start, stop in sample.environment_spans:
-        parts += [_quoted(sample.text[end:start]), _quoted(sample.text[start:stop], ">")]
+    for start, stop in environment_spans:
+        parts += [_quoted(text[end:start]), _quoted(text[start:stop], ">")]
         end = stop
-    return "\n".join([*parts, _quoted(sample.text[end:])])
+    return "\n".join([*parts, _quoted(text[end:])])
 
 
-def format_sample(number: int, sample: Sample) -> str:
+def format_sample(number: int, sample: SampleSummary, text: str, environment_spans: Sequence[tuple[int, int]] = ()) -> str:
     """Reward and why scoring failed, if it did; the oldest and newest weight version among the tokens; the text."""
-    versions = f"versions {sample.min_version} to {sample.max_version}" if sample.versions else "no version"
+    versions = f"versions {sample.min_version} to {sample.max_version}" if sample.policy_versions else "no version"
     failed = f" (failed: {sample.failure.kind})" if sample.failure else ""
-    head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {len(sample.token_ids)} tokens"
+    head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {sample.tokens} tokens"
     head += f", finish reason {sample.finish_reason}"
-    if sample.policy_mask:
-        head += f", {sample.turns} turns, {len(sample.token_ids) - sample.policy_tokens} tokens by the environment (behind >)"
+    if sample.environment_tokens:
+        head += f", {sample.turns} turns, {sample.environment_tokens} tokens by the environment (behind >)"
     if sample.reward_parts:
         head += "".join(f", {escape(name)} {value:g}" for name, value in sample.reward_parts.items())
     reason = _quoted(sample.failure.reason, "!") + "\n" if sample.failure else ""
-    return f"{head}\n{reason}{_quoted_turns(sample)}\n"
+    return f"{head}\n{reason}{_quoted_turns(text, environment_spans)}\n"
 
 
-def format_group(group: Group) -> str:
-    prompt = group.prompt
-    head = f"prompt {prompt.ordinal}\n{_quoted(prompt.text)}\n\nreference answer\n{_quoted(prompt.answer)}\n"
-    return "\n".join([head, *(format_sample(number, sample) for number, sample in enumerate(group.samples))])
+def format_group(group: GroupSummary, texts: GroupTexts) -> str:
+    head = f"prompt {group.ordinal}\n{_quoted(texts.prompt)}\n\nreference answer\n{_quoted(texts.answer)}\n"
+    pairs = zip(group.samples, texts.samples, strict=True)
+    return "\n".join([head, *(format_sample(number, sample, *text) for number, (sample, text) in enumerate(pairs))])
 
 
-def write_rollouts(run_dir: Path | str, step: int, groups: Sequence[Group], limit: int) -> Path | None:
-    """Writes the first `limit` groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if limit is 0."""
-    if limit <= 0:
+def write_rollouts(run_dir: Path | str, step: int, groups: Iterable[tuple[GroupSummary, GroupTexts]]) -> Path | None:
+    """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if there are none."""
+    formatted = [format_group(*group) for group in groups]
+    if not formatted:
         return None
     folder = Path(run_dir) / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.txt"
     rule = "\n" + "=" * 80 + "\n\n"
-    path.write_text(f"step {step}\n{rule}" + rule.join(format_group(group) for group in groups[:limit]), encoding="utf-8")
+    path.write_text(f"step {step}\n{rule}" + rule.join(formatted), encoding="utf-8")
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
+from megarl.rewards.failures import excerpt
 from megarl.rewards.pool import mistake
 from megarl.rewards.score import Score, ScoreRequest, arguments_of, score_of
 from megarl.sandbox.mistakes import own_line
@@ -31,10 +32,10 @@ class RewardInLoop:
             async with deadline:
                 found = await self._function(**arguments)
         except ValueError as error:
-            return self._failed("error", str(error))
+            return self._failed(request, "error", str(error))
         except TimeoutError as error:
             if deadline.expired():
-                return self._failed("timeout", f"it took longer than {self._config.timeout_s:g} s")
+                return self._failed(request, "timeout", f"it took longer than {self._config.timeout_s:g} s")
             raise RunError(mistake(self._config, own_line(error), request)) from error
         except Exception as error:
             raise RunError(mistake(self._config, own_line(error), request)) from error
@@ -43,5 +44,5 @@ class RewardInLoop:
         except TypeError as error:
             raise RunError(mistake(self._config, str(error), request)) from error
 
-    def _failed(self, kind: str, reason: str) -> Score:
-        return Score(self._config.failed_score, failure=Failure(kind, reason))
+    def _failed(self, request: ScoreRequest, kind: str, reason: str) -> Score:
+        return Score(self._config.failed_score, failure=Failure(kind, reason, excerpt(request.response)))

@@ -12,6 +12,7 @@ import msgspec
 
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
+from megarl.rewards.failures import excerpt
 from megarl.rewards.score import Score, ScoreRequest, arguments_of
 from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
 from megarl.sandbox.pool import CallFailed, WorkerPool
@@ -52,7 +53,7 @@ class RewardPool(WorkerPool):
         try:
             reply = await self.call(*arguments_of(request, self._parameters))
         except CallFailed as error:
-            return Score(self._config.failed_score, failure=Failure(error.kind, str(error)))
+            return Score(self._config.failed_score, failure=Failure(error.kind, str(error), excerpt(request.response)))
         if isinstance(reply, str):
             raise RunError(mistake(self._config, reply, request))
         return msgspec.convert(reply, Score)
@@ -60,5 +61,5 @@ class RewardPool(WorkerPool):
 
 def mistake(config: RewardConfig, told: str, request: ScoreRequest) -> str:
     """The error that ends the run after the user's function made a mistake over a response."""
-    text = request.response if len(request.response) <= 200 else request.response[:200] + "…"
+    text = excerpt(request.response)
     return f"reward.name={config.name}: {told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log"

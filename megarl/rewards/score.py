@@ -8,6 +8,7 @@ import inspect
 import math
 import numbers
 import reprlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     prompt: str = ""  # as the model saw it
     row: dict[str, Any] = {}  # the prompt's whole row of the data set
     prompt_token_ids: list[int] = []
-    token_ids: list[int] = []  # the response's, all turns, including end-of-text
+    token_ids: Sequence[int] = ()  # the response's, all turns, including end-of-text
     version: int = -1  # newest weight version among its tokens: how many optimizer steps had been done
     sample_index: int = 0  # the sample's number within its prompt, from 0
     truncated: bool = False  # it was cut at the maximum length
@@ -64,8 +65,9 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
 
 
 def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
-    """The values of `parameters`."""
-    return [getattr(request, _FIELDS[name]) for name in parameters]
+    """The values of `parameters`; arrays as lists."""
+    values = [getattr(request, _FIELDS[name]) for name in parameters]
+    return [value.tolist() if isinstance(value, array) else value for value in values]
 
 
 def score_of(found: Any) -> Score:

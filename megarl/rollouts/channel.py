@@ -15,9 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,10 +30,10 @@ from megarl.messaging.stopping import StopRequest
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.rollouts.buffer import RolloutBuffer
-from megarl.types import Batch, Ordinal, Version
+from megarl.rollouts.packing import join, share_bytes, split
+from megarl.types import Batch, GroupSummary, Ordinal, Version
 
 LATER_S = 600.0  # how much later rank 0 may come to a batch than the others, since it also reports the step before
-BROADCAST_BYTES = 1 << 28  # the most GPU memory that the broadcast of a batch takes
 
 
 class BatchExecutor(Protocol):
@@ -39,9 +41,17 @@ class BatchExecutor(Protocol):
 
     rank: int
     curr_step: int
-    device: torch.device
     status: StatusBoard
     trace: TraceWriter
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """[dp][…] the ranks that train on the same samples."""
+        ...
+
+    def assign(self, batch: Batch) -> list[list[int]]:
+        """[dp][…] which samples of a batch, by their places in `samples`, each of them trains on. All ranks find the same."""
+        ...
 
     def put_batch(self, batch: Batch, waited_s: float) -> None: ...
 
@@ -72,11 +82,11 @@ class _Resend(msgspec.Struct, frozen=True, tag=True):
     """Sent in place of a batch: all ranks have to offer their weights once more first."""
 
 
-class _EncodedBatch(msgspec.Struct, frozen=True, tag="Batch"):
-    """A Batch whose groups are still encoded; it looks the same on the wire."""
+class _Header(msgspec.Struct, frozen=True, tag=True):
+    """What all ranks are told of a batch."""
 
     step: int
-    groups: list[msgspec.Raw]
+    groups: list[msgspec.Raw]  # encoded GroupSummary
     generate_s: float
     generator_wait_s: float
     due_wait_s: float
@@ -84,17 +94,31 @@ class _EncodedBatch(msgspec.Struct, frozen=True, tag="Batch"):
     buffered: int
 
 
-_decode_agreed = msgspec.msgpack.Decoder(Batch | _Resend | None).decode
+class _Received(msgspec.Struct, frozen=True, tag="_Header"):
+    """The same, decoded: the fields of a Batch."""
+
+    step: int
+    groups: list[GroupSummary]
+    generate_s: float
+    generator_wait_s: float
+    due_wait_s: float
+    rejected: int
+    buffered: int
+
+
+_decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
 
 
 class RolloutsReceiver:
     """The end at every trainer rank. `buffer` is None except on rank 0.
 
-    Rank 0 broadcasts a batch's bytes. Every rank sees the whole batch (only token ids and log-probs: 64 MiB at 2048 samples of 8k tokens;
-    routing replay adds a byte for each expert of a token) and picks its data-parallel share itself, so that all ranks agree on
-    denominators and microbatch counts without communicating. Each rank decodes the groups once. The other ranks wait for the batch's size
-    while rank 0 waits for rollouts, longer than any other collective may take. So the size is sent in a process group of its own, over
-    gloo, where no GPU spins meanwhile.
+    Rank 0 broadcasts the summaries of a batch: lengths, scores, versions. From these all ranks find the same advantages, denominators and
+    microbatches, and so which samples each data-parallel rank trains on (`assign`). Rank 0 sends each of those the numbers of its samples
+    and no others, to the first of the ranks that share them, which passes them on. Nothing of a token is looked at on the way. Meanwhile a
+    thread receives the groups of later steps, so that a batch that is asked for after them is in memory already.
+
+    The other ranks wait for a batch's size while rank 0 waits for rollouts, longer than any other collective may take. So batches travel
+    in process groups of their own, over gloo, where no GPU spins meanwhile.
 
     When the run is to stop, rank 0 broadcasts that there is no batch, so that all ranks stop after the same step.
     """
@@ -111,8 +135,9 @@ class RolloutsReceiver:
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
         self._resend = resend  # sends the weights again, for an engine that has come back
         self._idle_s = 0.0  # of the generator, up to the previous batch
-        self._patient: dist.ProcessGroup | None = None  # None until the first batch is asked for
+        self._groups: _Groups | None = None  # None until the first batch is asked for
         if buffer is not None:
+            link.read_ahead()
             ledger = buffer.ledger()
             held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
             link.send(GenerateFrom(ledger.consumed_below, held))
@@ -121,24 +146,33 @@ class RolloutsReceiver:
         """Hands the executor the batch of `executor.curr_step` and the seconds it waited for it. Time spent sending weights again is not
         among them: `WeightsSender.send` reports it."""
         waited_s, began = 0.0, time.monotonic()
-        while isinstance(batch := self._agreed(executor), _Resend):
+        while isinstance(agreed := self._agreed(executor), _Resend):
             waited_s += time.monotonic() - began
             self._resend(executor)
             began = time.monotonic()
-        if batch is None:
+        if agreed is None:
             executor.stop()
         else:
-            executor.put_batch(batch, waited_s=waited_s + time.monotonic() - began)
+            executor.put_batch(agreed, waited_s=waited_s + time.monotonic() - began)
 
     def _agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
-        """Returns rank 0's answer on every rank. Collective."""
-        if self._patient is None:  # rank 0's own deadline comes first, and says what it waits for
-            with members_only():
-                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + LATER_S), group_desc="batches")
-            assert isinstance(group, dist.ProcessGroup)  # all ranks are members
-            self._patient = group
-        body = msgspec.msgpack.encode(self._next_batch(executor)) if executor.rank == 0 else b""
-        return _decode_agreed(broadcast_bytes(body, executor.device, self._patient))
+        """Rank 0's answer; of a batch's numbers, this rank's share. Collective."""
+        if self._groups is None:  # rank 0's own deadline comes first, and says what it waits for
+            self._groups = _Groups(executor.rank, executor.replicas, self._timeout_s + LATER_S)
+        groups, body = [], b""
+        if executor.rank == 0:
+            found = self._next_batch(executor)
+            header, groups = found if isinstance(found, tuple) else (found, [])
+            body = msgspec.msgpack.encode(header)
+        answer = _decode_agreed(self._groups.broadcast(body))
+        if not isinstance(answer, _Received):
+            return answer
+        batch = Batch(**msgspec.structs.asdict(answer), texts=[group.texts for group in groups])
+        shares = executor.assign(batch)
+        sizes = [len(group.samples) for group in batch.groups]
+        own = shares[self._groups.dp]
+        share = self._groups.scatter([partial(join, groups, sizes, each) for each in shares], share_bytes(batch.groups, own))
+        return msgspec.structs.replace(batch, numbers=split(batch.groups, own, share))
 
     def ledger(self) -> bytes:
         """The ledger for a checkpoint, encoded, with everything that has arrived by now."""
@@ -150,7 +184,7 @@ class RolloutsReceiver:
         assert self._buffer is not None, "only rank 0 has a buffer"
         return self._buffer
 
-    def _next_batch(self, executor: BatchExecutor) -> _EncodedBatch | _Resend | None:
+    def _next_batch(self, executor: BatchExecutor) -> tuple[_Header, list[GroupReady]] | _Resend | None:
         """Waits for the batch of this step, and has groups that are too old generated again. Returns None when the run is to stop."""
         step, buffer = executor.curr_step, self._rank_0_buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
@@ -176,7 +210,7 @@ class RolloutsReceiver:
                     raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {buffer}")
         now = time.monotonic()
         due_wait_s = now - full_since if full_since is not None else 0.0
-        return self._encoded(step, groups, due_wait_s, rejected)
+        return self._header(step, groups, due_wait_s, rejected), groups
 
     def _take_in(self) -> None:
         """Puts everything that has arrived into the buffer. A group is announced before it finishes, and messages go on arriving: so
@@ -187,23 +221,53 @@ class RolloutsReceiver:
         for group in ready:
             self._rank_0_buffer.finish(group)
 
-    def _encoded(self, step: int, groups: list[GroupReady], due_wait_s: float, rejected: int) -> _EncodedBatch:
+    def _header(self, step: int, groups: list[GroupReady], due_wait_s: float, rejected: int) -> _Header:
         timed = [group for group in groups if group.ended_s > 0]
         generate_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
         idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
         waited_s, self._idle_s = idle_s - self._idle_s, idle_s
         buffered = self._rank_0_buffer.finished
-        return _EncodedBatch(step, [group.group for group in groups], generate_s, waited_s, due_wait_s, rejected, buffered)
+        return _Header(step, [group.summary for group in groups], generate_s, waited_s, due_wait_s, rejected, buffered)
 
 
-def broadcast_bytes(body: bytes, device: torch.device, patient: dist.ProcessGroup) -> bytes:
-    """Returns rank 0's bytes on every rank of the default process group. Collective. `patient` is a gloo group of the same ranks, with a
-    timeout long enough to wait for rank 0."""
-    size = torch.tensor([len(body)])
-    dist.broadcast(size, src=0, group=patient)
-    whole = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(int(size), dtype=torch.uint8)
-    for piece in whole.split(BROADCAST_BYTES):
-        data = piece.to(device)
-        dist.broadcast(data, src=0)
-        piece.copy_(data)
-    return whole.numpy().tobytes()
+class _Groups:
+    """The process groups that batches travel in, over gloo. Made by all ranks together; `replicas` as BatchExecutor has them."""
+
+    def __init__(self, rank: int, replicas: list[list[int]], timeout_s: float):
+        self.dp = next(dp for dp, ranks in enumerate(replicas) if rank in ranks)
+        self._rank, self._heads = rank, [min(ranks) for ranks in replicas]
+        self._timeout = timedelta(seconds=timeout_s)
+        with members_only():
+            self.all = self._group(None)
+            self._of_heads = self._group(self._heads)
+            self._of_replicas = [self._group(ranks) if len(ranks) > 1 else None for ranks in replicas][self.dp]
+
+    def _group(self, ranks: list[int] | None) -> dist.ProcessGroup | None:
+        """Of all ranks where None are named; None where this rank is no member."""
+        group = dist.new_group(ranks, backend="gloo", timeout=self._timeout, group_desc="batches")
+        return group if isinstance(group, dist.ProcessGroup) else None
+
+    def broadcast(self, body: bytes) -> bytes:
+        """Returns rank 0's bytes on every rank."""
+        size = torch.tensor([len(body)])
+        dist.broadcast(size, src=0, group=self.all)
+        whole = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(whole, src=0, group=self.all)
+        return whole.numpy().tobytes()
+
+    def scatter(self, shares: list[Callable[[], bytearray]], size: int) -> np.ndarray:
+        """Returns this rank's share, of `size` bytes, which rank 0 makes when it sends it."""
+        own = torch.empty(size, dtype=torch.uint8)
+        if self._rank == 0:
+            for dp, head in enumerate(self._heads):
+                share = shares[dp]()
+                data = torch.frombuffer(share, dtype=torch.uint8) if share else torch.empty(0, dtype=torch.uint8)
+                if head == 0:
+                    own = data
+                else:
+                    dist.send(data, dst=head, group=self._of_heads)
+        elif self._rank in self._heads:
+            dist.recv(own, src=0, group=self._of_heads)
+        if self._of_replicas is not None:
+            dist.broadcast(own, src=self._heads[self.dp], group=self._of_replicas)
+        return own.numpy()

@@ -42,6 +42,7 @@ class CheckedRollout:
     rollout: base.Rollout
     context: base.RolloutContext
     timeout_s: float
+    vocab_size: int
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
@@ -57,7 +58,7 @@ class CheckedRollout:
         except Exception as error:
             error.add_note(f"in {where}")
             raise
-        if problems := base.sample_problems(samples, n, sampling.max_tokens):
+        if problems := base.sample_problems(samples, n, sampling.max_tokens, self.vocab_size):
             raise RuntimeError(f"{where}: {'; '.join(problems)}")
         return Group(prompt=replace(prompt, row={}), samples=samples)
 
@@ -87,7 +88,7 @@ async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resour
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
     context = base.RolloutContext(tokenizer, fleet.generate, score, tools.run, config.rollout.tool_timeout_s)
-    return CheckedRollout(config.rollout.name, rollout, context, config.timeouts.samples_s)
+    return CheckedRollout(config.rollout.name, rollout, context, config.timeouts.samples_s, plan.spec.vocab_size)
 
 
 async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path) -> Callable[[ScoreRequest], Awaitable[Score]]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
 from megarl.messaging.background import Background
-from megarl.messaging.messages import GroupReady
 from megarl.messaging.pulse import Pulse
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.channel import RolloutsSender
+from megarl.rollouts.packing import pack
 from megarl.types import Group, Ordinal, Version
 
 
@@ -91,9 +89,7 @@ class RolloutStream:
         version, started = self.version, time.monotonic()
         group = await self._roll_out(ordinal)
         ended = time.monotonic()
-        oldest = min((sample.min_version for sample in group.samples if sample.policy_versions), default=version)
-        encoded = msgspec.Raw(msgspec.msgpack.encode(group))
-        self._channel.finished(GroupReady(ordinal, oldest, started, ended, self._idle_s, encoded))
+        self._channel.finished(pack(group, version, started, ended, self._idle_s))
         self.admission.finish()
         self.sent += 1
         self._pulse.beat()

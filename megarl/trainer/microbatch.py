@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,7 +22,7 @@ import torch
 
 from megarl.models.routing import RoutingFormat
 from megarl.topology import TrainerTopology
-from megarl.types import TrainSequence
+from megarl.types import Elsewhere, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -139,43 +139,50 @@ def _laid_out(indices: Sequence[int], sizes: Sequence[int], alignment: Alignment
 
 def build(
     plan: MicrobatchPlan,
-    sequences: Sequence[TrainSequence],
+    sequences: Sequence[TrainSequence | Elsewhere],
     device: torch.device,
-    reference_logprobs: Sequence[Sequence[float]] | None = None,
+    reference_logprobs: Sequence[np.ndarray] | None = None,
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
     """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
+    held = {index: _held(sequences[index]) for index in plan.indices}
 
-    def on_host(values: Callable[[int], Sequence[float]], dtype: type, part: slice = slice(1, None)) -> np.ndarray:
+    def on_host(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> np.ndarray:
         """`values` of a sequence's tokens, of them `part`, which is by default the predicted ones."""
         row = np.zeros(plan.positions, dtype)
         for start, index in zip(plan.boundaries, plan.indices):
-            here = np.asarray(values(index))[part]
+            here = values(index)[part]
             row[start : start + len(here)] = here
         return row
 
-    def laid(values: Callable[[int], Sequence[float]], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
+    def laid(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
         return torch.from_numpy(on_host(values, dtype, part)).to(device)
 
-    scored = on_host(lambda i: sequences[i].loss_mask, np.bool_)
+    scored = on_host(lambda i: held[i].loss_mask, np.bool_)
     return MicroBatch(
-        inputs=laid(lambda i: sequences[i].token_ids, np.int64, slice(-1)),
-        targets=laid(lambda i: sequences[i].token_ids, np.int64),
+        inputs=laid(lambda i: held[i].token_ids, np.int64, slice(-1)),
+        targets=laid(lambda i: held[i].token_ids, np.int64),
         boundaries=torch.tensor(plan.boundaries, dtype=torch.int32, device=device),
         loss_mask=torch.from_numpy(scored).to(device),
         scored=scored,
-        mu_logprobs=laid(lambda i: sequences[i].mu_logprobs, np.float32),
-        advantages=laid(lambda i: sequences[i].advantages, np.float32),
+        mu_logprobs=laid(lambda i: held[i].mu_logprobs, np.float32),
+        advantages=laid(lambda i: held[i].advantages, np.float32),
         reference_logprobs=None if reference_logprobs is None else laid(lambda i: reference_logprobs[i], np.float32),
-        routing=None if routing is None else _routing(plan, sequences, routing).to(device),
+        routing=None if routing is None else _routing(plan, held, routing).to(device),
         plan=plan,
     )
 
 
-def _routing(plan: MicrobatchPlan, sequences: Sequence[TrainSequence], routing: RoutingFormat) -> torch.Tensor:
+def _held(sequence: TrainSequence | Elsewhere) -> TrainSequence:
+    if isinstance(sequence, Elsewhere):
+        raise RuntimeError(f"a sequence of {len(sequence)} tokens is in this rank's plan, but another data-parallel rank has its numbers")
+    return sequence
+
+
+def _routing(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], routing: RoutingFormat) -> torch.Tensor:
     ids = np.full((plan.positions, *routing.shape), -1, np.int16)
     for start, index in zip(plan.boundaries, plan.indices):
-        known, tokens = routing.unpack(sequences[index].routing), len(sequences[index].token_ids)
+        known, tokens = routing.unpack(held[index].routing), len(held[index])
         if len(known) >= tokens:
             raise ValueError(f"experts of {len(known)} positions in a sequence of {tokens} tokens, the last of which has none")
         ids[start : start + len(known)] = known

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -40,7 +41,7 @@ from megarl.trainer.packing import packed_sequences
 from megarl.trainer.routing_replay import RoutingReplay
 from megarl.trainer.supported import check_transformer_engine
 from megarl.trainer.vendor_warnings import refuse_corruption
-from megarl.types import TrainSequence
+from megarl.types import Elsewhere, TrainSequence
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
 """(logprobs [t] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step."""
@@ -122,16 +123,16 @@ class MegatronTrainer:
 
     def train_step(
         self,
-        sequences: Sequence[TrainSequence],
+        sequences: Sequence[TrainSequence | Elsewhere],
         loss: LossFn,
         denominator: float,
         *,
         temperature: float = 1.0,
-        reference_logprobs: Sequence[Sequence[float]] | None = None,
+        reference_logprobs: Sequence[np.ndarray] | None = None,
     ) -> StepResult:
         """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
-        `temperature` is that of the behaviour policy; `reference_logprobs`, one list per sequence, becomes
+        `temperature` is that of the behaviour policy; `reference_logprobs`, one array per sequence, becomes
         MicroBatch.reference_logprobs. Without sequences the gradient is zero and the optimizer still steps.
         Raises RuntimeError if the gradient is not finite.
         """
@@ -156,7 +157,7 @@ class MegatronTrainer:
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
         mean_loss = sums.pop("loss") / denominator
         entropy = sums.pop(ENTROPY) / (sums.pop(ENTROPY_TOKENS) or math.nan)
-        positions = sum(len(s.token_ids) - 1 for s in sequences)
+        positions = sum(len(s) - 1 for s in sequences)
         padded = int(sums.pop(POSITIONS)) - positions
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
         return StepResult(mean_loss, float(grad_norm), sums, entropy, learning_rate, padded, routing)
@@ -175,10 +176,10 @@ class MegatronTrainer:
     # -- scoring
 
     def token_logprobs(
-        self, sequences: Sequence[TrainSequence], model: Literal["policy", "reference"] = "policy", temperature: float = 1.0
-    ) -> list[list[float]]:
-        """The log-prob of every token of `loss_mask` given those before it, one list per sequence, with 0 for the other tokens; the same on
-        every rank."""
+        self, sequences: Sequence[TrainSequence | Elsewhere], model: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """The log-prob of every token of `loss_mask` given those before it, one array per sequence, with 0 for the other tokens; the same
+        on every rank."""
         plan = self._plan(sequences)
         weights = self._reference_weights() if model == "reference" else contextlib.nullcontext()
         with torch.no_grad(), weights:
@@ -188,8 +189,8 @@ class MegatronTrainer:
                 lambda microbatch, hidden, non_loss_data: self._logprobs(hidden, microbatch, temperature)[0],
                 forward_only=True,
             )
-        flat = torch.zeros(sum(len(s.token_ids) for s in sequences), dtype=torch.float32)
-        lengths = [len(s.token_ids) for s in sequences]
+        lengths = [len(s) for s in sequences]
+        flat = torch.zeros(sum(lengths), dtype=torch.float32)
         slices = flat.split(lengths)  # views
         if self.coordinate.tp == self.coordinate.cp == 0:
             for microbatch, logprobs in zip(plan, scored):
@@ -199,7 +200,7 @@ class MegatronTrainer:
         if self.topology.world_size > 1:
             flat = flat.to(self.device)
             dist.all_reduce(flat)
-        return [part.tolist() for part in flat.split(lengths)]
+        return [part.numpy() for part in flat.cpu().split(lengths)]
 
     def hold_reference(self) -> None:
         """Keeps a frozen copy of the current weights, for the KL penalty."""
@@ -220,10 +221,16 @@ class MegatronTrainer:
 
     # -- shared by training and scoring
 
-    def _plan(self, sequences: Sequence[TrainSequence]) -> list[MicrobatchPlan]:
-        lengths = [len(s.token_ids) for s in sequences]
-        stages = self.topology.pp if self.topology.vpp > 1 else 1
-        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)[self.coordinate.dp]
+    def shares(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[int]]:
+        """[dp][…] which sequences each data-parallel rank needs: in the place of the others it may be given Elsewhere."""
+        return [[index for microbatch in plan for index in microbatch.indices] for plan in self._plans(sequences)]
+
+    def _plan(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[MicrobatchPlan]:
+        return self._plans(sequences)[self.coordinate.dp]
+
+    def _plans(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[MicrobatchPlan]]:
+        lengths, stages = [len(s) for s in sequences], self.topology.pp if self.topology.vpp > 1 else 1
+        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)
 
     def _logprobs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(

@@ -116,7 +116,7 @@ def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion:
 
     A model's are those tokens whose log-probs by it are the completion's, up to the first that is not; all must be somebody's.
     """
-    tokens, found = torch.tensor([prompt + completion.token_ids]), []
+    tokens, found = torch.tensor([[*prompt, *completion.token_ids]]), []
     cache, cached = None, 0  # of how many tokens
     for number, model in enumerate(models):
         if len(found) == len(completion.token_ids):

@@ -135,7 +135,7 @@ def test_an_emulated_engine_fills_its_slots_in_turn_and_stands_still_while_pause
         await engine.resume(1, recompute=True)
         first, second = await asyncio.gather(*requests)
         assert order == [0, 1] and len(first.token_ids) == len(second.token_ids) == 20
-        assert first.token_ids == first.versions == sorted(first.versions) and set(first.versions) == {0, 1}
+        assert first.token_ids == first.versions and [*first.versions] == sorted(first.versions) and set(first.versions) == {0, 1}
         assert set(second.versions) == {1}, "it had to wait for a slot"
 
     on_engine(body)
@@ -146,17 +146,17 @@ def test_an_emulated_engine_cuts_aborts_and_goes_on():
         prompt = [7] * PROMPT_TOKENS
         (cut,) = await engine.complete([prompt], [Sampling(8)], 0)
         assert (len(cut.token_ids), cut.finish_reason) == (8, "length")
-        rest = asyncio.create_task(engine.complete([prompt + cut.token_ids], [Sampling(992)], 0))
+        rest = asyncio.create_task(engine.complete([[*prompt, *cut.token_ids]], [Sampling(992)], 0))
         await asyncio.sleep(0)
         await engine.abort_all(1)
         assert await rest == [Completion([], [], [], ABORT)]
-        rest = asyncio.create_task(engine.complete([prompt + cut.token_ids], [Sampling(992)], 0))
+        rest = asyncio.create_task(engine.complete([[*prompt, *cut.token_ids]], [Sampling(992)], 0))
         await asyncio.sleep(0.003)
         await engine.abort_all(1)
         await engine.abort_all(1)
         (more,) = await rest
         assert more.finish_reason == ABORT and 0 < len(more.token_ids) < 492
-        (end,) = await engine.complete([prompt + cut.token_ids + more.token_ids], [Sampling(992)], 0)
+        (end,) = await engine.complete([[*prompt, *cut.token_ids, *more.token_ids]], [Sampling(992)], 0)
         assert (8 + len(more.token_ids) + len(end.token_ids), end.finish_reason) == (500, "stop")
         assert not engine._unfinished and not engine._runs
         (whole,) = await engine.complete([prompt], [Sampling(1000)], 0)

@@ -93,7 +93,7 @@ async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]
     context = RolloutContext(tokenizer, generate, score, no_worker, tool_timeout_s=120)
     tool = f"{__name__}:hold_up_the_first"
     rollout = Watched(tokenizer, tool=tool, call_open="<", call_close=">", result="={result};", max_calls=3, max_result_tokens=8)
-    checked = CheckedRollout("tool_calls", rollout, context, timeout_s=150)
+    checked = CheckedRollout("tool_calls", rollout, context, timeout_s=150, vocab_size=500)
     sampling = Sampling(MAX_TOKENS, stop_token_ids=tokenizer.eos_ids)
     texts = [f"{i}*{i + 1}=" for i in range(GROUPS)]
     prompts = [Prompt(ordinal=i, token_ids=tokenizer.encode_prompt(text), text=text, answer="7") for i, text in enumerate(texts)]
@@ -117,12 +117,12 @@ def test_256_samples_run_at_once_each_at_its_own_pace(engine: Any, model: Path) 
     [finished_before] = watch.held
     assert finished_before < GROUPS * N - 1, "others were still to finish when the slow call began, and they did"
 
-    several = [(prompt, sample) for prompt, sample in samples if sample.turns > 1]
-    assert len(several) > GROUPS and max(sample.turns for _, sample in several) > 2
+    several = [(prompt, sample) for prompt, sample in samples if sample.summary().turns > 1]
+    assert len(several) > GROUPS and max(sample.summary().turns for _, sample in several) > 2
     reference = hf_model(model, torch.float32)
     for prompt, sample in several[:24]:
-        expected = hf_logprobs(reference, prompt.token_ids + sample.token_ids)[len(prompt.token_ids) - 1 :]
+        expected = hf_logprobs(reference, [*prompt.token_ids, *sample.token_ids])[len(prompt.token_ids) - 1 :]
         expected = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        mine = torch.tensor(sample.policy_mask)
+        mine = torch.tensor(sample.policy_mask, dtype=torch.bool)
         assert (torch.tensor(sample.logprobs) - expected)[mine].abs().max() < 1e-5, "each turn continued just the tokens before it"
         assert not torch.tensor(sample.logprobs)[~mine].any()

@@ -84,12 +84,12 @@ def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
     completions = with_client(engine, lambda client: asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in PROMPTS)))
     model = hf_model(checkpoints[0], torch.float32)
     for prompt, [completion] in zip(PROMPTS, completions):
-        tokens = prompt + completion.token_ids
+        tokens = [*prompt, *completion.token_ids]
         reference = hf_logprobs(model, tokens)[len(prompt) - 1 :]
-        assert completion.token_ids == reference.argmax(-1).tolist()
+        assert completion.token_ids.tolist() == reference.argmax(-1).tolist()
         expected = reference.max(-1).values
         assert (torch.tensor(completion.logprobs) - expected).abs().max() < 3e-6
-        assert completion.versions == [-1] * 12 and completion.finish_reason == "length"
+        assert completion.versions.tolist() == [-1] * 12 and completion.finish_reason == "length"
 
 
 def test_a_response_fills_the_context_but_for_what_sglang_keeps_back(engine):
@@ -112,7 +112,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(engine, checkpoints
     assert len({tuple(completion.token_ids) for completion in completions}) > 4  # independent samples
     model = hf_model(checkpoints[0], torch.float32)
     for completion in completions:
-        logprobs = hf_logprobs(model, PROMPTS[2] + completion.token_ids, temperature)[len(PROMPTS[2]) - 1 :]
+        logprobs = hf_logprobs(model, [*PROMPTS[2], *completion.token_ids], temperature)[len(PROMPTS[2]) - 1 :]
         probabilities, order = logprobs.exp().sort(-1, descending=True)
         kept = probabilities.cumsum(-1) - probabilities <= top_p  # the nucleus: candidates until top_p is passed
         if top_k > 0:
@@ -189,7 +189,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
     new, prompt = hf_model(checkpoints[1], torch.float32), PROMPTS[4]
 
     def difference_to_hf(completion) -> float:
-        logprobs = hf_logprobs(new, prompt + completion.token_ids)[len(prompt) - 1 :]
+        logprobs = hf_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
         expected = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         return (torch.tensor(completion.logprobs) - expected).abs().max().item()
 
@@ -226,10 +226,10 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         assert began < ended
         [fresh] = await client.generate(prompt, GREEDY)
         assert difference_to_hf(fresh) < 3e-6
-        assert fresh.versions == [7] * 12
+        assert fresh.versions.tolist() == [7] * 12
         for completion in await running:
             assert len(completion.token_ids) == 80
-            assert completion.versions == sorted(completion.versions) and set(completion.versions) == {-1, 7}
+            assert completion.versions.tolist() == sorted(completion.versions) and set(completion.versions) == {-1, 7}
 
         # One flipped element, in a write that a transport of somebody's own makes.
         await (update := WeightUpdate(workers, 8)).open()

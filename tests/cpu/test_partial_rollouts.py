@@ -76,7 +76,7 @@ class Rig:
     async def scores(self, prompt: list[int], completions: list[Completion], version: int) -> list[list[float]]:
         """Log-probs of the completions' tokens, computed afresh by the engine under the weights of `version`, no cache in use."""
         await self.set_version(version)
-        scored = await self.client.score([prompt + completion.token_ids for completion in completions])
+        scored = await self.client.score([[*prompt, *completion.token_ids] for completion in completions])
         return [row[len(prompt) - 1 :] for row in scored]
 
 
@@ -144,7 +144,7 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
             assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == LONG.max_tokens
             assert completion.finish_reason == "length"
             versions = completion.versions
-            assert versions == sorted(versions)
+            assert versions.tolist() == sorted(versions)
             if mode == "block":
                 assert set(versions) == {first}
             elif mode == "abort":
@@ -172,7 +172,7 @@ def check_experts(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
     weights. (All but a few: of experts whose scores are equal but for rounding either may be chosen.)"""
     same = other = total = 0
     for prompt, completion in ((prompt, completion) for prompt, group in zip(PROMPTS, groups) for completion in group):
-        tokens, versions = prompt + completion.token_ids, completion.versions
+        tokens, versions = [*prompt, *completion.token_ids], completion.versions
         found = torch.from_numpy(rig.routing.unpack(completion.routing).astype("int64")).sort(dim=-1)[0]
         assert len(found) == len(tokens) - 1
         by = [versions[max(0, at + 1 - len(prompt))] if mode != "retract" else versions[-1] for at in range(len(found))]
@@ -192,8 +192,8 @@ def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
             old, new = (rig.models[version % 2] for version in (before, after))
             by = sampled_by([old, new], prompt, completion, TOLERANCE)
             assert set(by) == {0, 1}, "some of each"
-            assert completion.versions == [after if each else before for each in by]
-            forgotten = hf_logprobs(new, prompt + completion.token_ids)[len(prompt) - 1 :]
+            assert completion.versions.tolist() == [after if each else before for each in by]
+            forgotten = hf_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
             forgotten = forgotten.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert difference(completion.logprobs, forgotten.tolist()) > 0.01, "the old cache makes a difference that this test can see"
 
@@ -207,7 +207,7 @@ async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:
     await rig.update(fleet, mode, key)
     [completion] = await fleet.generate(prompt, SHORT, 1)
     await asyncio.gather(*running)
-    assert completion.versions == [rig.version] * SHORT.max_tokens
+    assert completion.versions.tolist() == [rig.version] * SHORT.max_tokens
     [fresh] = await rig.scores(prompt, [completion], rig.version)
     return difference(completion.logprobs, fresh)
 

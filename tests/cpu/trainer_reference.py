@@ -37,10 +37,14 @@ def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, A
         "loss": loss.item(),
         "entropy": hf_entropy(model, batch, TEMPERATURE),
         "grads": checkpoint_tensors(folder, {name: parameter.grad for name, parameter in model.named_parameters()}),
-        "logits": model(torch.tensor([batch[0].token_ids])).logits.detach(),
-        "weights": sum(sum(s.advantages) for s in batch),
-        "tokens": sum(sum(s.loss_mask) for s in batch),
+        "logits": model(tokens_of(batch[0])).logits.detach(),
+        "weights": sum(sum(s.advantages.tolist()) for s in batch),
+        "tokens": sum(sum(s.loss_mask.tolist()) for s in batch),
     }
+
+
+def tokens_of(sequence: TrainSequence) -> torch.Tensor:
+    return torch.from_numpy(sequence.token_ids)[None].long()  # [1, L]
 
 
 def load_float64(folder: Path, weights: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -107,7 +111,7 @@ def hf_loss(
     loss, logprobs = torch.zeros((), dtype=torch.float64), []
     for sequence in batch:
         before(sequence)
-        tokens = torch.tensor([sequence.token_ids])
+        tokens = tokens_of(sequence)
         scores = (model(tokens).logits[0] / temperature).log_softmax(dim=-1)
         chosen = scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
         weights = torch.tensor(sequence.advantages, dtype=torch.float64) * torch.tensor(sequence.loss_mask)
@@ -121,7 +125,7 @@ def hf_entropy(model: PreTrainedModel, batch: list[TrainSequence], temperature: 
     """Mean over the unmasked tokens."""
     found = []
     for sequence in batch:
-        scores = (model(torch.tensor([sequence.token_ids])).logits[0, :-1] / temperature).log_softmax(dim=-1)
+        scores = (model(tokens_of(sequence)).logits[0, :-1] / temperature).log_softmax(dim=-1)
         found.append(-(scores.exp() * scores).sum(dim=-1)[torch.tensor(sequence.loss_mask[1:], dtype=torch.bool)])
     return torch.cat(found).mean().item()
 

@@ -61,6 +61,10 @@ def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> li
     return made
 
 
+def scored(trainer: Any, batch: list[TrainSequence], **how: Any) -> list[list[float]]:
+    return [row.tolist() for row in trainer.token_logprobs(batch, **how)]
+
+
 def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
     """With experts drawn at random: at all positions, in every fourth sequence at the first half only, in every fifth at none."""
     random, made = np.random.default_rng(3), []
@@ -134,7 +138,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
 def all_logprobs(trainer: Any, batch: list[TrainSequence], model: Any = "policy", temperature: float = 1.0) -> list[list[float]]:
     """Of all tokens, not only of those that the loss is about."""
     whole = [msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in batch]
-    return trainer.token_logprobs(whole, model, temperature)
+    return scored(trainer, whole, model=model, temperature=temperature)
 
 
 def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         "dropped": one_step(trainer, [s for s in all_sequences if any(s.advantages)]),
         "none": one_step(trainer, []),
         "logprobs": all_logprobs(trainer, all_sequences, temperature=TEMPERATURE),
-        "masked_logprobs": trainer.token_logprobs(all_sequences, temperature=TEMPERATURE),
+        "masked_logprobs": scored(trainer, all_sequences, temperature=TEMPERATURE),
         "logits": logits(trainer, all_sequences[:1]),
     }
     trainer.max_tokens = 48  # several microbatches of different shapes

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from batches import batch_of
 
 from megarl.config.operation import ObserveConfig, TimeoutConfig
 from megarl.config.schema import GeneratorConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig, WeightsConfig
@@ -81,15 +82,8 @@ def batch(groups: int = 4, samples: int = 2) -> Batch:
         tokens = [(310 * group + 170 * index + 77 * t) % 500 for t in range(length)]
         return Sample(tokens, [-6.0] * length, [0] * length, "", float(index), "length")
 
-    return Batch(
-        step=0,
-        groups=[
-            Group(Prompt(g, [(130 * g + 57 * t) % 500 for t in range(2 + g)], "", ""), [sample(g, i) for i in range(samples)])
-            for g in range(groups)
-        ],
-        generate_s=0.0,
-        generator_wait_s=0.0,
-    )
+    prompts = [Prompt(g, [(130 * g + 57 * t) % 500 for t in range(2 + g)], "", "") for g in range(groups)]
+    return batch_of([Group(prompt, [sample(g, i) for i in range(samples)]) for g, prompt in enumerate(prompts)])
 
 
 def rendezvous(job: Job) -> Rendezvous:

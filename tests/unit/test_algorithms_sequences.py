@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import batch_of
 from msgspec.structs import replace
 
 from megarl.algorithms.advantages import mean_baseline
@@ -46,19 +47,19 @@ def batch() -> Batch:
         group(1, [1, 9], [sample([3, 2], 1.0), sample([3, 3, 3, 2], 1.0)]),  # equal rewards: zero advantage
         group(2, [1], [sample([5], 0.0), sample([4, 2], 1.0)]),
     ]
-    return Batch(step=3, groups=groups, generate_s=0.0, generator_wait_s=0.0)
+    return batch_of(groups, step=3)
 
 
 def test_positions_are_masked_and_aligned():
     b = batch()
-    sequences = to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=False)
+    sequences = [*to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=False).values()]
     assert denominator(b, AIPO) == 2 + 3 + 2 + 4 + 1 + 2
     assert denominator(b, make_algorithm(AlgorithmConfig(loss_mean="sequence"))) == 6
     assert len(sequences) == 6
     assert sequences[1] == TrainSequence(
         token_ids=[1, 4, 5, 7, 8, 2],
         loss_mask=[False] * 3 + [True] * 3,
-        mu_logprobs=[0.0, 0.0, 0.0, -0.1, -0.2, pytest.approx(-0.3)],
+        mu_logprobs=[0.0, 0.0, 0.0, -0.1, -0.2, -0.1 * 3],
         advantages=[0.0] * 3 + [-0.5] * 3,
     )
 
@@ -67,10 +68,11 @@ def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tens
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
     for s in sequences:
-        logits = model(torch.tensor(s.token_ids[:-1]))
-        logprobs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(s.token_ids[1:])[:, None])[:, 0]
-        mu, advantages = (torch.tensor(field[1:], dtype=torch.float64) for field in (s.mu_logprobs, s.advantages))
-        mask, boundaries = torch.tensor(s.loss_mask[1:]), torch.tensor([0, len(logprobs)], dtype=torch.int32)
+        ids = torch.from_numpy(s.token_ids).long()
+        logits = model(ids[:-1])
+        logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+        mu, advantages = (torch.from_numpy(field[1:]).double() for field in (s.mu_logprobs, s.advantages))
+        mask, boundaries = torch.from_numpy(s.loss_mask[1:]), torch.tensor([0, len(logprobs)], dtype=torch.int32)
         tensors = dict(boundaries=boundaries, mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=None)
         microbatch = SimpleNamespace(**tensors)
         (AIPO.loss(logprobs, microbatch).loss / divisor).backward()
@@ -80,27 +82,30 @@ def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tens
 T, F = True, False
 
 
-def batch_of_turns(garbage: float = 0.0) -> Batch:
-    groups = [
+def groups_of_turns(garbage: float = 0.0) -> list[Group]:
+    return [
         group(0, [1, 4, 5], [turns([6, 7, 9, 9, 2], [T, T, F, F, T], 1.0, garbage), sample([7, 8, 2], 0.0)]),
         group(1, [1, 9], [turns([3, 8, 3, 8, 2], [T, F, T, F, T], 0.0, garbage), turns([5, 6, 4], [T, T, F], 1.0, garbage)]),
     ]
-    return Batch(step=3, groups=groups, generate_s=0.0, generator_wait_s=0.0)
+
+
+def batch_of_turns(garbage: float = 0.0) -> Batch:
+    return batch_of(groups_of_turns(garbage), step=3)
 
 
 def test_the_environments_tokens_are_context_and_nothing_else():
     """Against the written-out sum over the policy's tokens alone, in float64: gradient, and what garbage beside them changes."""
     b = batch_of_turns()
     advantages = mean_baseline(batch_rewards(b))
-    sequences, tokens = to_train_sequences(b, advantages, skip_zero=False), denominator(b, AIPO)
+    sequences, tokens = [*to_train_sequences(b, advantages, skip_zero=False).values()], denominator(b, AIPO)
     assert tokens == 3 + 3 + 3 + 2
     masks = [[F, F, F, T, T, F, F, T], [F, F, F, T, T, T], [F, F, T, F, T, F, T], [F, F, T, T, F]]
-    assert [s.loss_mask for s in sequences] == masks
+    assert [s.loss_mask.tolist() for s in sequences] == masks
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
     loss = torch.zeros((), dtype=torch.float64)
-    for g, row in zip(b.groups, advantages.tolist()):
+    for g, row in zip(groups_of_turns(), advantages.tolist()):
         for s, advantage in zip(g.samples, row):
             context = list(g.prompt.token_ids)
             for token, mu, mine in zip(s.token_ids, s.logprobs, s.policy_mask or [True] * len(s.token_ids)):
@@ -112,7 +117,7 @@ def test_the_environments_tokens_are_context_and_nothing_else():
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(model_gradient(sequences, tokens), expected, rtol=0, atol=1e-15)
-    assert to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False) == sequences
+    assert [*to_train_sequences(batch_of_turns(garbage=-9.0), advantages, skip_zero=False).values()] == sequences
     for s in sequences:
         assert all(mine or (mu == 0.0 and a == 0.0) for mine, mu, a in zip(s.loss_mask, s.mu_logprobs, s.advantages))
 
@@ -128,7 +133,7 @@ def test_metrics_of_turns():
 def test_skipping_zero_advantages_leaves_the_gradient_unchanged():
     b = batch()
     advantages = mean_baseline(batch_rewards(b))
-    every, kept = (to_train_sequences(b, advantages, skip_zero) for skip_zero in (False, True))
+    every, kept = ([*to_train_sequences(b, advantages, skip_zero).values()] for skip_zero in (False, True))
     assert len(every) == 6 and len(kept) == 4
     expected = model_gradient(every, 14)
     assert expected.abs().max() > 1e-3
@@ -136,8 +141,8 @@ def test_skipping_zero_advantages_leaves_the_gradient_unchanged():
 
 
 def test_a_batch_without_signal_gives_no_sequences_but_a_denominator():
-    b = Batch(step=0, groups=[group(0, [1], [sample([2], 1.0), sample([3, 2], 1.0)])], generate_s=0.0, generator_wait_s=0.0)
-    assert to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=True) == []
+    b = batch_of([group(0, [1], [sample([2], 1.0), sample([3, 2], 1.0)])])
+    assert to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=True) == {}
     assert denominator(b, AIPO) == 3.0
 
 
@@ -146,7 +151,7 @@ def test_metrics():
         group(0, [1], [sample([5, 6, 2], 1.0, [4, 4, 5]), sample([5], 0.0, [5], "length")]),
         group(1, [1], [sample([5, 2], 1.0, [3, 5]), sample([2], 1.0, [6])]),
     ]
-    got = batch_metrics(Batch(step=6, groups=groups, generate_s=0.0, generator_wait_s=0.0), version=6)
+    got = batch_metrics(batch_of(groups, step=6), version=6)
     assert got == {
         "reward/mean": 0.75,
         "reward/std": pytest.approx(0.1875**0.5),
@@ -168,4 +173,4 @@ def test_metrics():
 def test_ragged_groups_are_refused():
     groups = [group(0, [1], [sample([2], 1.0)]), group(1, [1], [sample([2], 1.0), sample([2], 0.0)])]
     with pytest.raises(ValueError, match="step 2"):
-        batch_rewards(Batch(step=2, groups=groups, generate_s=0.0, generator_wait_s=0.0))
+        batch_rewards(batch_of(groups, step=2))

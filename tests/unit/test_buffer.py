@@ -20,7 +20,7 @@ from megarl.rollouts.ledger import Consumed, Ledger
 
 
 def ready(ordinal: int, oldest: int = 0) -> GroupReady:
-    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"))
+    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [])
 
 
 def filled(buffer: RolloutBuffer, *groups: tuple[int, int]) -> RolloutBuffer:

@@ -236,7 +236,7 @@ def test_sft_batches_teach_the_response_and_its_end(tokenizer: Tokenizer, spec: 
     for sequence in itertools.chain(*batches):
         prompt = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if not learn]
         response = [t for t, learn in zip(sequence.token_ids, sequence.loss_mask) if learn]
-        assert sequence.token_ids == prompt + response and prompt[0] == 1 and response[-1] == 2
+        assert sequence.token_ids.tolist() == prompt + response and prompt[0] == 1 and response[-1] == 2
         assert re.fullmatch(r"\d([+-]\d){4}=", tokenizer.decode(prompt)) and re.fullmatch(r"\d(,\d){4}", tokenizer.decode(response))
         assert len(sequence.mu_logprobs) == len(sequence.advantages) == len(sequence.token_ids)
 
@@ -260,8 +260,8 @@ def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: 
 
 def test_the_environments_part_of_a_demonstration_is_not_learned(tokenizer: Tokenizer):
     sequence = sft_sequence(Row(prompt="2*3=", answer="6", demonstration=("<2*3>", "6;", "6"), where=""), tokenizer, 64)
-    assert sequence.token_ids == [*tokenizer.encode_prompt("2*3="), *tokenizer.encode_text("<2*3>6;6"), tokenizer.eos_id]
-    assert sequence.loss_mask == [False] * 5 + [True] * 5 + [False] * 2 + [True] * 2
+    assert sequence.token_ids.tolist() == [*tokenizer.encode_prompt("2*3="), *tokenizer.encode_text("<2*3>6;6"), tokenizer.eos_id]
+    assert sequence.loss_mask.tolist() == [False] * 5 + [True] * 5 + [False] * 2 + [True] * 2
 
 
 # --- product task ---

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 import pytest
+from batches import batch_of
 from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError
@@ -24,12 +25,13 @@ from megarl.rollouts.environments.single_turn import single_turn
 from megarl.rollouts.environments.tool_calls import ToolCalls
 from megarl.rollouts.environments.transcript import Transcript
 from megarl.rollouts.rollout import CheckedRollout
-from megarl.types import Prompt, Sample
+from megarl.types import Group, Prompt, Sample
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs/models/tiny-llama")
 TOKENIZER = load_tokenizer(ModelConfig(path=TINY))
 EOS = TOKENIZER.eos_id
+VOCABULARY = 500
 
 
 class ScriptedPolicy:
@@ -72,7 +74,7 @@ MARKS: dict[str, Any] = {"call_open": "<", "call_close": ">", "result": "{result
 
 def sample_of(policy: ScriptedPolicy, sampling: Sampling = SAMPLING, **arguments: Any) -> Sample:
     [sample] = asyncio.run(ToolCalls(TOKENIZER, **{**MARKS, **arguments})(policy.context(), prompt(), sampling, 1))
-    assert sample_problems([sample], 1, sampling.max_tokens) == []
+    assert sample_problems([sample], 1, sampling.max_tokens, VOCABULARY) == []
     return sample
 
 
@@ -84,13 +86,17 @@ def test_a_call_is_answered_and_the_answer_is_the_environments():
     sample = sample_of(policy)
     assert sample.text == "<12*12>144;144" and sample.reward == 1.0 and sample.finish_reason == "stop"
     ids = TOKENIZER.encode_text("<12*12>144;144") + [EOS]
-    assert sample.token_ids == ids
-    assert sample.policy_mask == [True] * 7 + [False] * 4 + [True] * 4
-    assert sample.logprobs == [-0.5] * 7 + [0.0] * 4 + [-1.0] * 4
-    assert sample.policy_versions == [1] * 7 + [2] * 4 and (sample.min_version, sample.max_version) == (1, 2)
+    assert sample.token_ids.tolist() == ids
+    assert sample.policy_mask.tolist() == [True] * 7 + [False] * 4 + [True] * 4
+    assert sample.logprobs.tolist() == [-0.5] * 7 + [0.0] * 4 + [-1.0] * 4
+    summary = sample.summary()
+    assert summary.policy_versions == [(1, 7), (2, 4)] and (summary.min_version, summary.max_version) == (1, 2)
     assert sample.environment_spans == [(7, 11)] and sample.text[7:11] == "144;"
-    assert sample.metrics == {"tool_calls": 1, "tool_errors": 0} and (sample.turns, sample.policy_tokens) == (2, 11)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=Sample) == sample, "all of it reaches the trainer"
+    assert sample.metrics == {"tool_calls": 1, "tool_errors": 0} and (summary.turns, summary.policy_tokens) == (2, 11)
+    [trained] = batch_of([Group(prompt(), [sample])]).numbers.values()
+    assert trained.policy_mask is not None
+    arrays = (trained.token_ids, trained.logprobs, trained.policy_mask)
+    assert [each.tolist() for each in arrays] == [ids, [*sample.logprobs], [*sample.policy_mask]], "all of it reaches the trainer"
     (first, one), (second, two) = policy.asked
     assert first == prompt().token_ids and second == prompt().token_ids + ids[:11]
     assert (one.max_tokens, two.max_tokens) == (64, 64 - 11)
@@ -99,7 +105,7 @@ def test_a_call_is_answered_and_the_answer_is_the_environments():
 
 def test_without_a_call_there_is_one_turn_and_no_mask():
     sample = sample_of(ScriptedPolicy("144$"))
-    assert sample.policy_mask == [] and sample.turns == 1 and sample.reward == 1.0 and sample.metrics["tool_calls"] == 0
+    assert not sample.policy_mask and sample.summary().turns == 1 and sample.reward == 1.0 and sample.metrics["tool_calls"] == 0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,7 @@ def test_a_tool_cannot_write_special_tokens_but_the_template_can():
 def test_single_turn_asks_once_for_all():
     policy = ScriptedPolicy("144$", "7$")
     samples = asyncio.run(single_turn(policy.context(), prompt(), SAMPLING, 2))
-    assert [(s.text, s.reward, s.policy_mask, s.versions[0]) for s in samples] == [("144", 1.0, [], 1), ("7", 0.0, [], 1)]
+    assert [(s.text, s.reward, len(s.policy_mask), s.versions[0]) for s in samples] == [("144", 1.0, 0, 1), ("7", 0.0, 0, 1)]
     assert [s.reward_parts for s in samples] == [{"index": 0.0}, {"index": 1.0}]
     assert len(policy.asked) == 1
 
@@ -178,7 +184,7 @@ def test_samples_that_are_none_end_the_run_with_a_reason():
         async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Any:
             return list(samples)
 
-        checked = CheckedRollout("mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=5)
+        checked = CheckedRollout("mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=5, vocab_size=VOCABULARY)
         return asyncio.run(checked(prompt(), SAMPLING, 1))
 
     assert call(good).samples == [good]
@@ -192,7 +198,10 @@ def test_samples_that_are_none_end_the_run_with_a_reason():
         ([replace(good, reward=True)], "reward True: must be a finite number"),
         ([replace(good, reward=1e308)], "reward 1e+308: must be a finite number of absolute value at most 1e+06"),
         ([replace(good, reward=10**400)], "reward 1000"),
-        ([replace(good, logprobs=[None] * len(good.logprobs))], "log-prob None: must be a finite number"),
+        ([replace(good, logprobs=[-0.5, float("nan"), -0.5, -0.5])], "log-prob nan: must be a finite number"),
+        ([replace(good, logprobs=[-0.5, -0.5, -0.5, -1e300])], "log-prob -inf: must be a finite number"),
+        ([replace(good, token_ids=[4, 4, VOCABULARY, 4])], f"token id {VOCABULARY}: the vocabulary has 0 to {VOCABULARY - 1}"),
+        ([replace(good, token_ids=[4, -1, 4, 4])], "token id -1: the vocabulary has"),
         ([replace(good, token_ids=[4] * 65, logprobs=[0.0] * 65, versions=[0] * 65)], "65 tokens, more than max_tokens=64"),
     ]:
         with pytest.raises(RuntimeError, match=f"rollout mine:rollout, prompt 7: .*{re.escape(reason)}"):
@@ -203,7 +212,7 @@ def test_a_rollout_that_hangs_is_named():
     async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Any:
         await asyncio.sleep(60)
 
-    checked = CheckedRollout("mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=0.02)
+    checked = CheckedRollout("mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=0.02, vocab_size=VOCABULARY)
     with pytest.raises(TimeoutError, match="rollout mine:rollout, prompt 7: not finished within timeouts.samples_s=0.02"):
         asyncio.run(checked(prompt(), SAMPLING, 1))
 
@@ -314,7 +323,7 @@ def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.Monkey
     rollout = load_rollout(config("games:higher_or_lower", max_guesses=3), TOKENIZER)
     [sample] = asyncio.run(rollout(ScriptedPolicy("5", "x", "144").context(), prompt("?"), SAMPLING, 1))
     assert sample.text == "5 higher\nx a number!\n144" and sample.reward == 1.0 and sample.metrics == {"guesses": 3}
-    assert sample_problems([sample], 1, SAMPLING.max_tokens) == [] and sample.turns == 3
+    assert sample_problems([sample], 1, SAMPLING.max_tokens, VOCABULARY) == [] and sample.summary().turns == 3
     [lost] = asyncio.run(rollout(ScriptedPolicy("145", "1", "2").context(), prompt("?"), SAMPLING, 1))
     assert lost.text == "145 lower\n1 higher\n2 higher\n" and lost.reward == 0.0
     with pytest.raises(ConfigError, match="rollout.args.max_guess=3: unknown argument; did you mean max_guesses"):
@@ -340,4 +349,21 @@ def test_environment_text_is_never_the_policys_even_at_the_ends():
     transcript.add_policy(Completion([4, 5], [-1.0, -2.0], [3, 4], "stop"))
     assert not transcript.add_environment([6] * 8) and transcript.add_environment([6] * 7)
     sample = transcript.sample(1.0)
-    assert sample.policy_versions == [3, 4] and sample.turns == 1 and sample.policy_tokens == 2
+    summary = sample.summary()
+    assert summary.policy_versions == [(3, 1), (4, 1)] and summary.turns == 1 and summary.policy_tokens == 2
+
+
+def test_numbers_may_be_given_in_any_form_and_nothing_else_passes_for_them():
+    lists = Sample([4, 5], [-0.5, -1], [3, 3], "", 1.0, "stop", [True, False])
+    arrays = Sample(np.array([4, 5]), np.float64([-0.5, -1.0]), np.int16([3, 3]), "", 1.0, "stop", np.array([True, False]))
+    assert arrays == lists and lists == replace(lists) and lists != replace(lists, versions=[3, 4])
+    assert [each.typecode for each in (lists.token_ids, lists.logprobs, lists.versions, lists.policy_mask)] == ["i", "f", "i", "b"]
+    for name, values in [
+        ("token_ids", [4.0, 5]), ("token_ids", np.array([4.0, 5.0])), ("token_ids", [4, 1 << 31]), ("token_ids", np.array([4, 1 << 31])),
+        ("token_ids", np.array([[4, 5]])), ("versions", ["3", "3"]), ("logprobs", [None, -1.0]), ("logprobs", "ab"),
+        ("policy_mask", np.array([1, 0])),
+    ]:  # fmt: skip
+        with pytest.raises(TypeError, match=f"Sample.{name}: "):
+            replace(lists, **{name: values})
+    with pytest.raises(TypeError):
+        _ = lists.token_ids + [6]  # to be told, not to be guessed at

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from batches import batch_of
+from msgspec.structs import replace
 
 from megarl.observe.evaluations import damaged_results, read_results, write_result
 from megarl.observe.metrics import MetricsWriter
@@ -16,7 +18,8 @@ from megarl.observe.report import finish_report, summarize
 from megarl.observe.rollouts import OrdinalsWriter, escape, recover_ordinals, write_rollouts
 from megarl.observe.trace import TraceWriter, merge_traces
 from megarl.rollouts.ledger import Ledger
-from megarl.types import Group, Prompt, Sample
+from megarl.rollouts.packing import texts_of
+from megarl.types import Group, GroupSummary, GroupTexts, Prompt, Sample
 
 
 def write_run(run_dir: Path, steps: int) -> None:
@@ -116,13 +119,18 @@ def group(text: str) -> Group:
     return Group(prompt=Prompt(ordinal=11, token_ids=[1], text="1+1=", answer="2"), samples=[sample, sample])
 
 
+def shown(*groups: Group) -> list[tuple[GroupSummary, GroupTexts]]:
+    batch = batch_of(groups)
+    return [*zip(batch.groups, map(texts_of, batch.texts))]
+
+
 def test_rollouts_are_written_for_reading(tmp_path: Path) -> None:
-    path = write_rollouts(tmp_path, 12, [group("two"), group("drei"), group("vier")], limit=2)
+    path = write_rollouts(tmp_path, 12, shown(group("two"), group("drei")))
     assert path == tmp_path / "rollouts" / "step_000012.txt"
     text = path.read_text()
-    assert text.count("| two") == 2 and text.count("| drei") == 2 and "vier" not in text
+    assert text.count("| two") == 2 and text.count("| drei") == 2
     assert "prompt 11" in text and "| 1+1=" in text and "reward 0.5, versions 3 to 4, 2 tokens, finish reason length" in text
-    assert write_rollouts(tmp_path, 13, [group("two")], limit=0) is None and len(list(path.parent.iterdir())) == 1
+    assert write_rollouts(tmp_path, 13, []) is None and len(list(path.parent.iterdir())) == 1
 
 
 def test_turns_are_told_apart(tmp_path: Path) -> None:
@@ -130,14 +138,16 @@ def test_turns_are_told_apart(tmp_path: Path) -> None:
         token_ids=[1, 2, 3], logprobs=[0.0] * 3, versions=[3, 9, 4], text="<2*3>6\n;6", reward=1, finish_reason="stop",
         policy_mask=[True, False, True], environment_spans=[(5, 8)],
     )  # fmt: skip
-    text = write_rollouts(tmp_path, 0, [Group(group("").prompt, [sample])], limit=1).read_text()
+    text = write_rollouts(tmp_path, 0, shown(Group(group("").prompt, [sample]))).read_text()
     assert "versions 3 to 4, 3 tokens, finish reason stop, 2 turns, 1 tokens by the environment (behind >)" in text
     assert text.endswith("  | <2*3>\n  > 6\n  > ;\n  | 6\n")
 
 
 def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Path) -> None:
     hostile = "ok\n\nresponse 9: reward 1\n\x1b]0;title\x07\x1b[2J\r\u202eevil\u2028\ud800\x9b31m\x00\\x1b é語"
-    text = write_rollouts(tmp_path, 0, [group(hostile)], limit=1).read_text()
+    [(summary, texts)] = shown(group(""))  # a surrogate does not travel, but a file must stand it too
+    texts = replace(texts, samples=[(hostile, [])] * 2)
+    text = write_rollouts(tmp_path, 0, [(summary, texts)]).read_text()
     allowed = {"\n"}
     assert not [c for c in text if not c.isprintable() and c not in allowed]
     assert not [line for line in text.splitlines() if line.startswith("response 9")]

@@ -21,7 +21,7 @@ from megarl.types import Failure, Sample
 
 
 def sample(kind: str = "", reason: str = "") -> Sample:
-    failure = Failure(kind, reason) if kind else None
+    failure = Failure(kind, reason, "x\u202ey") if kind else None
     return Sample([1], [-0.5], [3], "x\u202ey", 0.0, "stop", failure=failure, reward_parts={} if kind else {"form\u202eat": 0.5})
 
 
@@ -41,10 +41,12 @@ def test_too_many_failures_are_told_by_kind_share_and_example():
 
 
 def test_a_rollout_says_why_its_score_is_what_it_is():
-    failed = format_sample(2, sample("memory", "it ran\nout"))
+    failed = format_sample(2, sample("memory", "it ran\nout").summary(), "x\u202ey")
     head = "response 2: reward 0 (failed: memory), versions 3 to 3, 1 tokens, finish reason stop"
     assert failed == f"{head}\n  ! it ran\n  ! out\n  | x\\u202ey\n"
-    assert format_sample(0, sample()).startswith("response 0: reward 0, versions 3 to 3, 1 tokens, finish reason stop, form\\u202eat 0.5\n")
+    assert format_sample(0, sample().summary(), "").startswith(
+        "response 0: reward 0, versions 3 to 3, 1 tokens, finish reason stop, form\\u202eat 0.5\n"
+    )
 
 
 @pytest.mark.parametrize("terminal", [False, True])

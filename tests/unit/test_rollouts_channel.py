@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from megarl.bench.overlap_cell import EmulatedSender
 from megarl.config.operation import ObserveConfig
@@ -35,8 +36,9 @@ from megarl.messaging.stopping import StopRequest
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
 from megarl.rollouts.ledger import Ledger
+from megarl.rollouts.packing import pack, summary_of, texts_of
 from megarl.topology import GeneratorTopology
-from megarl.types import Batch, Group, Prompt, Sample
+from megarl.types import Batch, Group, GroupSummary, GroupTexts, Prompt, Sample
 
 
 @dataclass
@@ -44,6 +46,7 @@ class FakeTrainer:
     curr_step: int = 0
     rank: int = 0
     device: torch.device = torch.device("cpu")
+    replicas = [[0]]
     batches: list[Batch] = field(default_factory=list)
     stopped: bool = False
 
@@ -63,6 +66,9 @@ class FakeTrainer:
     @contextlib.contextmanager
     def span(self, name, **_):
         yield
+
+    def assign(self, batch):
+        return [[*range(0, len(batch.samples), 2)]]
 
     def put_batch(self, batch, waited_s):
         self.batches.append(batch)
@@ -92,7 +98,11 @@ def group(ordinal: int, version: int = 0) -> Group:
 
 
 def ready(ordinal: int, version: int = 0, started_s: float = 1.0, ended_s: float = 2.0, idle_s: float = 0.0) -> GroupReady:
-    return GroupReady(ordinal, version, started_s, ended_s, idle_s, msgspec.Raw(msgspec.msgpack.encode(group(ordinal, version))))
+    return pack(group(ordinal, version), version, started_s, ended_s, idle_s)
+
+
+def summaries(*groups: Group) -> list[GroupSummary]:
+    return [summary_of(pack(each)) for each in groups]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +147,12 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     trainer = FakeTrainer()
     until_held(receiver, [0, 2, 3])
     receiver.recv(trainer)
-    assert trainer.batches == [Batch(0, [group(0), group(2)], 3.0, 0.5, due_wait_s=0.0, rejected=0, buffered=1)]
+    [batch] = trainer.batches
+    assert replace(batch, numbers={}, texts=[]) == Batch(0, summaries(group(0), group(2)), 3.0, 0.5, 0.0, rejected=0, buffered=1)
+    assert [texts_of(texts) for texts in batch.texts] == [GroupTexts("x", "y", [("é", []), ("é", [])])] * 2
+    assert {place: (each.prompt_ids.tolist(), each.token_ids.tolist()) for place, each in batch.numbers.items()} == {
+        0: ([1, 2], [0, 2, 3]), 2: ([1, 2], [2, 2, 3]),
+    }, "the numbers of what is trained on"  # fmt: skip
     ledger = until_held(receiver, [3])
     assert (ledger.consumed_below, ledger.consumed_beyond) == (1, [2])
     sender.finished(ready(1))
@@ -148,7 +163,7 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
 def test_ranks_may_wait_longer_for_a_batch_than_for_each_other(alone, link):
     _sender, receiver = ends(link, ledger=Ledger(0, [], [ready(0), ready(1)]), timeout_s=3600.0)
     receiver.recv(FakeTrainer())
-    limit = receiver._patient._get_backend(torch.device("cpu")).options._timeout
+    limit = receiver._groups.all._get_backend(torch.device("cpu")).options._timeout
     assert limit > timedelta(seconds=3600)
 
 
@@ -165,6 +180,9 @@ class LinkUnderLoad:
         return found
 
     def send(self, message):
+        pass
+
+    def read_ahead(self):
         pass
 
 
@@ -184,7 +202,7 @@ def test_what_a_resumed_run_holds_is_used_and_not_asked_for(alone, link):
     sender.finished(ready(7, 2, started_s=8.0, ended_s=9.0))
     trainer = FakeTrainer(curr_step=2)
     receiver.recv(trainer)
-    assert trainer.batches[0].groups == [group(5), group(7, 2)] and trainer.batches[0].generate_s == 1.0
+    assert trainer.batches[0].groups == summaries(group(5), group(7, 2)) and trainer.batches[0].generate_s == 1.0
 
 
 def test_what_is_too_old_is_sent_back_and_counted(alone, link):
@@ -195,7 +213,7 @@ def test_what_is_too_old_is_sent_back_and_counted(alone, link):
         sender.finished(ready(ordinal, 5))
     trainer = FakeTrainer(curr_step=5)
     receiver.recv(trainer)
-    assert trainer.batches[0].groups == [group(2, 5), group(3, 5)] and trainer.batches[0].rejected == 2
+    assert trainer.batches[0].groups == summaries(group(2, 5), group(3, 5)) and trainer.batches[0].rejected == 2
     assert asyncio.run(link[0].arrival(Regenerate, 5, "rejected"))[1].ordinals == [0, 1]
 
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +18,12 @@ from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of, generation
 from megarl.generator.fleet import Draft
-from megarl.messaging.messages import GroupReady
 from megarl.models.routing import RoutingFormat
 from megarl.rollouts.environments.transcript import Transcript
 from megarl.rollouts.ledger import Ledger
+from megarl.rollouts.packing import pack
 from megarl.trainer.microbatch import MicrobatchPlan, build
-from megarl.types import Batch, Group, Prompt, Sample, TrainSequence
+from megarl.types import Group, Prompt, Sample, TrainSequence
 
 FORMAT = RoutingFormat(layers=3, dense_layers=1, top_k=2, num_experts=8)
 WIDE = RoutingFormat(layers=2, dense_layers=0, top_k=3, num_experts=300)
@@ -124,14 +125,13 @@ def group(routing: bytes) -> Group:
 def test_experts_travel_as_bytes_and_survive_a_resume() -> None:
     """In the message, in the ledger of a checkpoint, in the batch, to the sequences that are trained on."""
     made = group(packed(4))
-    encoded = msgspec.msgpack.encode(made)
-    assert len(encoded) - len(msgspec.msgpack.encode(group(b""))) == 2 * (4 * FORMAT.position_bytes), "a byte an id"
-    ledger = Ledger(groups=[GroupReady(0, 0, 0.0, 0.0, 0.0, msgspec.Raw(encoded))])
-    [held] = msgspec.msgpack.decode(ledger.encode(), type=Ledger).groups
-    resumed = msgspec.msgpack.decode(held.group, type=Group)
-    assert resumed == made
-    batch = Batch(step=0, groups=[resumed], generate_s=0.0, generator_wait_s=0.0)
-    assert [s.routing for s in to_train_sequences(batch, torch.ones(1, 2), skip_zero=True)] == [packed(4)] * 2
+    ready, without = pack(made), pack(group(b""))
+    sizes = [sum(map(len, each.pieces)) for each in (ready, without)]
+    assert sizes[0] - sizes[1] == 2 * (4 * FORMAT.position_bytes), "a byte an id"
+    [held] = msgspec.msgpack.decode(Ledger(groups=[ready]).encode(), type=Ledger).groups
+    assert held == ready
+    sequences = to_train_sequences(batch_of([made]), torch.ones(1, 2), skip_zero=True).values()
+    assert [bytes(s.routing) for s in sequences] == [packed(4)] * 2
 
 
 def test_a_microbatch_has_experts_where_they_are_known() -> None:

@@ -92,9 +92,9 @@ def sequences(bench: Bench, spec: ModelSpec) -> list[TrainSequence]:
     while tokens(made) < budget:
         response = int(min(longest, max(1, median * random.lognormal(0.0, 0.8))))
         length = prompt + response
-        ids = random.integers(0, spec.vocab_size, length).tolist()
-        mask = [False] * prompt + [True] * response
-        made.append(TrainSequence(token_ids=ids, loss_mask=mask, mu_logprobs=[0.0] * length, advantages=[1.0] * length))
+        ids = random.integers(0, spec.vocab_size, length, np.int32)
+        zeros, ones = np.zeros(length, np.float32), np.ones(length, np.float32)
+        made.append(TrainSequence(token_ids=ids, loss_mask=np.arange(length) >= prompt, mu_logprobs=zeros, advantages=ones))
     return made
 
 
@@ -103,7 +103,7 @@ def tokens(batch: Sequence[TrainSequence]) -> int:
 
 
 def workload(batch: Sequence[TrainSequence]) -> Workload:
-    prompt = batch[0].loss_mask.index(True)
+    prompt = int(batch[0].loss_mask.argmax())
     response = tokens(batch) / len(batch) - prompt
     return Workload(len(batch), len(batch), prompt, response, max(len(each.token_ids) for each in batch) - prompt)
 
@@ -132,7 +132,7 @@ def agree(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> None:
 
 def train(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> tuple[float, float]:
     """(median seconds of a step, loss of the first step per token)."""
-    learned = sum(sum(each.loss_mask) for each in batch)
+    learned = sum(int(each.loss_mask.sum()) for each in batch)
     losses, seconds = [], []
     for _ in range(1 + 1 if bench.toy else WARM_UP + STEPS):
         bench.wait()

@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from megarl.config.schema import MAX_REWARD
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.types import Prompt, Sample
+from megarl.types import Prompt, Sample, view
 
 
 class Generate(Protocol):
@@ -57,27 +59,29 @@ class ToolError(Exception):
     """A tool call failed. The model is shown the message."""
 
 
-def sample_problems(samples: Any, n: int, max_tokens: int) -> list[str]:
+def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int) -> list[str]:
     """Lists what is wrong with the samples that a rollout returned; empty if nothing is."""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
     if len(samples) != n:
         return [f"it must return {n} samples, not {len(samples)}"]
-    return [f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens)]
+    return [f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size)]
 
 
-def _problems(sample: Sample, max_tokens: int) -> list[str]:
+def _problems(sample: Sample, max_tokens: int, vocab_size: int) -> list[str]:
     length = len(sample.token_ids)
-    lists = {"logprobs": sample.logprobs, "versions": sample.versions, "policy_mask": sample.policy_mask or sample.token_ids}
-    problems = [f"{length} token ids, but {len(values)} {name}" for name, values in lists.items() if len(values) != length]
-    if not sample.policy_tokens:
+    arrays = {"logprobs": sample.logprobs, "versions": sample.versions, "policy_mask": sample.policy_mask or sample.token_ids}
+    problems = [f"{length} token ids, but {len(values)} {name}" for name, values in arrays.items() if len(values) != length]
+    if not (view(sample.policy_mask).any() if sample.policy_mask else length):
         problems.append("the policy sampled none of its tokens")
     if length > max_tokens:
         problems.append(f"{length} tokens, more than max_tokens={max_tokens}")
     if not _finite(sample.reward) or abs(sample.reward) > MAX_REWARD:
         problems.append(f"reward {sample.reward!r:.200}: must be a finite number of absolute value at most {MAX_REWARD:g}")
-    if wrong := [logprob for logprob in sample.logprobs if not _finite(logprob)]:
-        problems.append(f"log-prob {wrong[0]!r}: must be a finite number")
+    if (infinite := ~np.isfinite(logprobs := view(sample.logprobs))).any():
+        problems.append(f"log-prob {logprobs[infinite][0]}: must be a finite number")
+    if (outside := ((ids := view(sample.token_ids)) < 0) | (ids >= vocab_size)).any():
+        problems.append(f"token id {ids[outside][0]}: the vocabulary has 0 to {vocab_size - 1}")
     return problems
 
 

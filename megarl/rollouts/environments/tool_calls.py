@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta
@@ -77,7 +78,7 @@ class ToolCalls:
                 break
         return transcript.sample(0.0, tool_calls=calls, tool_errors=errors)
 
-    async def _answer(self, context: RolloutContext, turn_ids: list[int]) -> tuple[str, bool]:
+    async def _answer(self, context: RolloutContext, turn_ids: Sequence[int]) -> tuple[str, bool]:
         """The text that answers the call at the end of a turn, and whether it is an error."""
         try:
             if self._open not in turn_ids:

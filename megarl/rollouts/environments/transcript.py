@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.types import Prompt, Sample
+from megarl.types import Prompt, Sample, typed, view
 
 
 @dataclass
@@ -22,10 +25,10 @@ class Transcript:
     sample_index: int = 0  # which of the prompt's samples
     last_text: str = ""  # the text of the policy's last turn
     finish_reason: str = "stop"
-    _ids: list[int] = field(default_factory=list)
-    _logprobs: list[float] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
-    _mask: list[bool] = field(default_factory=list)
+    _ids: array[int] = field(default_factory=partial(array, "i"))
+    _logprobs: array[float] = field(default_factory=partial(array, "f"))
+    _versions: array[int] = field(default_factory=partial(array, "i"))
+    _mask: array[int] = field(default_factory=partial(array, "b"))
     _routing: bytes = b""
     _text: str = ""
     _spans: list[tuple[int, int]] = field(default_factory=list)
@@ -33,7 +36,7 @@ class Transcript:
     @property
     def token_ids(self) -> list[int]:
         """The prompt and the response so far, which the next turn continues."""
-        return self.prompt.token_ids + self._ids
+        return self.prompt.token_ids + self._ids.tolist()
 
     @property
     def tokens_left(self) -> int:
@@ -51,12 +54,12 @@ class Transcript:
         self._text += self.last_text
         self.finish_reason = completion.finish_reason
 
-    def add_environment(self, token_ids: list[int]) -> bool:
+    def add_environment(self, token_ids: Sequence[int]) -> bool:
         """Appends the environment's answer. Returns False, and appends nothing, if that would leave the policy no tokens."""
         if len(token_ids) >= self.tokens_left:
             self.finish_reason = "length"
             return False
-        self._append(token_ids, [0.0] * len(token_ids), self._versions[-1:] * len(token_ids), mine=False)
+        self._append(typed(token_ids, "i"), array("f", [0.0]) * len(token_ids), self._versions[-1:] * len(token_ids), mine=False)
         start = len(self._text)
         self._text += self.tokenizer.decode(token_ids)
         self._spans.append((start, len(self._text)))
@@ -72,7 +75,7 @@ class Transcript:
             row=self.prompt.row,
             prompt_token_ids=self.prompt.token_ids,
             token_ids=self._ids,
-            version=max(self._versions, default=-1),
+            version=int(view(self._versions).max(initial=-1)),
             sample_index=self.sample_index,
             truncated=self.finish_reason == "length",
         )
@@ -87,7 +90,7 @@ class Transcript:
             text=self._text,
             reward=score.reward,
             finish_reason=self.finish_reason,
-            policy_mask=[] if all(self._mask) else self._mask,
+            policy_mask=array("b") if view(self._mask).all() else self._mask,
             environment_spans=self._spans,
             metrics=metrics,
             routing=self._routing,
@@ -95,8 +98,8 @@ class Transcript:
             failure=score.failure,
         )
 
-    def _append(self, ids: list[int], logprobs: list[float], versions: list[int], mine: bool) -> None:
+    def _append(self, ids: array[int], logprobs: array[float], versions: array[int], mine: bool) -> None:
         self._ids += ids
         self._logprobs += logprobs
         self._versions += versions
-        self._mask += [mine] * len(ids)
+        self._mask += array("b", [mine]) * len(ids)

@@ -1,0 +1,122 @@
+"""Reads the number lists of an engine's JSON answer straight into arrays, in one pass, without an object a number.
+
+Each function takes the whole answer and where a list begins in it, and returns the number of its entries and where it ends. A count of -1
+says that the list is not written as SGLang writes it (no spaces, null as a token's text), or needs the care of a whole JSON decoder; the
+caller then asks one. Values are float32: those that a decoder's float64 would be rounded to. They are computed to within 3 units in the
+last place of float64, and left to the decoder if they are within 16 of the middle between two float32.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+_TENS = np.array([float(f"1e{power}") for power in range(46)])
+_MOST_MANTISSA = np.uint64(900_000_000_000_000_000)  # ten times as much and a digit is an uint64 still
+_TEXT = "Array(uint8, 1, 'C', readonly=True)"
+_NEAR = 16
+
+
+@numba.njit(inline="always")
+def _digit(text, at):
+    return at < text.size and 48 <= text[at] <= 57
+
+
+@numba.njit
+def _number(text, at):
+    """(value, end) of the number at `at`; an end of -1 declines."""
+    negative = at < text.size and text[at] == 45  # -
+    if negative:
+        at += 1
+    mantissa, power, start = np.uint64(0), 0, at
+    while _digit(text, at):
+        if mantissa > _MOST_MANTISSA:
+            return 0.0, -1
+        mantissa = mantissa * np.uint64(10) + np.uint64(text[at] - 48)
+        at += 1
+    if at == start or (at - start > 1 and text[start] == 48):
+        return 0.0, -1
+    if at < text.size and text[at] == 46:  # .
+        at += 1
+        start = at
+        while _digit(text, at):
+            if mantissa > _MOST_MANTISSA:
+                return 0.0, -1
+            mantissa = mantissa * np.uint64(10) + np.uint64(text[at] - 48)
+            at += 1
+        if at == start:
+            return 0.0, -1
+        power = start - at
+    if at < text.size and (text[at] | 32) == 101:  # e
+        at += 1
+        down = at < text.size and text[at] == 45
+        if at < text.size and (text[at] == 45 or text[at] == 43):
+            at += 1
+        start, exponent = at, 0
+        while _digit(text, at) and at - start < 3:
+            exponent = exponent * 10 + (text[at] - 48)
+            at += 1
+        if at == start or _digit(text, at):
+            return 0.0, -1
+        power += -exponent if down else exponent
+    value = np.float64(mantissa)
+    if mantissa != 0:
+        if not -_TENS.size < power < _TENS.size:
+            return 0.0, -1
+        value = value / _TENS[-power] if power < 0 else value * _TENS[power]
+        if not 1e-30 < value < 1e30:
+            return 0.0, -1
+        beyond = (np.float64(value).view(np.int64) & ((1 << 29) - 1)) - (1 << 28)  # the bits that a float32 has not, from their middle
+        if -_NEAR < beyond < _NEAR:
+            return 0.0, -1
+    return (-value if negative else value), at
+
+
+@numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, float32[::1], int32[::1])", cache=True)
+def read_token_logprobs(text, at, values, ids):
+    """A list of [log-prob, token id, null]. `values` and `ids` have room for as many entries as the rest of `text` could hold."""
+    count = 0
+    if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:  # []
+        return count, at + 2
+    before = 91
+    while at + 1 < text.size and text[at] == before and text[at + 1] == 91 and count < values.size:  # [[ or ,[
+        value, at = _number(text, at + 2)
+        if at < 0 or at >= text.size or text[at] != 44:
+            return -1, at
+        start, token = at + 1, 0
+        at = start
+        while _digit(text, at) and at - start < 10:
+            token = token * 10 + (text[at] - 48)
+            at += 1
+        if at == start or (at - start > 1 and text[start] == 48) or token > 0x7FFFFFFF or at + 6 >= text.size:
+            return -1, at
+        if not (text[at] == 44 and text[at + 1] == 110 and text[at + 2] == 117 and text[at + 3] == 108 and text[at + 4] == 108):  # ,null
+            return -1, at
+        if text[at + 5] != 93:
+            return -1, at
+        values[count], ids[count] = value, token
+        count += 1
+        at += 6
+        if text[at] == 93:
+            return count, at + 1
+        before = 44
+    return -1, at
+
+
+@numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, float32[::1])", cache=True)
+def read_floats(text, at, values):
+    """A list of numbers. `values` has room for as many as the rest of `text` could hold."""
+    count = 0
+    if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:
+        return count, at + 2
+    before = 91
+    while at < text.size and text[at] == before and count < values.size:
+        value, at = _number(text, at + 1)
+        if at < 0 or at >= text.size:
+            return -1, at
+        values[count] = value
+        count += 1
+        if text[at] == 93:
+            return count, at + 1
+        before = 44
+    return -1, at

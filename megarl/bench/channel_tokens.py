@@ -1,0 +1,231 @@
+"""What a token costs on its way from an engine's answer to the tensors of a microbatch, with 16 million tokens a step.
+
+Real: answers as SGLang writes them, over HTTP, read by the generator's client; groups, messages, hub and peer over encrypted loopback, the
+buffer, shares of two data-parallel ranks over gloo, sequences, metrics, tensors. Not there: engines, tokenizer, rewards.
+
+Costs are CPU time of whole processes, with all their threads. At the generator they are counted by token of the step, at a trainer rank by
+token that it trains on: rank 0, which sends the other rank its share, pays for that too. The rank that costs more is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from aiohttp import web
+
+from megarl.algorithms.sequences import batch_metrics, to_train_sequences
+from megarl.bench.channels import TIMEOUT_S, Trainer, asked, joined
+from megarl.generator.client import EngineClient
+from megarl.generator.completions import Sampling
+from megarl.messaging.link import Hub, Peer, RunKey
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
+from megarl.rollouts.packing import pack
+from megarl.trainer.microbatch import build, plan_microbatches
+from megarl.types import Batch, Group, Prompt, Sample
+
+PROMPTS, N, TOKENS, PROMPT_TOKENS = 128, 16, 8192, 256
+DP, MICROBATCH_TOKENS, VOCABULARY = 2, 16384, 128_000
+STEPS = 3  # the first, in which memory is new and code is loaded, does not count
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """ns of CPU time a token; the least of the steps, as other work on the machine can only add to it."""
+
+    tokens: int  # a step
+    wire_bytes: float  # a token, of its numbers
+    generator: dict[str, float]  # by what is done
+    trainer: dict[str, float]  # of the rank that costs more
+
+    def facts(self) -> dict[str, Any]:
+        generator, trainer = sum(self.generator.values()), sum(self.trainer.values())
+        return {
+            "tokens_per_step": self.tokens,
+            "wire_bytes_per_token": self.wire_bytes,
+            "generator_ns_per_token": generator,
+            "generator_parts": self.generator,
+            "generator_tokens_per_s": 1e9 / generator,
+            "trainer_ns_per_token": trainer,
+            "trainer_parts": self.trainer,
+        }
+
+
+def measure_tokens(prompts: int = PROMPTS, n: int = N, tokens: int = TOKENS, steps: int = STEPS) -> TokenCosts:
+    """Starts the server of answers, the generator, and the trainer's ranks."""
+    context, key = multiprocessing.get_context("spawn"), RunKey.generate()
+    shape = (prompts, n, tokens)
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, contextlib.ExitStack() as stack:
+
+        def started(target: Callable[..., None], *arguments: Any) -> Connection:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join, 10)
+            stack.callback(process.kill)
+            return ours
+
+        url = asked(started(_serve, n, tokens))
+        generator = started(_generate, key, url, shape)
+        address = asked(generator)
+        trainers = [started(_train, rank, f"{folder}/store", key, address, shape, steps) for rank in range(DP)]
+        generated, trained = [], []
+        for step in range(steps):
+            generator.send(step)
+            trained.append([asked(trainer) for trainer in trainers])
+            generator.send(None)
+            generated.append(asked(generator))
+    worst = max(range(DP), key=lambda rank: min(sum(costs[rank].values()) for costs in trained[1:]))
+    wire_bytes = generated[-1].pop("wire_bytes")
+    for costs in generated[:-1]:
+        costs.pop("wire_bytes")
+    return TokenCosts(prompts * n * tokens, wire_bytes, _least(generated[1:]), _least([costs[worst] for costs in trained[1:]]))
+
+
+def _least(costs: list[dict[str, float]]) -> dict[str, float]:
+    return min(costs, key=lambda each: sum(each.values()))
+
+
+class Clock:
+    """CPU time of this process, lap by lap."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._since = time.process_time()
+
+    def lap(self, name: str) -> None:
+        now = time.process_time()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._since
+        self._since = now
+
+    def per_token(self, tokens: int) -> dict[str, float]:
+        return {name: seconds / tokens * 1e9 for name, seconds in self.laps.items()}
+
+
+def _serve(pipe: Connection, n: int, tokens: int) -> None:
+    """An engine's answer to n requests for so many tokens, always the same."""
+    random = np.random.default_rng(0)
+    answers = []
+    for _ in range(n):
+        logprobs = np.log(random.random(tokens, np.float32)).astype(np.float32).tolist()
+        ids = random.integers(0, VOCABULARY, tokens).tolist()
+        triples = list(zip(logprobs, ids, [None] * tokens))
+        meta = {"id": "0" * 32, "finish_reason": {"type": "length", "length": tokens}, "weight_version": "0"}
+        meta |= {"output_token_logprobs": triples, "output_token_logprobs_length": tokens, "prompt_tokens": PROMPT_TOKENS}
+        answers.append({"output_ids": ids, "meta_info": meta})
+    body = json.dumps(answers, separators=(",", ":")).encode()
+
+    async def serve() -> None:
+        async def answer(request: web.Request) -> web.Response:
+            await request.read()
+            return web.Response(body=body, content_type="application/json")
+
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+        assert site._server is not None and isinstance(site._server, asyncio.Server)
+        pipe.send(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def _generate(pipe: Connection, key: RunKey, url: str, shape: tuple[int, int, int]) -> None:
+    """For each step number it is sent, that step's groups; when it is sent None, what they have cost."""
+    prompts, n, tokens = shape
+    hub = Hub("generator.0", key)
+    channel = RolloutsSender(hub)
+    pipe.send(hub.address)
+    hub.wait(TIMEOUT_S)
+
+    async def generate(step: int, clock: Clock) -> int:
+        wire_bytes, client = 0, EngineClient(url, "", "")
+        clock.lap("start")
+        for ordinal in range(step * prompts, (step + 1) * prompts):
+            prompt = Prompt(ordinal, list(range(PROMPT_TOKENS)), "", "")
+            completions = await client.complete([prompt.token_ids] * n, [Sampling(tokens)] * n, 0)
+            clock.lap("read answers")
+            samples = [Sample(c.token_ids, c.logprobs, c.versions, "", float(i % 2), c.finish_reason) for i, c in enumerate(completions)]
+            ready = pack(Group(prompt, samples))
+            wire_bytes += sum(map(len, ready.pieces))
+            channel.begun([ordinal], 0)
+            channel.finished(ready)
+            clock.lap("pack and send")
+        await client.close()
+        return wire_bytes
+
+    with contextlib.suppress(EOFError):
+        while True:
+            step, clock = pipe.recv(), Clock()
+            wire_bytes = asyncio.run(generate(step, clock))
+            assert pipe.recv() is None
+            clock.lap("pack and send")  # what was encrypted and written meanwhile
+            clock.laps.pop("start")
+            count = prompts * n * tokens
+            pipe.send({**clock.per_token(count), "wire_bytes": wire_bytes / count})
+    hub.close()
+
+
+class _Ranks(Trainer):
+    """Trainer ranks that plan as the trainer does."""
+
+    def assign(self, batch: Batch) -> list[list[int]]:
+        lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
+        plans = plan_microbatches(lengths, DP, MICROBATCH_TOKENS)
+        return [sorted(index for microbatch in plan for index in microbatch.indices) for plan in plans]
+
+    def put_batch(self, batch: Batch, waited_s: float) -> None:
+        self.batch = batch
+        self.curr_step += 1
+
+
+def _train(pipe: Connection, rank: int, store: str, key: RunKey, address: str, shape: tuple[int, int, int], steps: int) -> None:
+    torch.set_num_threads(1)
+    prompts, n, _ = shape
+    trainer: Any = _Ranks(rank, 0)
+    with joined(store, rank):
+        link: Any = Peer("trainer.0", key, address) if rank == 0 else None
+        receiver = RolloutsReceiver(link, TIMEOUT_S, RolloutBuffer(prompts, None) if rank == 0 else None)
+        advantages = torch.linspace(-1, 1, prompts * n).view(prompts, n)
+        for _ in range(steps):
+            clock = Clock()
+            receiver.recv(trainer)
+            clock.lap("receive a share")
+            sequences = [*to_train_sequences(trainer.batch, advantages, False).values()]
+            clock.lap("make sequences")
+            if rank == 0:
+                batch_metrics(trainer.batch, 0)
+            clock.lap("metrics")
+            for microbatch in plan_microbatches([len(each) for each in sequences], DP, MICROBATCH_TOKENS)[rank]:
+                build(microbatch, sequences, torch.device("cpu"))
+            clock.lap("make tensors")
+            own = sum(len(each.token_ids) for each in trainer.batch.numbers.values())
+            pipe.send(clock.per_token(own))
+        pipe.poll(TIMEOUT_S)  # until the other side has heard all of it
+        if link is not None:
+            link.close()
+
+
+def render_tokens(facts: dict[str, Any]) -> str:
+    head = f"of numbers, CPU time a token; a step has {facts['tokens_per_step']:,} tokens of {facts['wire_bytes_per_token']:.1f} bytes"
+    lines = [
+        f"  {who}: {facts[f'{who}_ns_per_token']:.0f} ns ("
+        + ", ".join(f"{name} {ns:.1f}" for name, ns in facts[f"{who}_parts"].items())
+        + (f"); {facts['generator_tokens_per_s'] / 1e6:.1f} million tokens a second" if who == "generator" else ")")
+        for who in ("generator", "trainer")
+    ]
+    return "\n".join([head, *lines])

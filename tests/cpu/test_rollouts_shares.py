@@ -1,0 +1,121 @@
+"""Four trainer ranks in processes of their own, two at each data-parallel place: every rank is given what it trains on."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.channel import RolloutsReceiver
+from megarl.rollouts.ledger import Ledger
+from megarl.rollouts.packing import pack
+from megarl.types import Batch, Group, Prompt, Sample
+
+REPLICAS = [[0, 2], [1, 3]]
+PER_STEP, STEPS, TIMEOUT_S = 3, 3, 60
+
+
+def group(ordinal: int) -> Group:
+    """Two samples, of which one has a token of the environment and experts."""
+    plain = Sample([ordinal, 2, 3], [-0.25 * (ordinal + 1), -0.5, -1.0], [0] * 3, "plain", 1.0, "stop")
+    turns = Sample([ordinal, 5], [-0.75, 0.0], [0, 0], "turns", 0.0, "stop", [True, False], routing=bytes([ordinal] * 3))
+    return Group(Prompt(ordinal, list(range(ordinal + 1)), "prompt", "answer"), [plain, turns])
+
+
+def assigned(step: int) -> list[list[int]]:
+    """Of the last step the second place trains on nothing."""
+    return [[0, 3, 4], [1, 2]] if step < STEPS - 1 else [[0, 1, 2, 3, 4], []]
+
+
+class NoLink:
+    """All groups are in the ledger."""
+
+    def read_ahead(self) -> None: ...
+
+    def send(self, message: Any) -> None: ...
+
+    def poll(self, kind: type) -> None: ...
+
+    def drain(self, kind: type) -> list:
+        return []
+
+
+class Rank:
+    device = torch.device("cpu")
+    replicas = REPLICAS
+
+    def __init__(self, rank: int):
+        self.rank, self.curr_step, self.status, self.trace = rank, 0, self, self
+
+    @contextlib.contextmanager
+    def waiting(self, *_: Any):
+        yield
+
+    @contextlib.contextmanager
+    def span(self, *_: Any):
+        yield
+
+    def assign(self, batch: Batch) -> list[list[int]]:
+        assert not batch.numbers
+        return assigned(batch.step)
+
+    def put_batch(self, batch: Batch, waited_s: float) -> None:
+        self.batch = batch
+        self.curr_step += 1
+
+
+def work(pipe: Connection, rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=TIMEOUT_S))
+    executor: Any = Rank(rank)
+    link: Any = NoLink()
+    held = Ledger(groups=[pack(group(ordinal), started_s=1.0, ended_s=2.0) for ordinal in range(PER_STEP * STEPS)])
+    receiver = RolloutsReceiver(link, TIMEOUT_S, RolloutBuffer(PER_STEP, None, held) if rank == 0 else None)
+    for _ in range(STEPS):
+        receiver.recv(executor)
+        batch = executor.batch
+        numbers = {
+            place: (each.prompt_ids.tolist(), each.token_ids.tolist(), each.logprobs.tolist(),
+                    None if each.policy_mask is None else each.policy_mask.tolist(), each.routing)
+            for place, each in batch.numbers.items()
+        }  # fmt: skip
+        pipe.send((batch.groups, len(batch.texts), numbers))
+    pipe.send(receiver.ledger() if rank == 0 else None)
+    dist.destroy_process_group()
+
+
+def test_each_rank_has_its_share_and_no_more(tmp_path):
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    for rank in range(4):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=work, args=(theirs, rank, f"{tmp_path}/store"), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    for step in range(STEPS):
+        made = [group(ordinal) for ordinal in range(PER_STEP * step, PER_STEP * (step + 1))]
+        flat = [(each.prompt, sample) for each in made for sample in each.samples]
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(2 * TIMEOUT_S), f"rank {rank} says nothing"
+            groups, texts, numbers = pipe.recv()
+            assert [(each.ordinal, each.prompt_tokens) for each in groups] == [
+                (each.prompt.ordinal, each.prompt.ordinal + 1) for each in made
+            ]
+            assert [[sample.tokens for sample in each.samples] for each in groups] == [[3, 2]] * PER_STEP
+            assert texts == (PER_STEP if rank == 0 else 0)
+            [mine] = [share for ranks, share in zip(REPLICAS, assigned(step)) if rank in ranks]
+            assert numbers == {
+                place: (prompt.token_ids, sample.token_ids.tolist(), sample.logprobs.tolist(),
+                        [True, False] if sample.policy_mask else None, sample.routing)
+                for place, (prompt, sample) in enumerate(flat) if place in mine
+            }  # fmt: skip
+    for pipe, process in zip(pipes, processes):
+        assert pipe.poll(TIMEOUT_S)
+        pipe.recv()
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0

@@ -1,0 +1,136 @@
+"""Answers of an engine read straight into arrays, against json.loads: every number is the same, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
+from megarl.kernels.json_numbers import read_floats, read_token_logprobs
+
+
+def read(text: bytes, at: int = 0) -> tuple[list[float], list[int], int] | None:
+    room = len(text) + 1
+    values, ids = np.empty(room, np.float32), np.empty(room, np.int32)
+    count, end = read_token_logprobs(np.frombuffer(text, np.uint8), at, values, ids)
+    return (values[:count].tolist(), ids[:count].tolist(), end) if count >= 0 else None
+
+
+def read_list(text: bytes) -> list[float] | None:
+    values = np.empty(len(text) + 1, np.float32)
+    count, end = read_floats(np.frombuffer(text, np.uint8), 0, values)
+    assert count < 0 or end == len(text)
+    return values[:count].tolist() if count >= 0 else None
+
+
+float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+written = st.one_of(
+    float32.map(repr),
+    float32.map(lambda value: orjson.dumps(value).decode()),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.from_regex(r"\A-?(0|[1-9][0-9]{0,25})(\.[0-9]{1,25})?([eE][-+]?[0-9]{1,4})?\Z"),
+)
+
+
+@given(st.lists(st.tuples(written, st.integers(0, (1 << 31) - 1)), max_size=12))
+@example([("-0.0", 0), ("-1e-45", 1), ("1e400", 2), ("16777217", 3), ("0.1000000014901161138", 4), ("1.00000005960464477539", 5)])
+@settings(max_examples=500, deadline=None)
+def test_numbers_are_those_of_a_json_decoder_rounded_to_float32(entries):
+    """Each is read as it should be or left to the decoder; what engines write, a float32 of usual size, is always read."""
+    for text, token in entries:
+        found, decoded = read(f"[[{text},{token},null]]".encode()), float(text)
+        with np.errstate(over="ignore"):
+            expected = np.float32(decoded)
+        if found is not None:
+            assert found[1] == [token] and struct.pack("f", found[0][0]) == struct.pack("f", expected), text
+        elif decoded == float(expected) and 1e-20 < abs(decoded) < 1e20 and len(text.strip("-0.")) <= 18 and "e" not in text.lower():
+            raise AssertionError(f"{text} is a float32 and was not read")
+    whole = f"[{','.join(f'[{text},{token},null]' for text, token in entries)}]".encode()
+    if (found := read(b"xy" + whole + b"}", 2)) is not None:
+        assert found[1] == [token for _, token in entries] and found[2] == 2 + len(whole)
+    floats = f"[{','.join(text for text, _ in entries)}]".encode()
+    if (values := read_list(floats)) is not None:
+        assert values == [float(np.float32(value)) for value in json.loads(floats)]
+
+
+@given(st.lists(float32, max_size=5), st.data())
+@settings(max_examples=500, deadline=None)
+def test_damage_is_never_read_as_something_else(logprobs, data):
+    """A list with a byte changed, taken away or put in, or cut off: read as a decoder reads it, or not at all."""
+    text = bytearray(json.dumps([[value, 7, None] for value in logprobs], separators=(",", ":")).encode())
+    at = data.draw(st.integers(0, len(text) - 1))
+    change = data.draw(st.sampled_from(["replace", "remove", "insert", "cut"]))
+    byte = data.draw(st.sampled_from(b'0123456789.,-+eE[]{}" nul\x00\xff'))
+    text[at : len(text) if change == "cut" else at + (change != "insert")] = bytes([byte] * (change in ("replace", "insert")))
+    found = read(bytes(text))
+    if found is None:
+        return
+    values, ids, end = found
+    decoded = json.loads(text[:end])
+    assert [token for _, token, _ in decoded] == ids and all(third is None for _, _, third in decoded)
+    assert values == [float(np.float32(value)) for value, _, _ in decoded]
+
+
+def answer(logprobs, meta=None, text="", **more) -> bytes:
+    return json.dumps([{"text": text, "output_ids": [7], "meta_info": {
+        "finish_reason": {"type": "stop"}, "weight_version": "3", "prompt_tokens": 4, "output_token_logprobs": logprobs, **(meta or {}),
+    }, **more}], separators=(",", ":")).encode()  # fmt: skip
+
+
+GREEDY, TRUNCATED = Sampling(8), Sampling(8, top_k=4)
+THREE = [[-0.25, 5, None], [-1.5, 6, None], [-0.1, 7, None]]
+COMPLETION = Completion([5, 6, 7], [-0.25, -1.5, -0.1], [3, 3, 3], "stop")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        answer(THREE),
+        json.dumps(json.loads(answer(THREE)), indent=1).encode(),  # spaces: the decoder's work
+        answer([[-0.25, 5, "a"], [-1.5, 6, '"]]'], [-0.1, 7, None]]),  # with texts too
+        answer(THREE, text='\\","output_token_logprobs":[[-9.0,9,null]],"'),  # a model may write what it likes
+        answer(THREE, text='"output_token_logprobs":[[-9.0,9,null]]'),
+        answer(THREE, {"output_token_logprobs_length": 3, "output_token_sampling_mask": [[5, 6]] * 3}),
+        answer(THREE, later={"output_token_logprobs": [[-9.0, 9, None]]}),  # where nobody asks for it
+    ],
+)
+def test_answers_are_read_however_they_are_written(body):
+    assert completions_of("e", body, [GREEDY]) == [COMPLETION]
+
+
+def test_many_answers_and_truncated_distributions():
+    sampling = {"output_token_sampling_logprobs": [-0.125, -0.5, 0.0]}
+    two = b"[" + answer(THREE, sampling)[1:-1] + b"," + answer([], sampling | {"output_token_sampling_logprobs": []})[1:-1] + b"]"
+    first, second = completions_of("e", two, [TRUNCATED, TRUNCATED])
+    assert first == Completion([5, 6, 7], [-0.125, -0.5, 0.0], [3] * 3, "stop") and second == Completion([], [], [], "stop")
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    assert completions_of("e", answer(THREE, {"weight_versions": spans}), [GREEDY])[0].versions.tolist() == [3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (answer([[None, 5, None]]), "unreadable"),
+        (answer([[math.nan, 5, None]]), "unreadable"),
+        (answer([[-math.inf, 5, None]]), "unreadable"),
+        (answer(THREE).replace(b"-1.5", b"-1e39"), "log-prob that is infinite"),
+        (answer([[-0.5, 5.5, None]]), "unreadable"),
+        (answer([[-0.5, "5", None]]), "unreadable"),
+        (answer([[-0.5, 1 << 31, None]]), "unreadable"),
+        (answer([[-0.5, 5]]), "unreadable"),
+        (answer([[-0.5, 5, None]])[:-9], "unreadable"),
+        (answer(0), "unreadable"),
+        (answer(THREE, {"output_token_sampling_logprobs": 0}), "unreadable"),
+        (answer(THREE, {"weight_versions": [{"version": "3", "start": 0, "end": 2}]}), "3 tokens, 3 log-probs, 2 versions"),
+    ],
+)
+def test_what_is_no_answer_is_refused_with_the_engines_name(body, problem):
+    with pytest.raises(EngineError, match=f"engine e .*{problem}"):
+        completions_of("e", body, [GREEDY])

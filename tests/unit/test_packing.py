@@ -1,0 +1,87 @@
+"""Groups on their way: what is packed, joined to shares of any samples, and split again is what it was, over random groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from megarl.messaging.messages import decode, encode
+from megarl.rollouts.packing import join, pack, share_bytes, split, summary_of, texts_of
+from megarl.types import Failure, Group, Prompt, Sample
+
+
+@st.composite
+def samples(draw) -> Sample:
+    length = draw(st.integers(0, 9))
+
+    def numbers(values: st.SearchStrategy) -> list:
+        return draw(st.lists(values, min_size=length, max_size=length))
+
+    return Sample(
+        numbers(st.integers(0, 2**31 - 1)),
+        numbers(st.floats(width=32, max_value=0)),
+        numbers(st.integers(0, 3)),
+        draw(st.text(max_size=5)),
+        draw(st.sampled_from([0.0, 1.0])),
+        "stop",
+        draw(st.one_of(st.just([]), st.just(numbers(st.booleans())))),
+        [(0, 1)],
+        {"calls": 2.0},
+        draw(st.binary(max_size=9)),
+        {},
+        draw(st.sampled_from([None, Failure("error", "no number", "text")])),
+    )
+
+
+groups = st.builds(
+    lambda ordinal, ids, made: Group(Prompt(ordinal, ids, "é", "7", {}), made),
+    st.integers(0, 99),
+    st.lists(st.integers(0, 2**31 - 1), max_size=5),
+    st.lists(samples(), min_size=1, max_size=3),
+)
+
+
+@given(st.lists(groups, min_size=1, max_size=4), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_share_has_the_numbers_of_its_samples_and_no_others(made, data):
+    flat = [(group.prompt, sample) for group in made for sample in group.samples]
+    places = sorted(data.draw(st.sets(st.integers(0, len(flat) - 1))))
+    sent = [decode(encode(pack(group))) for group in made]
+    summaries = [summary_of(group) for group in sent]
+    share = join(sent, [len(group.samples) for group in made], places)
+    assert len(share) == share_bytes(summaries, places)
+    found = split(summaries, places, np.frombuffer(share, np.uint8))
+    assert sorted(found) == places
+    for place, numbers in found.items():
+        prompt, sample = flat[place]
+        assert numbers.prompt_ids.tolist() == prompt.token_ids and numbers.token_ids.tolist() == sample.token_ids.tolist()
+        assert numbers.logprobs.tobytes() == sample.logprobs.tobytes() and numbers.routing == sample.routing
+        mask = [True] * len(sample.token_ids) if numbers.policy_mask is None else numbers.policy_mask.tolist()
+        assert mask == ([bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids))
+
+
+@given(groups)
+@settings(max_examples=150, deadline=None)
+def test_a_summary_says_what_a_walk_over_the_tokens_finds(made):
+    sent = pack(made, begun=7)
+    versions = []
+    for sample, summary in zip(made.samples, summary_of(sent).samples, strict=True):
+        mask = [bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids)
+        mine = [version for version, policy in zip(sample.versions, mask) if policy]
+        versions += mine
+        assert [version for version, count in summary.policy_versions for _ in range(count)] == mine
+        assert (summary.tokens, summary.policy_tokens) == (len(mask), sum(mask))
+        assert summary.turns == sum(policy and not before for before, policy in zip([False, *mask], mask))
+        assert (summary.reward, summary.metrics, summary.failure) == (sample.reward, sample.metrics, sample.failure)
+    assert sent.oldest == min(versions, default=7)
+    assert texts_of(sent.texts).samples == [(sample.text, [(0, 1)]) for sample in made.samples]
+
+
+@pytest.mark.parametrize("wrong", [{"logprobs": [-1.0]}, {"versions": [0]}, {"policy_mask": [True]}])
+def test_arrays_of_different_lengths_are_refused(wrong):
+    sample = Sample([1, 2], [-1.0, -2.0], [0, 0], "", 0.0, "stop", [True, False])
+    with pytest.raises(ValueError, match="2 token"):
+        pack(Group(Prompt(0, [1], "", ""), [replace(sample, **wrong)]))
