@@ -158,10 +158,23 @@ def _children(section: str) -> list[str]:
     return [key for key in settings() if key.startswith(f"{general(section)}.")]
 
 
+_FREE = tuple(  # mappings whose names are another's
+    f"{section}."
+    for section in (
+        "generator.server_args",
+        "rollout.args",
+        "trainer.megatron",
+        "trainer.ddp",
+        "trainer.optimizer.megatron",
+        "sft.optimizer.megatron",
+    )
+)
+
+
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     """Sets one leaf. Yields problems with its key or its type."""
     setting = setting_of(key)
-    free = key.startswith(("generator.server_args.", "rollout.args."))
+    free = key.startswith(_FREE)
     if setting is None and not free and section_of(key) is None:
         yield f"{key}={yaml_text(value)}: unknown key; {_hint(key)}"
         return

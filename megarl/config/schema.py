@@ -67,6 +67,9 @@ class OptimizerConfig:
     schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine"))
     min_lr_ratio: float = setting(0.1, "cosine ends at lr * min_lr_ratio", between(0, 1))
     clip_grad: float = setting(1.0, "global gradient norm to clip to; 0: no clipping", at_least(0))
+    megatron: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "further settings, by the names of Megatron's OptimizerConfig"}
+    )
 
 
 @dataclass
@@ -97,6 +100,13 @@ class TrainerConfig:
         2048, "tokens whose logits are held at a time: less takes less memory, and uses a GPU less well", at_least(1)
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    megatron: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "further settings of the model, by the names of Megatron's TransformerConfig"}
+    )
+    ddp: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"meaning": "further settings of data parallelism, by the names of Megatron's DistributedDataParallelConfig"},
+    )
 
 
 @dataclass

@@ -14,6 +14,7 @@ from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.schema import RunConfig
 from megarl.data.held_out import held_out
+from megarl.plan.megatron_settings import check_megatron_settings
 from megarl.plan.quantisation import check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
 from megarl.plan.server_args import check_server_args
@@ -114,6 +115,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_virtual_stages,
     check_truncated_sampling,
     check_server_args,
+    check_megatron_settings,
     check_format_arguments,
     check_sequence_parallel,
     check_batch,

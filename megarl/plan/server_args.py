@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import msgspec
 
 from megarl.config.keys import yaml_text
 from megarl.config.schema import RunConfig
-from megarl.plan.sglang_arguments import Argument, arguments, version
+from megarl.plan.sglang_arguments import arguments, version
+from megarl.plan.vendor_arguments import Argument, mapping_of, misfits, nearest
 
 BY_KEY = {
     "model_path": "model.path",
@@ -75,7 +73,6 @@ REFUSED = {
     "ssl_certfile": _NO_KEYS,
 }
 MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's store up before gate, in a tensor of the same shape; others repack the experts
-_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
@@ -89,7 +86,7 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
         elif known and name not in known:
             yield f"{shown}: unknown to SGLang {version()}; {_meant(str(name), known)}"
         elif name in known:
-            yield from (f"{shown}: {problem}" for problem in _unfit(known[name], value))
+            yield from (f"{shown}: {problem}" for problem in misfits(known[name], value))
 
 
 def _decided_elsewhere(name: str, value: Any) -> str | None:
@@ -107,32 +104,8 @@ def _decided_elsewhere(name: str, value: Any) -> str | None:
 def _meant(name: str, known: Mapping[str, Argument]) -> str:
     """Suggests the name that was meant: flags are written with dashes, and some have several names."""
     plain = name.lstrip("-").replace("-", "_").lower()
-    of_flag = {alias: known_name for known_name, argument in known.items() for alias in (known_name, *argument.aliases)}
-    near = [plain] if plain in of_flag else difflib.get_close_matches(plain, of_flag, n=1)
-    if not near:
+    of_flag = mapping_of(known)
+    near = plain if plain in of_flag else nearest(plain, of_flag)
+    if near is None:
         return "python -m sglang.launch_server --help lists its arguments"
-    return f"did you mean {BY_KEY.get(of_flag[near[0]], of_flag[near[0]])}?"
-
-
-def _unfit(argument: Argument, value: Any) -> Iterator[str]:
-    try:
-        msgspec.convert(value, argument.type)
-    except msgspec.ValidationError:
-        yield f"must be {_type_name(argument.type)}"
-        return
-    except TypeError:
-        return  # only SGLang's own code can check this type
-    if argument.choices is not None and value is not None:
-        values = value if isinstance(value, list) else [value]
-        if any(choice not in argument.choices for choice in values):
-            yield f"must be one of {', '.join(sorted(map(str, argument.choices)))}"
-
-
-def _type_name(type_: Any) -> str:
-    if type_ in _KINDS:
-        return _KINDS[type_]
-    text = str(type_).replace("typing.", "").replace("NoneType", "None")
-    for kind, name in _KINDS.items():
-        if text == f"Optional[{kind.__name__}]":
-            return f"{name} or null"
-    return text
+    return f"did you mean {BY_KEY.get(of_flag[near], of_flag[near])}?"

@@ -1,29 +1,18 @@
-"""Reads the arguments of the installed SGLang from its source: importing it takes ten seconds, reading a twentieth of one."""
+"""Reads the arguments of the installed SGLang from its source."""
 
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import importlib.metadata
-import importlib.util
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.plan.vendor_arguments import Argument, as_type, fields_of, package_folder
+
 DECLARED_IN = "srt/arg_groups/fields"  # one class for each namespace of sglang.srt.server_args.ServerArgs
 CHOICES_IN = "srt/arg_groups/choices.py"
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One field of ServerArgs. If its annotation refers to SGLang's own names, the type is Any; if its choices do, they are None."""
-
-    type: Any
-    choices: tuple[Any, ...] | None
-    aliases: tuple[str, ...]  # other names of its flag
 
 
 def version() -> str:
@@ -33,10 +22,9 @@ def version() -> str:
 @functools.cache
 def arguments() -> Mapping[str, Argument]:
     """All arguments by name; empty if SGLang is not installed, as on a machine that only plans."""
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    root = package_folder("sglang")
+    if root is None:
         return {}
-    root = Path(next(iter(found.submodule_search_locations)))
     names = dict(_assigned(root / CHOICES_IN)) if (root / CHOICES_IN).is_file() else {}
     return {name: argument for file in sorted((root / DECLARED_IN).glob("*.py")) for name, argument in _declared(file, names)}
 
@@ -53,10 +41,8 @@ def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
 def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
     """Parses `name: A[type, help]`, `name: A[type, Arg(help, choices, …)]`, or `name: type`."""
     for block in ast.parse(file.read_text()).body:
-        for field in block.body if isinstance(block, ast.ClassDef) else ():
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.target.id.startswith("_"):
-                continue
-            hint, details = field.annotation, None
+        for name, hint in fields_of(block) if isinstance(block, ast.ClassDef) else ():
+            details = None
             if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "A" and isinstance(hint.slice, ast.Tuple):
                 hint, details = hint.slice.elts[:2]
             stated = {word.arg: word.value for word in details.keywords} if isinstance(details, ast.Call) else {}
@@ -64,7 +50,7 @@ def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argum
             aliases = _value(stated.get("aliases"), names) or ()
             cli_name = _value(stated.get("cli_name"), names)
             flags = [flag.lstrip("-").replace("-", "_") for flag in (*aliases, *([cli_name] if cli_name else ()))]
-            yield field.target.id, Argument(_type(hint), None if choices is None else tuple(choices), tuple(flags))
+            yield name, Argument(as_type(hint), ast.unparse(hint), None if choices is None else tuple(choices), tuple(flags))
 
 
 def _value(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
@@ -75,10 +61,3 @@ def _value(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
-
-
-def _type(hint: ast.expr) -> Any:
-    try:
-        return eval(ast.unparse(hint), vars(builtins) | vars(typing))
-    except (NameError, TypeError):
-        return Any

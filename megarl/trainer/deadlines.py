@@ -23,6 +23,8 @@ def naming_peers(role: str, rank: int) -> Iterator[None]:
     """Replaces the error that gloo raises when a collective's deadline expires, even inside other errors, with a TimeoutError."""
     try:
         yield
+    except TimeoutError:  # it names them already: weights that a transport could not send, for one
+        raise
     except Exception as error:
         if (found := _expired(error)) is None:
             raise

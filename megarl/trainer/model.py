@@ -14,11 +14,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.config.errors import ConfigError
+from megarl.config.keys import yaml_text
+from megarl.config.schema import TrainerConfig
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import ModelSpec
 from megarl.topology import TrainerTopology
@@ -37,13 +41,23 @@ YARN_KEYS = {  # MLATransformerConfig's → those of config.json
 }
 
 
-def transformer_config(
-    spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, sequence_parallel: bool, recompute: bool
-) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig) -> TransformerConfig:
     """Megatron's configuration of the decoder; it asks for fused CUDA kernels only if CUDA is present."""
+    chosen = _chosen(spec, topology, dtype, trainer) | trainer.megatron
+    if "attention_backend" in chosen:
+        chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
+    try:
+        return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(**chosen)
+    except (AssertionError, ValueError) as error:
+        if not trainer.megatron:
+            raise
+        raise ConfigError(f"trainer.megatron={yaml_text(trainer.megatron)}: Megatron refuses it: {error}") from error
+
+
+def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig) -> dict[str, Any]:
     cuda, fused = torch.cuda.is_available(), layer_spec() == "te"
     recompute_all: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(
+    return dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.intermediate_size or spec.expert_intermediate_size,
@@ -65,7 +79,7 @@ def transformer_config(
         num_layers_in_first_pipeline_stage=topology.first_stage_layers,
         num_layers_in_last_pipeline_stage=topology.last_stage_layers,
         context_parallel_size=topology.cp,
-        sequence_parallel=sequence_parallel and topology.tp > 1,
+        sequence_parallel=trainer.sequence_parallel and topology.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -92,7 +106,7 @@ def transformer_config(
         deallocate_pipeline_outputs=cuda and topology.vpp == 1,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
-        **(recompute_all if recompute else {}),
+        **(recompute_all if trainer.recompute else {}),
         **(_expert_settings(spec, topology) if spec.num_experts else {}),
         **(_latent_settings(spec) if spec.kv_lora_rank else {}),
     )

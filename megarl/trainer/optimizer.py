@@ -36,6 +36,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=zero == 1,
+            **config.megatron,
         ),
         [*chunks],
     )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import distributed_c10d
 
 from megarl.topology import TrainerTopology
@@ -36,6 +42,27 @@ def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
     for group in distributed_c10d._world.pg_map:  # Megatron sets no timeout for the gloo group of experts' replicas
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     model_parallel_cuda_manual_seed(seed)
+
+
+def data_parallel(
+    config: TransformerConfig, topology: TrainerTopology, settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module]
+) -> list[DistributedDataParallel]:
+    """The model's chunks with buffers for their gradients, which are reduced in float32, and on GPUs during the last microbatch's backward
+    pass. `settings` are further fields of DistributedDataParallelConfig."""
+    overlap = torch.cuda.is_available() and topology.dp * topology.cp > 1
+    chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": topology.zero == 1, "overlap_grad_reduce": overlap, **settings}
+    of_chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(**chosen), chunk) for chunk in chunks]
+    if chosen["overlap_grad_reduce"]:  # no reduction before the last microbatch
+        config.no_sync_func = partial(_no_reduction, of_chunks)
+    return of_chunks
+
+
+@contextlib.contextmanager
+def _no_reduction(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.no_sync())
+        yield
 
 
 def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dict[str, float]:

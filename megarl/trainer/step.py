@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.algorithms.base import LossOutput
@@ -89,7 +89,7 @@ class MegatronTrainer:
         if not cpu_support.installed():
             raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
         refuse_corruption()
-        check_transformer_engine(spec)
+        check_transformer_engine(spec, trainer)
         if dist.get_world_size() != topology.world_size:
             raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
         self.spec = spec
@@ -106,12 +106,11 @@ class MegatronTrainer:
         self.squares = (flops_per_token(spec, 1) - flops) / flops  # attention's part of what a sequence costs; see plan_microbatches
 
         parallel.initialize(topology, seed, timeout_s)
-        config = transformer_config(spec, topology, self.dtype, trainer.sequence_parallel, trainer.recompute)
+        config = transformer_config(spec, topology, self.dtype, trainer)
         self.sequence_parallel = bool(config.sequence_parallel)
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
         self.chunks = build_chunks(spec, topology, config)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=topology.zero == 1)
-        self.ddp = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
+        self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
         self.replay = RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute) if self.routing else None
         settings = optimizer or trainer.optimizer

@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import TrainerConfig
 from megarl.models.spec import ModelSpec
 from megarl.trainer.layer_spec import layer_spec
 
+NEED_TRANSFORMER_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "cpu_offloading", "attention_backend", "use_te_activation_func")
+RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
-def check_transformer_engine(spec: ModelSpec) -> None:
-    """Raises ConfigError for experts and latent attention on GPUs without Transformer Engine: Megatron's router and its latent attention
-    then use names that do not exist. (On CPUs cpu_support fixes that.)"""
+
+def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
+    """Raises ConfigError for what needs Transformer Engine, where it is not used. Settings of it would be ignored in silence. On GPUs
+    experts and latent attention need it too: Megatron's router and its latent attention use names that do not exist without it. (On CPUs
+    cpu_support fixes that.)"""
+    if layer_spec() != "te" and (asked := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]):
+        raise ConfigError(f"trainer.megatron.{asked[0]}={trainer.megatron[asked[0]]}: needs GPUs with Transformer Engine")
+    modules = [name for name in trainer.megatron.get("recompute_modules") or () if name in RECOMPUTED_BY_TRANSFORMER_ENGINE]
+    if layer_spec() != "te" and modules:
+        raise ConfigError(f"trainer.megatron.recompute_modules: {', '.join(modules)} needs GPUs with Transformer Engine")
     if torch.cuda.is_available() and layer_spec() != "te" and (spec.num_experts or spec.kv_lora_rank):
         raise ConfigError(
             f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not installed: see docs/cluster.md"

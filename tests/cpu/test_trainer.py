@@ -35,6 +35,13 @@ ADAM: dict[str, Any] = {
 OTHER = ADAM | {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-3}  # than those of the checkpoints
 
 
+SETTINGS = {  # fields of Megatron's classes, none with its default
+    "megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "moe_deepep_num_sms": 24},
+    "ddp": {"overlap_grad_reduce": True, "bucket_size": 5000, "check_for_nan_in_grad": True},
+    "optimizer": {"log_num_zeros_in_grad": True},
+}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(f"hf_{name}") for name in MODELS}
@@ -89,6 +96,8 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
         *loads(1), logprobs(1),
         checkpoint("other_settings", "zero1", "single") | {"optimizer": OTHER},
         {"run": "settings_on_gpus", "name": "settings_on_gpus", "model": untied},
+        {"run": "megatron_settings", "name": "megatron_settings", "model": untied, "topology": {}, "optimizer": SETTINGS["optimizer"],
+         "trainer": {"megatron": SETTINGS["megatron"], "ddp": SETTINGS["ddp"]}},
         {"run": "init", "name": "init.single", "model": untied, "topology": {}, "seed": 3},
         {"run": "init", "name": "init.other_seed", "model": untied, "topology": {}, "seed": 4},
         {"run": "killed_while_saving", "name": "killed", "model": untied, "topology": {}, "run_dir": str(out)},
@@ -244,6 +253,12 @@ def test_random_weights_depend_on_the_seed_alone(runs: Path) -> None:
             assert tensor.std().item() == pytest.approx(0.02, rel=0.1) and abs(tensor.mean().item()) < 0.002
         else:
             assert (tensor == 1).all()
+
+
+def test_settings_under_megatrons_names_are_what_its_objects_hold(runs: Path) -> None:
+    (found,) = saved(runs, "megatron_settings")
+    assert found["held"] == list(SETTINGS.values())
+    assert found["backend"] == "flash"
 
 
 def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:

@@ -60,6 +60,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "pp2_zero0": (2, {"pp": 2, "zero": 0}, {}),
     "dp2_zero0": (2, {"dp": 2, "zero": 0}, {}),
     "dp2_zero1": (2, {"dp": 2, "zero": 1}, {}),
+    # Several buckets, each reduced while the backward pass goes on.
+    "dp2_overlap": (2, {"dp": 2}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}}),
+    "dp2_zero0_overlap": (2, {"dp": 2, "zero": 0}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}}),
+    "dp2_pp2_vpp2_overlap": (4, {"dp": 2, "pp": 2, "vpp": 2}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}}),
+    "selective": (1, {}, {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}}),
     "pp2_uneven": (2, {"pp": 2, "first_stage_layers": 1}, {}),
     "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, {}),
     "cp2": (2, {"cp": 2}, {}),
@@ -77,8 +82,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }
 # What each model is tested with: its own traits on every axis that treats them in its own way.
 TESTED = {
-    "untied": "single tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_vpp2 cp2",
-    "tied": "single tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_uneven pp2_vpp2",
+    "untied": "single selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_vpp2 cp2",
+    "tied": "single dp2_zero0_overlap dp2_pp2_vpp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_uneven pp2_vpp2",
     "qwen2": "single tp2_sp_recompute",
     "qwen3": "single tp2 tp2_cp2",
     "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",

@@ -289,7 +289,23 @@ def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, 
 
     torch.cuda.is_available = lambda: True
     spec, topologies = load_spec(scenario["model"]), {vpp: TrainerTopology(pp=2, vpp=vpp) for vpp in (1, 2)}
-    return {vpp: vars(transformer_config(spec, topology, torch.bfloat16, False, True)) for vpp, topology in topologies.items()}
+    return {
+        vpp: vars(transformer_config(spec, topology, torch.bfloat16, TrainerConfig(recompute=True))) for vpp, topology in topologies.items()
+    }
+
+
+def scenario_megatron_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What Megatron's own objects hold of `trainer.megatron`, `trainer.ddp` and `optimizer.megatron`."""
+    from megarl.trainer.model import transformer_config
+
+    trainer = make(scenario, OptimizerConfig(megatron=scenario["optimizer"]))
+    trainer.load_hf(scenario["model"])
+    one_step(trainer, sequences(trainer.spec.vocab_size))
+    flash = transformer_config(trainer.spec, trainer.topology, trainer.dtype, TrainerConfig(megatron={"attention_backend": "flash"}))
+    held = trainer.ddp[0].config, trainer.ddp[0].ddp_config, trainer.optimizer.chained_optimizers[0].config
+    wanted = (scenario["trainer"]["megatron"], scenario["trainer"]["ddp"], scenario["optimizer"])
+    found = [{name: getattr(each, name) for name in names} for each, names in zip(held, wanted, strict=True)]
+    return {"held": found, "backend": flash.attention_backend.name}
 
 
 def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.schema import TrainerConfig
 from megarl.models.registry import load_spec
 from megarl.plan.resolve import resolve
 from megarl.trainer import layer_spec
@@ -54,9 +55,23 @@ def test_routers_and_embeddings_that_megatron_computes_otherwise(tmp_path, chang
 @pytest.mark.parametrize(("model", "needs_it"), [("llama-3.1-8b", False), ("mixtral-8x7b", True), ("deepseek-v3", True)])
 def test_experts_and_latent_attention_need_transformer_engine_on_gpus(monkeypatch, model: str, needs_it: bool) -> None:
     spec = load_spec(CONFIGS / "models" / model)
-    check_transformer_engine(spec)  # on CPUs
+    check_transformer_engine(spec, TrainerConfig())  # on CPUs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for installed in (False, True):
         monkeypatch.setattr(layer_spec.importlib.util, "find_spec", lambda name: object() if installed else None)
         with pytest.raises(ConfigError, match="needs Transformer Engine on GPUs") if needs_it and not installed else nullcontext():
-            check_transformer_engine(spec)
+            check_transformer_engine(spec, TrainerConfig())
+
+
+@pytest.mark.parametrize("setting", ["fp8", "tp_comm_overlap", "attention_backend"])
+def test_what_transformer_engine_alone_can_do_is_refused_without_it(setting: str) -> None:
+    spec = load_spec(CONFIGS / "models/llama-3.1-8b")
+    with pytest.raises(ConfigError, match=f"trainer.megatron.{setting}=hybrid: needs GPUs with Transformer Engine"):
+        check_transformer_engine(spec, TrainerConfig(megatron={setting: "hybrid"}))
+    check_transformer_engine(spec, TrainerConfig(megatron={setting: None}))
+
+
+def test_what_is_recomputed_by_transformer_engine_is_refused_without_it() -> None:
+    spec = load_spec(CONFIGS / "models/llama-3.1-8b")
+    with pytest.raises(ConfigError, match="trainer.megatron.recompute_modules: layernorm needs GPUs with Transformer Engine"):
+        check_transformer_engine(spec, TrainerConfig(megatron={"recompute_modules": ["core_attn", "layernorm"]}))

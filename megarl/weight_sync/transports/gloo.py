@@ -39,7 +39,7 @@ class GlooGroup:
             try:
                 work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise RuntimeError(f"weights from {label}: not through within {self._timeout_s:.0f} s: {error}") from error
+                raise TimeoutError(f"weights from {label}: not through within {self._timeout_s:.0f} s: {error}") from error
 
     def close(self) -> None:
         del self._backend

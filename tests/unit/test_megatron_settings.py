@@ -1,0 +1,72 @@
+"""`trainer.megatron`, `trainer.ddp`, `trainer.optimizer.megatron`: what is refused, by the classes of the installed Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.plan.megatron_arguments import CLASSES, arguments, version
+from megarl.plan.megatron_settings import BY_KEY, REFUSED
+from megarl.plan.resolve import resolve
+
+CONFIG = Path(__file__).parents[2] / "configs/8b_aipo.yaml"
+
+
+def problems(*overrides: str) -> list[str]:
+    try:
+        resolve(load_config(CONFIG, ["trainer.recompute=false", *overrides]), "plan")
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("key", CLASSES)
+def test_every_name_in_the_tables_is_a_field(key: str) -> None:
+    assert set(BY_KEY[key]) | set(REFUSED[key]) <= set(arguments(key))
+    assert not set(BY_KEY[key]) & set(REFUSED[key])
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("trainer.megatron.hidden_size=64", "must be set by model.path, whose config.json decides it"),
+        ("trainer.megatron.tensor_model_parallel_size=2", "must be set by trainer.tp"),
+        ("trainer.megatron.hidden_dropout=0.1", "must be left out; log-probs that are trained on would differ from those of the engines"),
+        ("trainer.megatron.recompute_granularity=some", "must be one of full, selective or null"),
+        ("trainer.megatron.recompute_modules=core_attn", "must be Optional[List[str]]"),
+        ("trainer.megatron.attention_backend=fast", "must be one of auto, flash, fused, local, unfused"),
+        ("trainer.megatron.grad_sync_func=f", "must be left out; it is a Optional[Callable], which a config cannot state"),
+        ("trainer.megatron.recompute_granularit=full", f"unknown to megatron-core {version()}; did you mean recompute_granularity?"),
+        ("trainer.ddp.use_distributed_optimizer=true", "must be set by trainer.zero"),
+        ("trainer.ddp.bucket_size=many", "must be an integer or null"),
+        ("trainer.ddp.zzz=1", f"unknown to megatron-core {version()}; it is no field of DistributedDataParallelConfig"),
+        ("trainer.optimizer.megatron.lr=1", "must be set by trainer.optimizer.lr"),
+        ("sft.optimizer.megatron.loss_scale=2", "must be left out; float16 is not trained in: model.dtype is float32 or bfloat16"),
+    ],
+)
+def test_what_is_refused(setting: str, wanted: str) -> None:
+    assert problems(setting) == [f"{setting}: {wanted}"]
+
+
+def test_recomputing_everything_and_a_part_exclude_each_other() -> None:
+    (problem,) = problems("trainer.recompute=true", "trainer.megatron.recompute_granularity=selective")
+    assert problem.startswith("trainer.megatron.recompute_granularity: must be left out with trainer.recompute=true")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.megatron={recompute_granularity: selective, recompute_modules: [core_attn]}",
+        "trainer.megatron.fp8=hybrid",
+        "trainer.megatron.moe_enable_deepep=true",
+        "trainer.megatron.attention_backend=flash",
+        "trainer.ddp.overlap_grad_reduce=true",
+        "trainer.ddp={bucket_size: 1000000}",
+        "trainer.optimizer.megatron.log_num_zeros_in_grad=true",
+    ],
+)
+def test_what_is_passed_on(setting: str) -> None:
+    assert problems(setting) == []
