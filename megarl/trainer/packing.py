@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.microbatch import MicroBatch
 
 
@@ -20,7 +22,9 @@ class PackedSequences(PackedSeqParams):
 
 
 def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
-    lengths, boundaries = microbatch.plan.lengths, microbatch.boundaries
+    lengths = microbatch.plan.lengths
+    # Without Transformer Engine only Megatron's rotary embedding reads them, on the host: twice in every layer it would wait for the GPU.
+    boundaries = microbatch.boundaries if layer_spec() == "te" else torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
     # (The greatest length must be exact. Where a table of rotary angles is as long as the whole row, Megatron takes it for one that goes on
     # from sequence to sequence.)
     # Transformer Engine asks for padded boundaries where it cuts sequences. They are the same object, by which it sees that there is

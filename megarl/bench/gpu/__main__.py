@@ -32,8 +32,8 @@ class Part:
 
 PARTS = {
     "kernels": Part("Kernels", "megarl.bench.gpu.kernels:run", 170),
-    "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 75, ("1B",)),
-    "trainer-3B": Part("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 85, ("3B",)),
+    "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 85, ("1B",)),
+    "trainer-3B": Part("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 90, ("3B",)),
     "writes": Part("Direct writes between two processes", "megarl.bench.gpu.writes:run", 60, ("unquantised",)),
     "writes-fp8": Part("Direct writes, quantised in flight", "megarl.bench.gpu.writes:run", 60, ("fp8_block",)),
 }

@@ -48,10 +48,11 @@ def run(bench: Bench, size: str) -> None:
         init_distributed(60)
         trainer = MegatronTrainer(spec, TrainerTopology(), settings, DTYPE, seed=1, total_steps=100, timeout_s=60)
         fill(trainer)
-        bench.emit({"what": f"{size}, {layer_spec()} spec; sequences a step", "measured": float(len(batch))})
-        bench.emit({"what": "tokens a step", "measured": float(tokens(batch))})
+        bench.emit({"what": f"{size}, {layer_spec()} spec, packed; sequences a step", "measured": len(batch)})
+        bench.emit({"what": "tokens a step", "measured": tokens(batch)})
         agree(bench, trainer, batch)
-        seconds, loss = train(bench, trainer, batch)
+        seconds, loss, padded = train(bench, trainer, batch)
+        bench.emit({"what": "positions of padding", "measured": padded})
         flops = 3 * sum(len(each.token_ids) * flops_per_token(spec, len(each.token_ids)) for each in batch)
         bench.emit({"what": "loss of the first step, a token", "measured": loss, "planned": float(np.log(spec.vocab_size))})
         step_s = TrainModel(spec, settings, DTYPE, Cluster(gpu, 1)).seconds(workload(batch)).total
@@ -130,17 +131,17 @@ def agree(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> None:
     )
 
 
-def train(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> tuple[float, float]:
-    """(median seconds of a step, loss of the first step per token)."""
+def train(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> tuple[float, float, int]:
+    """(median seconds of a step, loss of the first step per token, positions of padding)."""
     learned = sum(int(each.loss_mask.sum()) for each in batch)
-    losses, seconds = [], []
+    results, seconds = [], []
     for _ in range(1 + 1 if bench.toy else WARM_UP + STEPS):
         bench.wait()
         began = time.perf_counter()
-        losses.append(trainer.train_step(batch, negative_logprobs, float(learned)).loss)
+        results.append(trainer.train_step(batch, negative_logprobs, float(learned)))
         bench.wait()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1 if bench.toy else WARM_UP :]), losses[0]
+    return statistics.median(seconds[1 if bench.toy else WARM_UP :]), results[0].loss, results[0].padded
 
 
 def negative_logprobs(logprobs: torch.Tensor, microbatch) -> LossOutput:
