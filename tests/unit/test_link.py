@@ -166,3 +166,23 @@ def test_noise_without_the_key_is_refused_and_told_and_disturbs_nobody(hub, key,
     for socket in (forger._socket, plain):
         socket.close(linger=0)
     friend.close()
+
+
+def test_what_is_read_ahead_is_there_when_somebody_looks_and_wakes_those_who_wait(hub, key):
+    peer = Peer("trainer.0", key, hub.address)
+    peer.read_ahead()
+    peer.send(Hello("abc"))
+    hub.receive(Hello, 5, "a peer")
+    for version in (3, 4):
+        hub.send("trainer.0", WeightsOffer(version))
+    deadline = time.monotonic() + 30
+    while len(peer._inbox._queues[WeightsOffer]) < 2:
+        assert time.monotonic() < deadline, "nobody reads ahead"
+        time.sleep(0.01)
+    assert peer.wait(60), "though the socket has nothing more"
+    assert [offer.version for offer in peer.drain(WeightsOffer)] == [3, 4] and not peer.wait(0)
+    hub._socket.send_multipart([b"trainer.0", b"\x81"])
+    peer._reader.join(30)
+    with pytest.raises(UnknownMessage):
+        peer.poll(Hello)
+    peer.close()
