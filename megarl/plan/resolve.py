@@ -63,7 +63,8 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     problems.extend(problem for check in model_checks for problem in check(config, spec))
     problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
-        problems += _in_keys_of("sft", config, list(check_sizes(as_warm_start(config), spec)))
+        of_warm_start = _in_keys_of("sft", config, list(check_sizes(as_warm_start(config), spec)))
+        problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
     if problems:
         raise ConfigError(problems)
     return RunPlan(

@@ -74,5 +74,6 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(m
     assert all((run_dir / name).stat().st_size > 0 for name in ("report.png", "trace.json"))
     probes = [row["logprob/abs_diff_mean"] for row in rows(run_dir)[before:] if "logprob/abs_diff_mean" in row]
     assert probes and max(probes) < 1e-4, "the engine, which began with made-up weights, computes as the trainer does"
-    assert all(row["sync/audit_ok"] for row in rows(run_dir)[before:])
+    *confirmed, last = rows(run_dir)[before:]  # the run may stop before the engine confirms the update that the last step began with
+    assert all(row["sync/audit_ok"] for row in confirmed) and last.get("sync/audit_ok", True)
     assert trained(run_dir) == list(range(steps * PROMPTS))
