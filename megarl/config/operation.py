@@ -13,8 +13,8 @@ class CheckpointConfig:
     keep: int = setting(2, "how many newest checkpoints are kept", at_least(1))
     beside: bool = setting(
         True,
-        "write checkpoints while training goes on, from a copy in the hosts' memory (12 bytes a parameter, over all trainer ranks); "
-        "false: hold up the step instead",
+        "write checkpoints while training goes on, from a copy in the hosts' memory (12 bytes a parameter, over all trainer ranks); each "
+        "is complete at the end of the step during which its last byte was written. false: hold up the step instead",
     )
     hf_every: int = setting(
         0,

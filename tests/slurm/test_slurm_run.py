@@ -11,6 +11,8 @@ import pytest
 from cluster import Cluster
 from run_tools import OVERRIDES, ROOT, make_model, rows
 
+from megarl.plan.checkpoints import complete_checkpoints
+
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(600),
@@ -73,7 +75,7 @@ def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
     sizes = ["trainer.tp=2", "generator.engines=1", "generator.tp=2"]  # a rank on every node, so the engine spans two
     overrides = [f"run_dir={run_dir}", "sft.steps=2", *OVERRIDES, *sizes]
     job = submit(cluster, log, *overrides, "checkpoint.every=1", "timeouts.silence_s=6")
-    wait_until(lambda: len(rows(run_dir)) >= 2, "the second step", START_S)
+    wait_until(lambda: len(rows(run_dir)) >= 2 and complete_checkpoints(run_dir), "the second step and a checkpoint", START_S)
     assert len(list((run_dir / ".launch/train").glob("slurm.*/node.*.json"))) == 4
     cluster.kill_node("n4")
     cluster.wait(job, ("PENDING",), 90)  # Slurm has requeued it
