@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from batches import batch_of
 
 from megarl.config.operation import ObserveConfig, TimeoutConfig
 from megarl.config.schema import GeneratorConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig, WeightsConfig
@@ -75,9 +76,6 @@ class Job(msgspec.Struct, frozen=True):
 
 def batch(groups: int = 4, samples: int = 2) -> Batch:
     """Prompts and responses of different lengths; within each group one sample is rewarded."""
-
-    sys.path.append(str(Path(__file__).parents[1] / "unit"))  # pytest has told the ranks' processes nothing
-    from batches import batch_of
 
     def sample(group: int, index: int) -> Sample:
         length = 3 + 2 * group + index
