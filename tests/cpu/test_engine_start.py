@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -64,10 +65,13 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
             time.sleep(0.01)
         time.sleep(10 * LOOK_S)  # until it is known
         killed = schedulers(group)[0]  # on a busy host, what was found first may have gone: it was on its way to becoming one
+        processes = {child.pid for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True)}
         killed.kill()
         ended = failure(group, ENDED_S)
     assert ended.how == "engine.0 exited with status 137: one of its processes was killed by SIGKILL" and ended.signalled
-    assert f"process {killed.pid} of this engine was killed by SIGKILL" in str(ended)
+    # A process between may be killed by SGLang before it can name the scheduler.
+    named = {int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", str(ended))}
+    assert named and named <= ({killed.pid} if replicas == 1 else processes)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="mounts take root")
