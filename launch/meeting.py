@@ -18,6 +18,7 @@ the head.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from pathlib import Path
@@ -60,7 +61,7 @@ class Meeting:
         self._beat_at = 0.0
         self._heard: dict[int, tuple[str, float]] = {}  # node → its last beat, and when this process first saw it
         self._names: set[str] = set()  # of the files in the folder
-        self._looked_at = -LOOK_S
+        self._looked_at = -math.inf
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def announce(self, report: NodeReport) -> None:
@@ -141,7 +142,10 @@ class Meeting:
     def finish(self) -> None:
         self._write(self._path_of_finished(self.node.rank).name, b"")
 
-    def all_finished(self, nodes: list[int]) -> bool:
+    def all_finished(self, nodes: list[int], now: bool = False) -> bool:
+        """Whether all of `nodes` are done. `now`: as of this moment, not as of the last look into the folder."""
+        if now:
+            self._looked_at = -math.inf
         return all(self._path_of_finished(rank).name in self._there() for rank in nodes)
 
     def _path_of_report(self, rank: int) -> Path:

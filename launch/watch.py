@@ -32,9 +32,14 @@ class RunWatch:
 
         When the run is stopped, only trainer ranks matter.
         """
-        watch(self.processes, workers, self._poll, among=self._among)
-        self.meeting.finish()
-        watch(self.processes, workers, self._poll, until=lambda: self.meeting.all_finished(working), among=self._among)
+        try:
+            watch(self.processes, workers, self._poll, among=self._among)
+            self.meeting.finish()
+            watch(self.processes, workers, self._poll, until=lambda: self.meeting.all_finished(working), among=self._among)
+        except ProcessFailed:
+            if not self.meeting.all_finished(working, now=True):
+                raise
+            # All work was done, and another node saw it first: with its part of an engine it ended the one here.
 
     def _poll(self) -> None:
         self.show()

@@ -9,9 +9,13 @@ import psutil
 import pytest
 
 from megarl.files import log_tail, write_whole
+from megarl.launch.engines import EngineKeeper
+from megarl.launch.meeting import Meeting
+from megarl.launch.node import Node
 from megarl.launch.ports import taken
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits
-from megarl.launch.watch import watch
+from megarl.launch.stopping import StopOrder
+from megarl.launch.watch import RunWatch, watch
 
 
 def python(name: str, code: str) -> ProcessSpec:
@@ -208,3 +212,18 @@ def test_who_has_taken_a_port_is_named(tmp_path):
         thief = theirs.process_ids()["engine.0"]
     assert len(lines) == 1
     assert lines[0].startswith(f"port {ports['engine.0']}, chosen for engine.0 when it was free, has been taken by process {thief} (")
+
+
+def test_a_node_that_only_serves_has_not_failed_when_the_work_was_done(tmp_path, monkeypatch):
+    """The node with the first part of an engine saw the end first, and ended its part: then this one's part dies."""
+    monkeypatch.setattr("megarl.launch.meeting.LOOK_S", 3600.0)  # no look into the folder after the first
+    works, serves = (Meeting(tmp_path / "meet", Node(rank, 2, "x"), timeout_s=5, silence_s=60) for rank in range(2))
+    with ProcessGroup(tmp_path) as group:
+        order = StopOrder(serves, group, deadline_s=1)
+        run = RunWatch(group, EngineKeeper(group, "fail", 0, 1.0, 1.0), serves, order, show=lambda: None)
+        assert not serves.all_finished([0])
+        group.start(python("engine.0.1", "raise SystemExit(1)"))
+        with pytest.raises(ProcessFailed, match=r"engine.0.1 exited with status 1"):
+            run.follow(set(), [0])
+        works.finish()
+        run.follow(set(), [0])
