@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trainer_worker import make, one_step, plain_adam, sequences
+from trainer_rig import make, one_step, plain_adam, sequences
 
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, prune_checkpoints, remove_leftovers
 from megarl.trainer import cpu_support

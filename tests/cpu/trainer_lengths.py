@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_reference import checkpoint_tensors, hf_loss, is_trained, load_float64
-from trainer_worker import TEMPERATURE, all_logprobs, make, one_step, plain_adam, sequences
+from trainer_rig import TEMPERATURE, all_logprobs, make, one_step, plain_adam, sequences
 
 
 def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:

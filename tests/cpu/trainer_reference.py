@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from trainer_worker import DENOMINATOR, TEMPERATURE, forced, sequences
+from trainer_rig import DENOMINATOR, TEMPERATURE, forced, sequences
 
 from megarl.generator import cpu_support
 from megarl.models.registry import load_spec

@@ -1,0 +1,258 @@
+"""Checkpoints and exports of real trainers, whole and harmed. A function `scenario_…` runs on every rank; what it returns is saved."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from trainer_rig import (
+    all_logprobs,
+    make,
+    one_step,
+    plain_adam,
+    sequences,
+)
+
+
+def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Saves step 1, then dies by SIGKILL as soon as the folder of step 2 is being written."""
+    from megarl.plan.checkpoints import checkpoint_path
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    root = scenario["run_dir"]
+    checkpoint.save(trainer, str(checkpoint_path(root, 1)), {"step": 1})
+    partial = checkpoint_path(root, 2).with_name(checkpoint_path(root, 2).name + ".partial")
+
+    def kill() -> None:
+        while not partial.exists():
+            time.sleep(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    checkpoint.save(trainer, str(checkpoint_path(root, 2)), {"step": 2})
+    return {}
+
+
+def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Saves and exports the same state twice: while steps are made, and alone. Then a save that rank 1 cannot write, and one more."""
+    from megarl.trainer import checkpoint
+    from megarl.trainer.checkpoint_state import SAVED, runs
+
+    def state() -> dict[str, torch.Tensor]:
+        return {f"{name} {kind}": run.values[kind].clone() for name, run in runs(trainer).items() for kind in SAVED}
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    batch = sequences(trainer.spec.vocab_size)
+    one_step(trainer, batch)
+    held = state()
+    checkpoint.save(trainer, out / "alone", {"step": 1}, {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {})
+    trainer.export_hf(str(out / "alone.hf"), scenario["model"])
+    files = {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {}
+    saving = checkpoint.begin(trainer, out / "beside", {"step": 1}, files, beside=True)
+    export = trainer.begin_export(str(out / "beside.hf"), scenario["model"], beside=True)
+    one_step(trainer, batch)
+    one_step(trainer, batch)
+    before_finish = [name for name in ("beside", "beside.hf") if (out / name).exists()]
+    while not (saving.written() and export.written()):
+        time.sleep(0.01)
+    saving.finish()
+    export.finish()
+    moved = any(not torch.equal(now, held[name]) for name, now in state().items())
+    assert checkpoint.load(trainer, out / "beside") == {"step": 1}
+    loaded = state()
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, most))
+    failing, message = checkpoint.begin(trainer, out / "failing", {"step": 1}, beside=True), ""
+    try:
+        failing.finish()
+    except RuntimeError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    checkpoint.begin(trainer, out / "after", {"step": 1}, beside=True).finish()
+    left = [name for name in ("after", "alone", "beside", "beside.hf", "alone.hf", "failing", "failing.partial") if (out / name).exists()]
+    found = {"there_before_finish": before_finish, "moved": moved, "message": message, "left": left}
+    return {**found, "loaded": {n: v.tolist() for n, v in loaded.items()}, "held": {n: v.tolist() for n, v in held.items()}}
+
+
+def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Exports every second step, saves every third; export 2 is held back until checkpoint 3 could be complete. Then failures of rank 0."""
+    from megarl.config.load import load_config
+    from megarl.executors.saving import Saving
+    from megarl.observe.trace import TraceWriter
+    from megarl.plan.checkpoints import checkpoint_path, export_path
+    from megarl.trainer import checkpoint
+    from megarl.trainer.folders import Writing
+
+    trainer, run_dir, held_back = make(scenario, plain_adam(lr=1e-2)), out / "run", threading.Event()
+    trainer.load_hf(scenario["model"])
+    keys = [f"run_dir={run_dir}", "max_steps=4", "checkpoint.every=3", "checkpoint.hf_every=2"]
+    saving = Saving(load_config(scenario["config"], keys), trainer, TraceWriter(run_dir, f"trainer.{dist.get_rank()}"), saved=0)
+    trainer.begin_export = lambda path, _, *, beside: Writing(path, lambda folder: held_back.wait() and None, beside=beside)
+    export_path(run_dir, 2).mkdir(parents=True, exist_ok=True)  # left by a run that died before its checkpoint of step 2
+    dist.barrier()
+    saving.after_step(2, dict, last=False)
+    found: dict[str, Any] = {"old_export": export_path(run_dir, 2).exists()}
+    saving.after_step(3, dict, last=False)
+
+    def release() -> None:
+        time.sleep(1.0)
+        found["checkpoint_before_export"] = checkpoint_path(run_dir, 3).exists()
+        held_back.set()
+
+    threading.Thread(target=release).start()
+    saving.after_step(4, dict, last=True)
+    found["there"] = [path(run_dir, step).exists() for path, step in ((export_path, 2), (checkpoint_path, 3), (checkpoint_path, 4))]
+    del trainer.begin_export
+    (out / "file").touch()
+    failing = {"no_folder": lambda: checkpoint.begin(trainer, out / "file" / "step", {}, beside=True)}
+    failing["no_configuration"] = lambda: trainer.export_hf(str(out / "hf"), scenario["model"] + ".gone")
+    for name, fail in failing.items():
+        try:
+            fail()
+        except RuntimeError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails, as does an export. Step 1 is loaded again."""
+    from megarl.plan.checkpoints import checkpoint_path
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    root = scenario["run_dir"]
+    checkpoint.save(trainer, str(checkpoint_path(root, 1)), {"step": 1})
+    probe = sequences(trainer.spec.vocab_size)
+    before = all_logprobs(trainer, probe)
+    one_step(trainer, probe)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))  # writing beyond it fails as on a full disk, with another number
+    message = exported = ""
+    try:
+        checkpoint.save(trainer, str(checkpoint_path(root, 2)), {"step": 2})
+    except RuntimeError as error:
+        message = str(error)
+    try:
+        trainer.export_hf(str(out / "export"), scenario["model"])
+    except RuntimeError as error:
+        exported = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    dist.barrier()
+    left = sorted(path.name for path in checkpoint_path(root, 2).parent.iterdir())
+    checkpoint.load(trainer, str(checkpoint_path(root, 1)))
+    return {"message": message, "exported": exported, "left": left, "before": before, "after": all_logprobs(trainer, probe)}
+
+
+def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What loading a checkpoint says when one of its files is damaged, by file and damage; and that it loads when all is mended."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    folder = Path(scenario["checkpoint"])
+    checkpoint.save(trainer, folder, {"step": 1}, {"ledger.msgpack": b"of prompts"} if dist.get_rank() == 0 else {})
+    said = {}
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        dist.barrier()  # all have read it before it is harmed
+        for damage, harmed in damages(content).items():
+            if dist.get_rank() == 0:
+                file.unlink() if harmed is None else file.write_bytes(harmed)
+            dist.barrier()
+            try:
+                checkpoint.load(trainer, folder)
+                said[file.name, damage] = ""
+            except RuntimeError as error:
+                said[file.name, damage] = f"{type(error).__name__}: {error}"
+            dist.barrier()
+            if dist.get_rank() == 0:
+                file.write_bytes(content)
+    dist.barrier()
+    return {"said": said, "whole": checkpoint.load(trainer, folder)}
+
+
+def damages(content: bytes) -> dict[str, Any]:
+    """None: the file is gone."""
+    found: dict[str, Any] = {"missing": None, "empty": b"", "cut short": content[:-1], "longer": content + b"\0"}
+    for place in sorted({0, len(content) // 3, len(content) // 2, len(content) - 1}):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        found[f"bit of byte {place}"] = bytes(flipped)
+    return found
+
+
+def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What saving says where the state is not what it must be: one element is changed on rank 1 alone, of what, and of which tensor."""
+    from megarl.trainer import checkpoint
+    from megarl.trainer.checkpoint_state import runs
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    one_step(trainer, sequences(trainer.spec.vocab_size))
+    said = {}
+    for kinds in scenario["kinds"]:
+        run = runs(trainer)["decoder.final_layernorm.weight"]
+        before = {kind: run.values[kind].clone() for kind in kinds}
+        if dist.get_rank() == 1:
+            for kind in kinds:
+                run.values[kind][3] += 0.5
+        try:
+            checkpoint.save(trainer, out / "differing", {})
+        except RuntimeError as error:
+            said["+".join(kinds)] = f"{type(error).__name__}: {error}"
+        for kind, values in before.items():
+            run.values[kind].copy_(values)
+    left = [path.name for path in out.glob("differing*")]
+    checkpoint.save(trainer, out / "alike", {})
+    return {"said": said, "left": left}
+
+
+def scenario_disk_that_lies(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """On rank 1 the disk keeps another byte than was written."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    written = os.posix_fadvise
+
+    def lie(descriptor: int, *args: int) -> None:
+        os.pwrite(descriptor, bytes([os.pread(descriptor, 1, 5000)[0] ^ 1]), 5000)
+        written(descriptor, *args)
+
+    if dist.get_rank() == 1:
+        os.posix_fadvise = lie
+    try:
+        checkpoint.save(trainer, out / "lied", {})
+        message = ""
+    except RuntimeError as error:
+        message = f"{type(error).__name__}: {error}"
+    os.posix_fadvise = written
+    return {"message": message, "left": [path.name for path in out.glob("lied*")]}
+
+
+def scenario_vendor_warns(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What comes of Megatron's own format of checkpoints, which loses elements of a tied embedding, and warns."""
+    from megatron.core import parallel_state
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "dp_cp_group": group}
+    model = {"model": trainer.chunks[0].sharded_state_dict(metadata=metadata)}
+    try:
+        trainer.optimizer.sharded_state_dict(model, metadata=metadata)
+    except RuntimeError as error:
+        return {"said": str(error)}
+    return {"said": ""}

@@ -1,0 +1,149 @@
+"""A real trainer of small models on gloo: what its scenarios share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.base import LossOutput
+from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.registry import load_spec
+from megarl.models.routing import RoutingFormat
+from megarl.topology import TrainerTopology
+from megarl.types import TrainSequence
+
+DENOMINATOR = 37.0
+TEMPERATURE = 0.7
+LENGTHS = (3, 10, 17, 5, 12, 19, 7, 14, 21, 1, 2)
+
+
+def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[TrainSequence]:
+    """Every third sequence has zero advantage. Some have an environment's tokens in the middle: masked, and garbage on them."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i, length in enumerate(lengths):
+        prompt = max(1, min(1 + i % 3, length - 1))
+        weights = torch.randn(length, generator=generator) if i % 3 else torch.zeros(length)
+        mask = [j >= prompt and not (i % 2 and prompt + 2 <= j < prompt + 5) for j in range(length)]
+        made.append(
+            TrainSequence(
+                token_ids=torch.randint(0, vocab, (length,), generator=generator).tolist(),
+                loss_mask=mask,
+                mu_logprobs=[0.0] * length,
+                advantages=[w if j >= prompt else 0.0 for j, w in enumerate(weights.tolist())],
+            )
+        )
+    return made
+
+
+def scored(trainer: Any, batch: list[TrainSequence], **how: Any) -> list[list[float]]:
+    return [row.tolist() for row in trainer.token_logprobs(batch, **how)]
+
+
+def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
+    """With experts drawn at random: at all positions, in every fourth sequence at the first half only, in every fifth at none."""
+    random, made = np.random.default_rng(3), []
+    for i, sequence in enumerate(batch):
+        positions = len(sequence.token_ids) - 1
+        known = 0 if i % 5 == 4 else positions // 2 if i % 4 == 3 else positions
+        ids = random.random((known, routing.shape[0], routing.num_experts)).argsort(axis=-1)[..., : routing.top_k]
+        made.append(msgspec.structs.replace(sequence, routing=routing.pack(ids)))
+    return made
+
+
+def weighted_nll(logprobs: torch.Tensor, microbatch: Any) -> LossOutput:
+    assert logprobs.dtype == torch.float32
+    loss = -(microbatch.advantages * logprobs)[microbatch.loss_mask].sum()
+    return LossOutput(loss, {"tokens": microbatch.loss_mask.sum(), "weights": microbatch.advantages.sum()})
+
+
+def plain_adam(lr: float) -> OptimizerConfig:
+    return OptimizerConfig(lr=lr, clip_grad=0.0, weight_decay=0.01, eps=1e-4)
+
+
+def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10) -> Any:
+    from megarl.trainer.step import MegatronTrainer
+
+    return MegatronTrainer(
+        load_spec(scenario["model"]),
+        TrainerTopology(**scenario["topology"]),
+        TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})}),  # several chunks of a microbatch
+        scenario.get("dtype", "float32"),
+        seed=1,
+        total_steps=total_steps,
+        timeout_s=60,
+        optimizer=optimizer,
+    )
+
+
+def poison_padding(trainer: Any) -> None:
+    """Large garbage in the rows that no token has: it must reach nothing."""
+    parameters = trainer.local_parameters()
+    for tensor in trainer.layout.tensors(dist.get_rank()):
+        used = max((piece.local.end[0] for piece in tensor.pieces), default=0)
+        parameters[tensor.name][used:] = 5.0
+
+
+def gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """main_grad of every local parameter; NaN where, under the distributed optimizer, another rank has the sum."""
+    found = {}
+    from megarl.trainer.model import parameters_by_name
+
+    t, here = trainer.topology, trainer.coordinate
+    dense = (here.dp * t.cp + here.cp, t.dp * t.cp)
+    expert = (dist.get_rank() // (t.etp * t.ep) % t.expert_dp, t.expert_dp) if trainer.spec.num_experts else dense
+    buffers = [(b, dense) for chunk in trainer.ddp for b in chunk.buffers]
+    buffers += [(b, expert) for chunk in trainer.ddp for b in chunk.expert_parallel_buffers]
+    for name, parameter in parameters_by_name(trainer.chunks).items():
+        if not parameter.requires_grad:  # a router's bias
+            continue
+        grad = parameter.main_grad.detach().float().clone()
+        ((buffer, (rank, size)),) = [entry for entry in buffers if parameter in entry[0].param_index_map]
+        if t.zero == 1 and size > 1:
+            start, end, number = buffer.param_index_map[parameter]
+            bucket = buffer.buckets[number]
+            shard = bucket.grad_data.numel() // size
+            position = torch.arange(start, end) - bucket.offset
+            mine = (position >= rank * shard) & (position < (rank + 1) * shard)
+            grad = torch.where(mine.view_as(grad), grad, torch.nan)
+        found[name] = grad
+    return found
+
+
+def all_logprobs(trainer: Any, batch: list[TrainSequence], model: Any = "policy", temperature: float = 1.0) -> list[list[float]]:
+    """Of all tokens, not only of those that the loss is about."""
+    whole = [msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in batch]
+    return scored(trainer, whole, model=model, temperature=temperature)
+
+
+def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
+    result = trainer.train_step(chosen, weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+    result.check_tokens(sum(sum(sequence.loss_mask[1:]) for sequence in chosen))
+    return {**vars(result), "grads": gradients(trainer)}
+
+
+def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
+    """[1, t, vocab] of one sequence on the last stage, gathered over the tensor ranks; None elsewhere."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+
+    from megarl.trainer import context
+    from megarl.trainer.microbatch import build, plan_microbatches
+    from megarl.trainer.model import output_weight
+
+    stages = trainer.topology.pp if trainer.topology.vpp > 1 else 1
+    (plan,) = plan_microbatches([len(chosen[0].token_ids)], 1, 1000, trainer.alignment, count_multiple=stages)
+
+    def head(microbatch: Any, hidden: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+        whole = gather_from_sequence_parallel_region(hidden[0]) if trainer.sequence_parallel else hidden[0]
+        z = gather_from_tensor_model_parallel_region(whole @ output_weight(trainer.chunks[-1]).T)
+        return context.join(z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group())[None]
+
+    with torch.no_grad():
+        results = trainer._run(plan, lambda p: build(p, chosen, trainer.device, routing=trainer.routing), head, forward_only=True)
+    return results[0][:, : len(chosen[0].token_ids) - 1, : trainer.spec.vocab_size] if results else None

@@ -1,0 +1,168 @@
+"""What test_trainer.py and its relatives let real trainers do. A function `scenario_…` runs on every rank; what it returns is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from trainer_rig import (
+    DENOMINATOR,
+    TEMPERATURE,
+    all_logprobs,
+    forced,
+    logits,
+    make,
+    one_step,
+    plain_adam,
+    poison_padding,
+    scored,
+    sequences,
+    weighted_nll,
+)
+
+from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.registry import load_spec
+from megarl.topology import TrainerTopology
+from megarl.trainer import hf_io
+
+
+def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Logits, log-probs, gradients and the exported checkpoint at the weights of a HF checkpoint (learning rate 0)."""
+    trainer = make(scenario, plain_adam(lr=0.0))
+    trainer.load_hf(scenario["model"])
+    trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
+    poison_padding(trainer)
+    all_sequences = sequences(trainer.spec.vocab_size)
+    found = {
+        "all": one_step(trainer, all_sequences),
+        "dropped": one_step(trainer, [s for s in all_sequences if any(s.advantages)]),
+        "none": one_step(trainer, []),
+        "logprobs": all_logprobs(trainer, all_sequences, temperature=TEMPERATURE),
+        "masked_logprobs": scored(trainer, all_sequences, temperature=TEMPERATURE),
+        "logits": logits(trainer, all_sequences[:1]),
+    }
+    trainer.max_tokens = 48  # several microbatches of different shapes
+    found["microbatches"] = one_step(trainer, all_sequences)
+    if trainer.routing:
+        replayed = forced(all_sequences, trainer.routing)
+        found["replayed"] = one_step(trainer, replayed)
+        found["replayed_logprobs"] = all_logprobs(trainer, replayed, temperature=TEMPERATURE)
+        found["afterwards"] = all_logprobs(trainer, all_sequences, temperature=TEMPERATURE)
+    return found
+
+
+def scenario_lengths(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    from trainer_lengths import any_lengths
+
+    return any_lengths(scenario)
+
+
+def scenario_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step; the reference model keeps the first weights."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    vocab = trainer.spec.vocab_size
+    probe = sequences(vocab)
+    start = all_logprobs(trainer, probe)
+    trainer.hold_reference()
+    for seed in (1, 2):
+        one_step(trainer, sequences(vocab, seed=seed))
+    checkpoint.save(trainer, scenario["checkpoint"], {"prompts": 17})
+    after = all_logprobs(trainer, probe)
+    found = {"start": start, "reference": all_logprobs(trainer, probe, model="reference"), "after": after}
+    found["still"] = all_logprobs(trainer, probe)
+    found |= continue_from(trainer, scenario, out)
+    return found
+
+
+def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    state = checkpoint.load(trainer, scenario["checkpoint"])
+    return {"state": state, **continue_from(trainer, scenario, out)}
+
+
+def scenario_other_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A checkpoint goes on with another configuration of the optimizer."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]))
+    checkpoint.load(trainer, scenario["checkpoint"])
+    one_step(trainer, sequences(trainer.spec.vocab_size))
+    return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]}
+
+
+def continue_from(trainer: Any, scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The third step, then one without sequences (momentum alone); the weights after each."""
+    result = trainer.train_step(sequences(trainer.spec.vocab_size, seed=3), weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+    trainer.export_hf(str(out / (scenario["name"] + ".3.hf")), scenario["model"])
+    idle = trainer.train_step([], weighted_nll, DENOMINATOR)
+    trainer.export_hf(str(out / (scenario["name"] + ".4.hf")), scenario["model"])
+    return {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "idle": (idle.loss, idle.grad_norm, idle.sums),
+        "position": trainer.learning_rate.position,
+        "random": torch.get_rng_state(),
+    }
+
+
+def scenario_init(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    trainer = make(scenario, plain_adam(lr=0.0))
+    trainer.init_random(scenario["seed"])
+    folder = str(out / (scenario["name"] + ".hf"))
+    hf_io.export_hf(trainer.spec, trainer.layout, trainer.local_parameters(), folder, scenario["model"], max_file_bytes=20_000).finish()
+    return {}
+
+
+def scenario_train(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Four steps with everything on: warm-up, cosine, clipping, weight decay."""
+    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=4)
+    trainer.load_hf(scenario["model"])
+    results = [trainer.train_step(sequences(trainer.spec.vocab_size, seed=seed), weighted_nll, DENOMINATOR) for seed in range(4)]
+    trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
+    return {"rates": [r.learning_rate for r in results], "grad_norms": [r.grad_norm for r in results]}
+
+
+def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """linear_logprobs and its gradient, of hidden states that are logits: this rank's output layer is its slice of the unit matrix."""
+    from megarl.kernels import linear_logprobs
+
+    found = {}
+    for name, (given, targets, vocab_size, temperature) in torch.load(scenario["inputs"]).items():
+        hidden = given.clone().requires_grad_()
+        weight = torch.eye(given.size(1), dtype=given.dtype).chunk(dist.get_world_size())[dist.get_rank()]
+        logprobs, _ = linear_logprobs(hidden, weight, targets, dist.group.WORLD, vocab_size, temperature, chunk_tokens=4)
+        (logprobs * torch.arange(1.0, targets.numel() + 1)).sum().backward()
+        found[name] = (logprobs.detach(), hidden.grad)
+    return found
+
+
+def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Megatron's configuration where CUDA is; in a process of its own, which may think so."""
+    from megarl.trainer.model import transformer_config
+
+    torch.cuda.is_available = lambda: True
+    spec, topologies = load_spec(scenario["model"]), {vpp: TrainerTopology(pp=2, vpp=vpp) for vpp in (1, 2)}
+    return {
+        vpp: vars(transformer_config(spec, topology, torch.bfloat16, TrainerConfig(recompute=True))) for vpp, topology in topologies.items()
+    }
+
+
+def scenario_megatron_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What Megatron's own objects hold of `trainer.megatron`, `trainer.ddp` and `optimizer.megatron`."""
+    from megarl.trainer.model import transformer_config
+
+    trainer = make(scenario, OptimizerConfig(megatron=scenario["optimizer"]))
+    trainer.load_hf(scenario["model"])
+    one_step(trainer, sequences(trainer.spec.vocab_size))
+    flash = transformer_config(trainer.spec, trainer.topology, trainer.dtype, TrainerConfig(megatron={"attention_backend": "flash"}))
+    held = trainer.ddp[0].config, trainer.ddp[0].ddp_config, trainer.optimizer.chained_optimizers[0].config
+    wanted = (scenario["trainer"]["megatron"], scenario["trainer"]["ddp"], scenario["optimizer"])
+    found = [{name: getattr(each, name) for name in names} for each, names in zip(held, wanted, strict=True)]
+    return {"held": found, "backend": flash.attention_backend.name}
