@@ -43,6 +43,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
         status.set(f"step {step}")
         tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
         result = trainer.train_step(sequences, nll_loss, float(tokens))
+        result.check_tokens(tokens)
         if metrics is not None:
             wall_s = time.monotonic() - started
             samples_per_s = (step + 1) * len(sequences) / wall_s

@@ -107,12 +107,14 @@ class TrainerExecutor:
         self._check_scores(batch)
         started = time.monotonic()
         with self.trace.span(f"train step {batch.step}"):
-            sequences = [*self._sequences(batch).values()]
+            of_places = self._sequences(batch)
+            sequences = [*of_places.values()]
             temperature = config.rollout.temperature
             reference = self.trainer.token_logprobs(sequences, "reference", temperature) if self.algorithm.needs_reference else None
             result = self.trainer.train_step(
                 sequences, self.algorithm.loss, denominator(batch, self.algorithm), temperature=temperature, reference_logprobs=reference
             )
+            result.check_tokens(sum(batch.samples[place].policy_tokens for place in of_places))
         self.curr_step += 1
         if self.metrics is not None:
             self._write_metrics(batch, result, train_s=time.monotonic() - started, trained=len(sequences))

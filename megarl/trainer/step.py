@@ -23,6 +23,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.algorithms.base import LossOutput
+from megarl.config.errors import RunError
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.flops import flops_per_token
 from megarl.models.routing import RoutingFormat
@@ -57,10 +58,16 @@ class StepResult:
     loss: float  # sum over the global batch / denominator
     grad_norm: float  # before clipping
     sums: dict[str, float]  # the loss function's sums over the global batch
+    tokens: int  # of `loss_mask` that the loss was taken of
     entropy: float  # the policy's mean over the tokens of `loss_mask`, in nats, before the step; NaN without any
     learning_rate: float
     padded: int  # positions that the model computed beside those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
+
+    def check_tokens(self, expected: int) -> None:
+        """Raises RunError if the loss was not taken of `expected` tokens: a sequence was left out, trained on twice, or cut."""
+        if self.tokens != expected:
+            raise RunError(f"the step was made of {self.tokens} tokens, but its samples have {expected}; its weights are not used")
 
 
 class MegatronTrainer:
@@ -155,11 +162,12 @@ class MegatronTrainer:
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
         mean_loss = sums.pop("loss") / denominator
-        entropy = sums.pop(ENTROPY) / (sums.pop(ENTROPY_TOKENS) or math.nan)
+        tokens = int(sums.pop(ENTROPY_TOKENS))
+        entropy = sums.pop(ENTROPY) / (tokens or math.nan)
         positions = sum(len(s) - 1 for s in sequences)
         padded = int(sums.pop(POSITIONS)) - positions
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        return StepResult(mean_loss, float(grad_norm), sums, entropy, learning_rate, padded, routing)
+        return StepResult(mean_loss, float(grad_norm), sums, tokens, entropy, learning_rate, padded, routing)
 
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, hidden: torch.Tensor
