@@ -165,8 +165,9 @@ def _serve(pipe: Connection, kind: str, device: str, layout: Layout) -> None:
             os._exit(0)
         try:
             held = held or Held(kind, device, layout)
-            pipe.send((True, getattr(held, what)()))
+            found = getattr(held, what)()
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
+            pipe.send((True, found))
         except Exception:
             pipe.send((False, traceback.format_exc()))
