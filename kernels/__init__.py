@@ -39,12 +39,15 @@ def linear_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     weight_grad: torch.Tensor | None = None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets`, and the entropy in nats, under softmax(hidden @ weight.T / temperature); the logits are made in chunks.
 
     hidden:  [t, h] float32 or bfloat16, the same on all ranks of `group`
     weight:  [padded_vocab / tp, h] this rank's slice of the vocabulary, of the same dtype
     targets: [t] global token ids, int64, the same on all ranks of `group`, all below `vocab_size`
+    kept:    the set of tokens that each softmax is over, the same on all ranks of `group`; None: the whole vocabulary. Its sizes ([t] int64,
+             on the CPU, none 0) and global ids (int32, one set after the other, no id twice in a set). Each has its target
     returns: [t] and [t] float32, the same on all ranks of `group`
 
     Both are differentiable. The gradient of `hidden` is this rank's share: it has to be summed over `group`. That of `weight` is summed in
@@ -54,7 +57,7 @@ def linear_logprobs(
     """
     from megarl.kernels.chunked_logprobs import LinearLogprobs
 
-    return LinearLogprobs.apply(hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, weight_grad)
+    return LinearLogprobs.apply(hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, weight_grad, kept)
 
 
 def _quantise(values: torch.Tensor, rule: Rule):

@@ -7,6 +7,9 @@ them again. So memory is set by the chunk and not by the number of rows, for one
               log Z = logsumexp over ranks; log p = z[target] - log Z; H = sum of s (H_rank - log s), with the ranks' shares s of Z
     backward  dz = (g (1[target] - p) - g_H p (log p + H)) / T, with g and g_H the gradients of log p and of H; no collective
 
+Where a token was drawn from a part of the vocabulary (`kept`), the softmax is over that part alone: after the product, its logits are
+gathered into rows as wide as the chunk's largest set, filled up with `ABSENT`, whose exponential is 0; the gradient of all others is 0.
+
 The products are the matrix library's. What is between them is done by a kernel on CUDA (chunked_logprobs_triton.py), elsewhere by torch
 (below). Logits are float32 also where hidden states and weights are bfloat16, except on a CPU, whose products round them.
 """
@@ -14,10 +17,13 @@ The products are the matrix library's. What is between them is done by a kernel 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+ABSENT = -1e20  # as a logit: finite, so that nothing becomes NaN where a rank holds no token of a set
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -34,16 +40,19 @@ class LinearLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         weight_grad: torch.Tensor | None,
+        kept: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = group.rank() * len(weight)
         real = min(max(vocab_size - first, 0), len(weight))  # padding rows of the vocabulary have no token
         local_targets = torch.where((targets >= first) & (targets < first + real), targets - first, -1)
         local = _local(hidden)
-        parts = [
-            local.local_forward(_product(rows, weight), chosen, real, temperature)
-            for rows, chosen in zip(hidden.split(chunk_tokens), local_targets.split(chunk_tokens))
-            if real
-        ]
+        parts = []
+        for rows, sets in _chunks(len(hidden) if real else 0, chunk_tokens, kept, first, real):
+            logits, chosen = _product(hidden[rows], weight), local_targets[rows]
+            if sets is None:
+                parts.append(local.local_forward(logits, chosen, real, temperature))
+            else:
+                parts.append(local.local_forward(_gathered(logits, sets), _place(chosen, sets), sets.size(1), temperature))
         partial = torch.cat(parts, dim=1) if parts else hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
         if not real:
             partial[0] = float("-inf")
@@ -57,6 +66,7 @@ class LinearLogprobs(torch.autograd.Function):
         entropy = (shares * entropies - torch.xlogy(shares, shares)).sum(dim=0)
         ctx.save_for_backward(hidden, weight, local_targets, log_z, entropy)
         ctx.local, ctx.real, ctx.temperature, ctx.chunk_tokens, ctx.weight_grad = local, real, temperature, chunk_tokens, weight_grad
+        ctx.kept, ctx.first = kept, first
         ctx.set_materialize_grads(False)
         return at_target.sum(dim=0) - log_z, entropy
 
@@ -70,19 +80,21 @@ class LinearLogprobs(torch.autograd.Function):
         weight_grad = None
         if ctx.needs_input_grad[1]:
             weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if ctx.weight_grad is None else ctx.weight_grad
-        for start in range(0, len(hidden) if ctx.real else 0, ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            logits = _product(hidden[rows], weight)
+        for rows, sets in _chunks(len(hidden) if ctx.real else 0, ctx.chunk_tokens, ctx.kept, ctx.first, ctx.real):
+            logits, chosen, real = _product(hidden[rows], weight), targets[rows], ctx.real
             of_entropy = None if entropy_grad is None else (entropy_grad[rows], entropy[rows])
-            dlogits = ctx.local.local_backward(
-                logits, targets[rows], log_z[rows], grad[rows], of_entropy, ctx.real, ctx.temperature, hidden.dtype
-            )
+            if sets is not None:
+                whole, logits, chosen, real = logits, _gathered(logits, sets), _place(chosen, sets), sets.size(1)
+            dlogits = ctx.local.local_backward(logits, chosen, log_z[rows], grad[rows], of_entropy, real, ctx.temperature, hidden.dtype)
+            if sets is not None:
+                spread = whole.zero_() if whole.dtype == hidden.dtype else torch.zeros_like(whole, dtype=hidden.dtype)
+                dlogits = spread.scatter_add_(1, sets.clamp(min=0), dlogits)  # of what is absent, 0
             torch.mm(dlogits, weight, out=hidden_grad[rows])
             if weight_grad is not None:
                 _add_product(weight_grad, dlogits.t(), hidden[rows])
         if weight_grad is not None:
             weight_grad = weight_grad.to(weight.dtype) if ctx.weight_grad is None else weight.new_zeros(()).expand_as(weight)
-        return hidden_grad, weight_grad, None, None, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None, None, None, None
 
 
 def local_forward(logits: torch.Tensor, targets: torch.Tensor, real: int, temperature: float) -> torch.Tensor:
@@ -125,6 +137,34 @@ def local_backward(
     dlogits = log_p.exp_().mul_(factor)
     dlogits.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), torch.where(targets >= 0, grad, 0.0).unsqueeze(-1))
     return logits.to(dtype)
+
+
+def _chunks(
+    tokens: int, chunk_tokens: int, kept: tuple[torch.Tensor, torch.Tensor] | None, first: int, real: int
+) -> Iterator[tuple[slice, torch.Tensor | None]]:
+    """The rows of each chunk, and [N, size of the largest set] int64: the columns of their sets in this rank's slice, -1 for no column."""
+    done = 0
+    for start in range(0, tokens, chunk_tokens):
+        rows, sets = slice(start, start + chunk_tokens), None
+        if kept is not None:
+            sizes, ids = kept[0][rows], kept[1]
+            held = (torch.arange(int(sizes.max())) < sizes.unsqueeze(1)).to(ids.device, non_blocking=True)
+            end = done + int(sizes.sum())
+            local = ids[done:end].long() - first
+            local = torch.where((local >= 0) & (local < real), local, -1)
+            sets = torch.full(held.shape, -1, device=ids.device).masked_scatter_(held, local)
+            done = end
+        yield rows, sets
+
+
+def _gathered(logits: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
+    return logits.gather(1, sets.clamp(min=0)).masked_fill_(sets < 0, ABSENT)
+
+
+def _place(targets: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
+    """Where each target stands in its set; -1 if another rank holds it."""
+    found = (sets == targets.unsqueeze(1)) & (sets >= 0)
+    return torch.where(found.any(dim=1), found.int().argmax(dim=1), -1)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:

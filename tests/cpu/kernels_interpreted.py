@@ -10,6 +10,7 @@ import pytest
 import quantise_reference as reference
 import torch
 from quantise_reference import block_rule
+from thread_groups import on_ranks
 
 from megarl import kernels
 from megarl.box import Box
@@ -151,3 +152,28 @@ def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
         rounding = 1e-5 if dtype == torch.float32 else 2**-8
         torch.testing.assert_close(gradient, chunked_logprobs.local_backward(padded.clone(), *arguments), rtol=rounding, atol=1e-6)
     torch.testing.assert_close(gradient[:, :real].double(), exact.grad[:, columns] / 1.3, rtol=rounding, atol=2e-6)
+
+
+def test_logprobs_over_sets(monkeypatch):
+    """The whole function with the kernels in it equals itself with the references; a row without any column of a rank adds nothing."""
+    generator = torch.Generator().manual_seed(6)
+    hidden, weight = torch.randn(7, 5, generator=generator), torch.randn(24, 5, generator=generator)
+    sizes = torch.tensor([1, 19, 2, 3, 5, 2, 9])
+    sets = [torch.randperm(19, generator=generator)[:size] for size in sizes.tolist()]
+    targets, kept = torch.stack([each[-1] for each in sets]), (sizes, torch.cat(sets).int())
+
+    def run(group):
+        mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        found, entropy = kernels.linear_logprobs(*mine, targets, group, 19, 0.7, 3, None, kept)
+        (found * torch.arange(7) + 0.3 * entropy).sum().backward()
+        return found.detach(), entropy.detach(), mine[0].grad, mine[1].grad
+
+    [wanted] = on_ranks(1, run)
+    monkeypatch.setattr(chunked_logprobs, "_local", lambda hidden: chunked_logprobs_triton)
+    [found] = on_ranks(1, run)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-6)
+    absent = torch.full((2, 3), chunked_logprobs.ABSENT)
+    absent[1, 1] = 2.0
+    partial = chunked_logprobs_triton.local_forward(absent, torch.tensor([-1, 1]), 3, 0.5)
+    torch.testing.assert_close(partial[:, 1], torch.tensor([4.0, 0.0, 4.0]))
+    assert partial[0, 0] < -1e19 and partial[2, 0] == 0

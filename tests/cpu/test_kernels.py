@@ -69,11 +69,23 @@ def test_no_triton_without_a_cuda_tensor():
 VOCAB, PADDED, HIDDEN, ROWS = 19, 24, 7, 11
 
 
+def random_sets(targets: torch.Tensor, generator: torch.Generator) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Sets around the targets as `linear_logprobs` takes them, in no order of ids; and as truth values. The first two are the smallest
+    and the largest possible."""
+    inside = torch.rand(len(targets), VOCAB, generator=generator) < 0.3
+    inside[0], inside[1] = False, True
+    inside.scatter_(1, targets[:, None], True)
+    sets = [row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=generator)] for row in inside]
+    return (inside.sum(dim=1), torch.cat(sets).int()), inside
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])  # at 4, the last rank holds one real token and five of padding; at 8, padding alone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weight, chunk):
+@pytest.mark.parametrize("part", [False, True])
+def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weight, chunk, part):
+    """`part`: of softmaxes over a set of each row's own; some ranks hold none of it."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for rows in (ROWS, PADDED))
     hidden *= 3
@@ -84,17 +96,19 @@ def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weigh
     if dtype == torch.bfloat16:  # a CPU rounds them: the same numbers, whose gradient passes through the rounding
         rounded = [torch.cat([rows @ part.T for part in weight.chunk(size)], 1) for rows in hidden.split(chunk)]
         logits = logits + (torch.cat(rounded).double() - logits).detach()
-    log_p = torch.log_softmax(logits[:, :VOCAB] / 0.7, -1)
-    wanted, wanted_entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    kept, inside = random_sets(targets, generator) if part else (None, torch.ones(ROWS, VOCAB, dtype=torch.bool))
+    log_p = torch.log_softmax((logits[:, :VOCAB] / 0.7).masked_fill(~inside, -torch.inf), -1)
+    wanted = log_p.gather(-1, targets[:, None])[:, 0]
+    wanted_entropy = -(log_p.exp() * log_p.masked_fill(~inside, 0.0)).sum(-1)
     ((wanted + entropy_weight * wanted_entropy) * weights).sum().backward()
 
     def on_rank(group):
         mine = hidden.clone().requires_grad_(), weight.chunk(size)[group.rank()].clone().requires_grad_()
-        found, entropy = linear_logprobs(*mine, targets, group, VOCAB, 0.7, chunk)
+        found, entropy = linear_logprobs(*mine, targets, group, VOCAB, 0.7, chunk, None, kept)
         ((found + entropy_weight * entropy if entropy_weight else found) * weights).sum().backward()
         main_grad = torch.ones(mine[1].shape)
         again = hidden.clone().requires_grad_(), mine[1].detach().clone().requires_grad_()
-        into, entropy = linear_logprobs(*again, targets, group, VOCAB, 0.7, chunk, main_grad)
+        into, entropy = linear_logprobs(*again, targets, group, VOCAB, 0.7, chunk, main_grad, kept)
         ((into + entropy_weight * entropy) * weights).sum().backward()
         assert torch.equal(into, found) and not again[1].grad.any()
         return found.detach(), entropy.detach(), mine[0].grad, mine[1].grad, main_grad - 1
