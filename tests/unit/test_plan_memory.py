@@ -23,6 +23,8 @@ from megarl.estimate.workload import Workload
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.schedule import landings
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -189,6 +191,20 @@ def test_landing_memory_is_for_what_the_trainer_alone_cuts_by_columns() -> None:
         for trainer, engine in ((2, 1), (8, 2), (1, 1), (8, 8))
     }
     assert sizes == {(2, 1): cut_by_columns, (8, 2): cut_by_columns / 2, (1, 1): 0, (8, 8): 0}
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "engine"),
+    [
+        ("qwen3-235b-a22b", {"tp": 8, "ep": 8, "dp": 8}, {"tp": 4}),
+        ("deepseek-v3", {"tp": 8, "ep": 8, "etp": 2, "dp": 8}, {"tp": 4, "ep": 2}),  # three dense layers, then 58 of experts
+    ],
+)
+def test_landing_memory_of_all_layers_follows_from_two(model: str, trainer: dict, engine: dict) -> None:
+    topology, one = TrainerTopology(**trainer), GeneratorTopology(1, **engine)
+    map = ReshardMap.build(trainer_layout(spec(model), topology, "bfloat16"), generator_layout(spec(model), one, "bfloat16"))
+    found = landing_bytes(spec(model), TrainerConfig(**trainer), GeneratorConfig(**engine), "bfloat16")
+    assert found == sum(copy.bytes for copy in landings(map, 0)) > 0
 
 
 @pytest.mark.parametrize(
