@@ -15,6 +15,9 @@ CASES = [
     *(("deepseek_v3", layout) for layout in ("single", "cp2_ep2", "tp2_ep2")),
 ]  # fmt: skip
 
+# One long sequence beside short ones, in one microbatch: 2 cp = 4 chunks of a thousand positions, and chunks of a single one.
+LONG = [4100, *range(1, 51)]
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -37,3 +40,13 @@ def test_losses_log_probs_and_gradients_equal_hf(models: dict[str, Path], tmp_pa
     for case in cases:
         for rank in saved(tmp_path, ".".join(case)):
             assert 0 < rank["gradient"] < 1e-6 and rank["loss"] < 1e-6 and rank["logprobs"] < 1e-5
+
+
+def test_a_long_sequence_beside_short_ones_over_context_ranks(tmp_path: Path) -> None:
+    wide = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    save_model("untied", tmp_path / "hf", initializer_range=0.08, **wide)
+    _, topology, settings = LAYOUTS["cp2"]
+    of_model = {"model": str(tmp_path / "hf"), "topology": topology, "trainer": settings}
+    spawn(2, tmp_path, [{"run": "lengths", "name": "long", "lengths": LONG, "max_tokens": 2 * sum(LONG), **of_model}])
+    for rank in saved(tmp_path, "long"):
+        assert 0 < rank["gradient"] < 1e-6 and rank["loss"] < 1e-6 and rank["logprobs"] < 1e-5
