@@ -46,8 +46,8 @@ def linear_logprobs(
     hidden:  [t, h] float32 or bfloat16, the same on all ranks of `group`
     weight:  [padded_vocab / tp, h] this rank's slice of the vocabulary, of the same dtype
     targets: [t] global token ids, int64, the same on all ranks of `group`, all below `vocab_size`
-    kept:    the set of tokens that each softmax is over, the same on all ranks of `group`; None: the whole vocabulary. Its sizes ([t] int64,
-             on the CPU, none 0) and global ids (int32, one set after the other, no id twice in a set). Each has its target
+    kept:    the sets of tokens that the softmaxes are over, the same on all ranks of `group`; None: the whole vocabulary. First their
+             sizes ([t] int64, on the CPU, none 0), then their global ids (int32, set after set, no id twice in one). A set has its target
     returns: [t] and [t] float32, the same on all ranks of `group`
 
     Both are differentiable. The gradient of `hidden` is this rank's share: it has to be summed over `group`. That of `weight` is summed in

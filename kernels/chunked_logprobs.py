@@ -81,14 +81,16 @@ class LinearLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if ctx.weight_grad is None else ctx.weight_grad
         for rows, sets in _chunks(len(hidden) if ctx.real else 0, ctx.chunk_tokens, ctx.kept, ctx.first, ctx.real):
-            logits, chosen, real = _product(hidden[rows], weight), targets[rows], ctx.real
+            logits, chosen = _product(hidden[rows], weight), targets[rows]
             of_entropy = None if entropy_grad is None else (entropy_grad[rows], entropy[rows])
-            if sets is not None:
-                whole, logits, chosen, real = logits, _gathered(logits, sets), _place(chosen, sets), sets.size(1)
-            dlogits = ctx.local.local_backward(logits, chosen, log_z[rows], grad[rows], of_entropy, real, ctx.temperature, hidden.dtype)
-            if sets is not None:
-                spread = whole.zero_() if whole.dtype == hidden.dtype else torch.zeros_like(whole, dtype=hidden.dtype)
-                dlogits = spread.scatter_add_(1, sets.clamp(min=0), dlogits)  # of what is absent, 0
+            of_rows = log_z[rows], grad[rows], of_entropy
+            if sets is None:
+                dlogits = ctx.local.local_backward(logits, chosen, *of_rows, ctx.real, ctx.temperature, hidden.dtype)
+            else:
+                of_sets = _gathered(logits, sets), _place(chosen, sets), *of_rows, sets.size(1)
+                dsets = ctx.local.local_backward(*of_sets, ctx.temperature, hidden.dtype)
+                dlogits = logits.zero_() if logits.dtype == hidden.dtype else torch.zeros_like(logits, dtype=hidden.dtype)
+                dlogits.scatter_add_(1, sets.clamp(min=0), dsets)  # of what is absent, 0
             torch.mm(dlogits, weight, out=hidden_grad[rows])
             if weight_grad is not None:
                 _add_product(weight_grad, dlogits.t(), hidden[rows])
