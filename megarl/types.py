@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 Version = int
-"""Weight version: 0 for the initial weights, +1 for every optimizer step."""
+"""Weight version: 0 for the initial weights, +1 for every batch that they were trained on."""
 
 
 Ordinal = int
@@ -200,7 +200,7 @@ class SampleNumbers(NamedTuple):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The input of one optimizer step: `prompts_per_step` groups, in the order of their ordinals."""
+    """The input of one step: `prompts_per_step` groups, in the order of their ordinals."""
 
     step: int
     groups: list[GroupSummary]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class LossOutput(NamedTuple):
-    """A loss as a sum, so that it adds up over microbatches and ranks; the caller divides by the batch's denominator."""
+    """A loss as a sum, so that it adds up over microbatches and ranks; the caller divides by the mini-batch's denominator."""
 
     loss: Tensor  # scalar, sum over the unmasked tokens or over the sequences, to be minimised
     sums: dict[str, Tensor]  # detached scalars, each a sum over the unmasked tokens; "tokens" counts them
@@ -35,6 +35,9 @@ class Microbatch(Protocol):
     @property
     def reference_logprobs(self) -> Tensor | None: ...  # [t] frozen reference, if the algorithm needs one
 
+    @property
+    def proximal_logprobs(self) -> Tensor | None: ...  # [t] the weights that the batch began with; None: the current ones
+
 
 class Algorithm(Protocol):
     """A training objective with its settings."""
@@ -42,6 +45,11 @@ class Algorithm(Protocol):
     @property
     def needs_reference(self) -> bool:
         """Whether `loss` reads `microbatch.reference_logprobs`."""
+        ...
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether `loss` reads `microbatch.proximal_logprobs`."""
         ...
 
     @property
@@ -58,9 +66,9 @@ class Algorithm(Protocol):
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of the losses' sum over a batch with so many tokens by the policy and so many samples."""
+        """The divisor of the losses' sum over a mini-batch with so many tokens by the policy and so many samples."""
         ...
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """A step's metrics, from the losses' sums over the global batch."""
+        """A step's metrics, from the losses' sums over the global batch in all its optimizer steps."""
         ...

@@ -13,14 +13,29 @@ from megarl.algorithms.base import LossOutput, Microbatch
 from megarl.algorithms.segments import segment_counts, segment_sums
 from megarl.algorithms.weights import Rule
 
-_MAX_REPORTED_LOG_RATIO = 20.0  # for the `is_ratio` metric only: one absurd token must not make the mean infinite
+_MAX_REPORTED_LOG_RATIO = 20.0  # for metrics of ratios only: one absurd token must not make the mean infinite
+_METRICS = {
+    "is_ratio": "is_ratio/mean",
+    "is_ratio_clipped": "is_ratio/clipped_fraction",
+    "proximal_ratio": "proximal_ratio/mean",
+    "behavior_ratio": "behavior_ratio/mean",
+    "behavior_ratio_capped": "behavior_ratio/capped_fraction",
+    "kl": "kl/mean",
+}
 
 
 @dataclass(frozen=True)
 class PolicyGradient:
     """`weigh`, with bounds `rho_min` and `rho`, gives tokens their weights; `baseline` turns rewards into advantages.
 
-    `loss_mean` "token": all tokens of the batch count equally; "sequence": all responses do, whatever their length.
+    `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do, whatever their length.
+
+    A batch of rollouts may make several optimizer steps. mu has sampled it, and prox, the proximal policy, is the policy before the first
+    of them. `ratio` says which ratio r the rule bounds, and by what each token's weight is multiplied besides:
+
+        behavior    r = pi/mu
+        proximal    r = pi/prox            prox counts as what has sampled the tokens (PPO): the lag of prox behind mu is ignored
+        decoupled   r = pi/prox            times prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298)
     """
 
     weigh: Rule
@@ -29,11 +44,17 @@ class PolicyGradient:
     baseline: Callable[[Tensor], Tensor]
     loss_mean: str = "token"
     kl_coef: float = 0.0
+    ratio: str = "behavior"
+    behavior_cap: float = math.inf
     skip_zero_advantage: bool = True
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef != 0.0
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.ratio != "behavior"
 
     @property
     def skip_zero(self) -> bool:
@@ -43,18 +64,19 @@ class PolicyGradient:
         return self.baseline(rewards)
 
     def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
-        """Loss whose gradient is -sum_t w A grad log pi, w as `weigh` gives it, plus kl_coef times a KL penalty.
+        """Loss whose gradient is -sum_t w A grad log pi, w as `weigh` and `ratio` give it, plus kl_coef times a KL penalty.
 
-        logprobs: [t], float32 or wider. The log-ratio log pi - log mu is a constant for autograd. A token that the trainer
-        gives probability 0 (log-prob -inf) adds nothing. NaN is not hidden: it reaches the loss.
+        logprobs: [t], float32 or wider. Ratios are constants for autograd. A token that the trainer gives probability 0
+        (log-prob -inf) adds nothing. NaN is not hidden: it reaches the loss.
 
-        KL penalty, per token: c (log pi - log ref)^2 / 2 with c = min(pi/mu, rho), a constant for autograd too. Its gradient is
-        c (log pi - log ref) grad log pi; with tokens from mu and nothing clipped its expectation is exactly the gradient of
+        KL penalty, per token: c (log pi - log ref)^2 / 2 with c = min(r, rho), times what `ratio` multiplies weights by. Its gradient is
+        c (log pi - log ref) grad log pi; with c = pi/mu and tokens from mu its expectation is exactly the gradient of
         KL(pi || ref) at each position. (The usual "k3" estimate, differentiated, gives the gradient of KL(ref || pi)
         instead.) The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), never negative and unbiased for the value.
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
 
-        Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not their ratio), and kl if there is a reference.
+        Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if there is a reference. With a proximal
+        policy: proximal_ratio (pi/prox), behavior_ratio (prox/mu), and, if decoupled, behavior_ratio_capped (tokens above the cap).
         Raises ValueError if kl_coef is not 0 and no reference is given.
         """
         mask, advantages, reference = microbatch.loss_mask, microbatch.advantages, microbatch.reference_logprobs
@@ -62,39 +84,53 @@ class PolicyGradient:
             raise ValueError(f"kl_coef is {self.kl_coef}, but there are no reference log-probs")
         possible = mask & (logprobs != -math.inf)
         log_pi = torch.where(possible, logprobs, 0.0)
-        log_ratio = torch.where(possible, log_pi.detach() - microbatch.mu_logprobs, -math.inf)
+        pi = torch.where(mask, logprobs.detach(), -math.inf)
+        log_ratio = _log_ratio(pi, microbatch.mu_logprobs)
+        sums = {"tokens": mask.sum(), "is_ratio": _reported(log_ratio)}
+        factor = torch.ones_like(pi)
+        if self.needs_proximal:
+            given = microbatch.proximal_logprobs
+            proximal = pi if given is None else torch.where(mask, given, -math.inf)
+            log_ratio, lag = _log_ratio(pi, proximal), _log_ratio(proximal, microbatch.mu_logprobs)
+            sums |= {"proximal_ratio": _reported(log_ratio), "behavior_ratio": _reported(lag)}
+            if self.ratio == "decoupled":
+                capped = lag > math.log(self.behavior_cap)
+                factor = torch.where(capped, 0.0, lag.exp())
+                sums["behavior_ratio_capped"] = capped.sum()
         weight, clipped = self.weigh(log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho)
-        terms = -weight * torch.where(mask, advantages, 0.0) * log_pi
-        sums = {
-            "tokens": mask.sum(),
-            "is_ratio": log_ratio.clamp(max=_MAX_REPORTED_LOG_RATIO).exp().sum(),
-            "is_ratio_clipped": (clipped & mask).sum(),
-        }
+        sums["is_ratio_clipped"] = (clipped & mask).sum()
+        terms = -factor * weight * torch.where(mask, advantages, 0.0) * log_pi
         if reference is not None:
             difference = log_pi - torch.where(possible, reference, 0.0)
-            correction = log_ratio.clamp(max=math.log(self.rho)).exp()
+            correction = factor * log_ratio.clamp(max=math.log(self.rho)).exp()
             terms = terms + self.kl_coef * correction * difference.square() / 2
             sums["kl"] = _kl(difference.detach(), correction)
         return LossOutput(self._sum(terms, mask, microbatch.boundaries), sums)
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of a batch's losses: the policy's tokens or the samples, including those of zero advantage."""
+        """The divisor of a mini-batch's losses: the policy's tokens or the samples, including those of zero advantage."""
         return float(samples if self.loss_mean == "sequence" else tokens)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over tokens; NaN for a step on which nothing was trained."""
         tokens = sums.get("tokens", 0.0) or math.nan
-        means = {
-            "is_ratio/mean": sums.get("is_ratio", 0.0) / tokens,
-            "is_ratio/clipped_fraction": sums.get("is_ratio_clipped", 0.0) / tokens,
-        }
-        return means | ({"kl/mean": sums["kl"] / tokens} if "kl" in sums else {})
+        always = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
+        return {metric: value / tokens for name, value in (always | sums).items() if (metric := _METRICS.get(name))}
 
     def _sum(self, terms: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
         """The sum over all tokens, or over the sequences' means."""
         if self.loss_mean == "token":
             return terms.sum()
         return (segment_sums(terms, boundaries) / segment_counts(mask, boundaries, terms.dtype)).sum()
+
+
+def _log_ratio(of: Tensor, to: Tensor) -> Tensor:
+    """log(of / to), -inf where `of` is impossible (log-prob -inf), as it is outside the mask."""
+    return torch.where(of == -math.inf, -math.inf, of - to)
+
+
+def _reported(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=_MAX_REPORTED_LOG_RATIO).exp().sum()
 
 
 def _kl(difference: Tensor, correction: Tensor) -> Tensor:

@@ -13,12 +13,14 @@ from megarl.config.schema import AlgorithmConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set."""
+    """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set.
+    `ratios`: the values of algorithm.ratio that make sense with it."""
 
     rho_min: float | None
     rho: float | None
     advantage: str = "mean"
     loss_mean: str = "token"
+    ratios: tuple[str, ...] = ("behavior", "proximal", "decoupled")
 
 
 # Bounds are the papers'; docs/algorithms.md names them.
@@ -26,9 +28,11 @@ RECIPES = {
     "aipo": Recipe(0.0, 4.0),
     "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence"),
     "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence"),
-    "icepop": Recipe(0.5, 5.0, advantage="normalized"),
-    "topr": Recipe(None, 1.0),
-    "reinforce": Recipe(None, None),
+    # It is about the difference between trainer and generator, which pi/prox leaves out.
+    "icepop": Recipe(0.5, 5.0, advantage="normalized", ratios=("behavior",)),
+    # Its good responses are not corrected at all, and of the others the whole response is: a factor a token contradicts both.
+    "topr": Recipe(None, 1.0, ratios=("behavior", "proximal")),
+    "reinforce": Recipe(None, None, ratios=("behavior",)),  # it reads no ratio
 }
 
 
@@ -41,16 +45,21 @@ def recipe_of(config: AlgorithmConfig) -> Recipe:
     return replace(RECIPES.get(config.name, OWN), **own)
 
 
+BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
 _KEYS = ("rho_min", "rho", "advantage", "loss_mean")
 
 
 def problems(config: AlgorithmConfig) -> Iterator[str]:
-    """Errors: bounds that the algorithm does not have, and bounds with nothing between them."""
+    """Errors: bounds that the algorithm does not have, bounds with nothing between them, and ratios that it does not go with."""
     for key in ("rho_min", "rho"):
         value = getattr(config, key)
         if value is not None and getattr(RECIPES.get(config.name, OWN), key) is None:
             yield f"algorithm.{key}={value}: must be null: {config.name} has no such bound"
             return
     recipe = recipe_of(config)
+    if config.ratio not in recipe.ratios:
+        yield f"algorithm.ratio={config.ratio}: {config.name} goes with {' and '.join(recipe.ratios)} only (docs/algorithms.md)"
+    if config.behavior_cap is not None and config.ratio != "decoupled":
+        yield f"algorithm.behavior_cap={config.behavior_cap}: must be null: only algorithm.ratio=decoupled has it"
     if recipe.rho_min is not None and recipe.rho is not None and recipe.rho_min >= recipe.rho:
         yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"

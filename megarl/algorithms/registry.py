@@ -7,7 +7,7 @@ import inspect
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.algorithms.recipes import recipe_of
+from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
 from megarl.algorithms.weights import Rule, clamped, clipped, masked, sequence_clipped, tapered, uncorrected
 from megarl.config.errors import ConfigError
 from megarl.config.named import find_callable
@@ -46,5 +46,7 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         baseline=ADVANTAGES[recipe.advantage],
         loss_mean=recipe.loss_mean,
         kl_coef=config.kl_coef,
+        ratio=config.ratio,
+        behavior_cap=config.behavior_cap or BEHAVIOR_CAP,
         skip_zero_advantage=config.skip_zero_advantage,
     )

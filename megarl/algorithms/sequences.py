@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import Algorithm
 from megarl.rewards.failures import failure_metrics
 from megarl.types import Batch, Elsewhere, SampleNumbers, TrainSequence, Version
 
@@ -21,17 +20,13 @@ def batch_rewards(batch: Batch) -> Tensor:
     return torch.tensor([[sample.reward for sample in group.samples] for group in batch.groups], dtype=torch.float64)
 
 
-def policy_tokens(batch: Batch) -> int:
-    """The number of tokens in all responses that the policy produced."""
-    return sum(sample.policy_tokens for sample in batch.samples)
-
-
 def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dict[int, TrainSequence | Elsewhere]:
     """Sequences to train on, by their samples' places in the batch, in its order. Those of other data-parallel ranks are Elsewhere.
 
     Args: advantages [G, n], one per sample (constant over its tokens: LlamaRL, section 6).
     `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
-    `denominator` still counts them. `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero advantage.
+    denominators still count them (minibatches.py). `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero
+    advantage.
     """
     lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
     return {
@@ -39,11 +34,6 @@ def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dic
         for place, advantage in enumerate(advantages.flatten().tolist())
         if advantage != 0.0 or not skip_zero
     }
-
-
-def denominator(batch: Batch, algorithm: Algorithm) -> float:
-    """The divisor of the summed loss: counts the whole batch, even if parts are left out of training."""
-    return algorithm.denominator(policy_tokens(batch), len(batch.samples))
 
 
 def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:

@@ -1,7 +1,8 @@
 """How much a token counts that other weights than the current ones have sampled: this is what algorithms differ in.
 
 From a token's log-ratio log(pi / mu) a rule computes the weight w of its term -w A log pi; w is a constant for autograd. Where a paper
-states an objective that contains the ratio, w A grad log pi is its gradient, which is all that matters with one optimizer step per batch.
+states an objective that contains the ratio, w A grad log pi is its gradient at the current weights, and so at every optimizer step. With
+algorithm.ratio other than behavior, the log-ratio is that to the proximal policy (policy_gradient.py).
 Ratios are formed from bounded log-ratios, so none overflows. NaN passes through.
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 _LONGEST_S = 2_000_000
 
 

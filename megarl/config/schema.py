@@ -11,12 +11,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.limits import Limit, above, at_least, between, each, one_of, seconds, setting
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.limits import IMPORT_PATH, Limit, above, at_least, between, each, one_of, seconds, setting
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
 
 MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit
-IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
 @dataclass
@@ -63,7 +63,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True)))
     eps: float = setting(1e-8, "Adam's epsilon", above(0))
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least(0))
-    warmup_steps: int = setting(0, "steps of linear warm-up", at_least(0))
+    warmup_steps: int = setting(0, "optimizer steps of linear warm-up", at_least(0))
     schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine"))
     min_lr_ratio: float = setting(0.1, "cosine ends at lr * min_lr_ratio", between(0, 1))
     clip_grad: float = setting(1.0, "global gradient norm to clip to; 0: no clipping", at_least(0))
@@ -95,7 +95,14 @@ class TrainerConfig:
         "mixture of experts: the trainer sends each token to the experts that the engine chose when it generated the token (R3; "
         "docs/algorithms.md), in training and in scoring, not to those that its own router would choose",
     )
-    max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch", at_least(1))
+    minibatches: int = setting(
+        1,
+        "optimizer steps that each pass over a batch of rollouts is cut into, by prompts; it must divide rollout.prompts_per_step "
+        "(docs/algorithms.md)",
+        at_least(1),
+    )
+    epochs: int = setting(1, "passes over each batch of rollouts, with its prompts in another order each time", at_least(1))
+    max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch, which is what a rank computes at a time", at_least(1))
     logprob_chunk_tokens: int = setting(
         2048, "tokens whose logits are held at a time: less takes less memory, and uses a GPU less well", at_least(1)
     )
@@ -107,6 +114,11 @@ class TrainerConfig:
         default_factory=dict,
         metadata={"meaning": "further settings of data parallelism, by the names of Megatron's DistributedDataParallelConfig"},
     )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Those that a batch of rollouts makes."""
+        return self.minibatches * self.epochs
 
 
 @dataclass
@@ -152,7 +164,7 @@ class AsyncConfig:
     )
     max_staleness: int | None = setting(
         None,
-        "how many optimizer steps the oldest token of a group may be behind when the group is used. Older groups are rejected and "
+        "how many weight versions the oldest token of a group may be behind when the group is used. Older groups are rejected and "
         "generated again, and no rollout begins further ahead; null: no limit beyond capacity's",
         at_least(0),
     )
@@ -173,36 +185,6 @@ class AsyncConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    name: str = setting(
-        "aipo",
-        "the algorithm; see docs/algorithms.md",
-        one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", or_like=IMPORT_PATH, written="package.module:rule"),
-    )
-    rho: float | None = setting(
-        None,
-        "upper bound of the importance ratio; null: the algorithm's own. aipo's is 4; 2 to 10 works (LlamaRL, section 6)",
-        above(0),
-    )
-    rho_min: float | None = setting(None, "lower bound of the importance ratio; null: the algorithm's own. aipo has none", at_least(0))
-    advantage: str | None = setting(
-        None,
-        "mean: the reward minus the mean of the prompt's samples; normalized: that divided by their standard deviation; leave_one_out: the "
-        "reward minus the mean of the prompt's other samples; null: the algorithm's own",
-        one_of("mean", "normalized", "leave_one_out"),
-    )
-    loss_mean: str | None = setting(
-        None,
-        "token: all tokens of a batch count equally; sequence: all responses do; null: the algorithm's own. aipo's is token",
-        one_of("token", "sequence"),
-    )
-    kl_coef: float = setting(
-        0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)
-    )
-    skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")
-
-
-@dataclass
 class RolloutConfig:
     name: str = setting(
         "single_turn",
@@ -210,7 +192,11 @@ class RolloutConfig:
         one_of("single_turn", "tool_calls", or_like=IMPORT_PATH, written="package.module:function"),
     )
     args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
-    prompts_per_step: int = setting(32, "prompts per optimizer step", at_least(1))
+    prompts_per_step: int = setting(
+        32,
+        "prompts of a batch: what is trained on between two weight updates, in trainer.minibatches * trainer.epochs optimizer steps",
+        at_least(1),
+    )
     n: int = setting(4, "samples per prompt", at_least(1))
     max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
     temperature: float = setting(1.0, "sampling temperature", above(0))
@@ -337,7 +323,7 @@ class RunConfig:
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    max_steps: int = setting(100, "optimizer steps of the whole run", at_least(1))
+    max_steps: int = setting(100, "steps of the whole run, each of which trains on a batch and makes a version of the weights", at_least(1))
     seed: int = setting(0, "seed of everything random in the run", between(0, 2**31 - 1))
     run_dir: str = setting(
         "runs/default",

@@ -19,7 +19,7 @@ def export_rank(plan: RunPlan, path: str, output: str) -> None:
         config.trainer,
         config.model.dtype,
         config.seed,
-        total_steps=config.max_steps,
+        total_steps=config.max_steps * config.trainer.optimizer_steps,
         timeout_s=config.timeouts.collective_s,
     )
     load_checkpoint(trainer, path)

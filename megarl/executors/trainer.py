@@ -1,4 +1,4 @@
-"""The trainer executor: turns a batch of groups into one optimizer step (LlamaRL, section 5.1.1)."""
+"""The trainer executor: turns a batch of groups into the next version of the weights (LlamaRL, section 5.1.1)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
+from megarl.algorithms.sequences import batch_metrics
 from megarl.config.errors import RunError
+from megarl.executors.batch_steps import BatchSteps, step_metrics
 from megarl.executors.export import load_checkpoint
 from megarl.executors.saving import Saving
 from megarl.executors.step_times import step_times
@@ -31,8 +32,8 @@ from megarl.rewards.failures import too_many_failures
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.rollouts.packing import texts_of
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
-from megarl.trainer.step import MegatronTrainer
-from megarl.types import Batch, Elsewhere, TrainSequence, Version
+from megarl.trainer.step import MegatronTrainer, StepResult
+from megarl.types import Batch, TrainSequence, Version
 from megarl.weight_sync.sender import SyncReport
 
 
@@ -60,10 +61,11 @@ class TrainerExecutor:
             config.trainer,
             config.model.dtype,
             config.seed,
-            total_steps=config.max_steps,
+            total_steps=config.max_steps * config.trainer.optimizer_steps,
             timeout_s=config.timeouts.collective_s,
         )
         self.algorithm = make_algorithm(config.algorithm)
+        self.batch_steps = BatchSteps(self.trainer, self.algorithm, config)
         if self.algorithm.needs_reference or not self.rendezvous.checkpoint:
             self.trainer.load_hf(self.plan.weights_path)
         if self.algorithm.needs_reference:
@@ -83,7 +85,7 @@ class TrainerExecutor:
 
     @property
     def version(self) -> Version:
-        """The version of the weights held now: the number of optimizer steps done."""
+        """The version of the weights held now: the number of batches that they were trained on."""
         return self.curr_step
 
     def set_step(self, step: int) -> None:
@@ -103,21 +105,14 @@ class TrainerExecutor:
 
     def step(self) -> None:
         """Consumes the batch from `put_batch`; makes weight version `curr_step + 1`."""
-        config, batch = self.plan.config, self.batch
+        batch = self.batch
         self._check_scores(batch)
         started = time.monotonic()
         with self.trace.span(f"train step {batch.step}"):
-            of_places = self._sequences(batch)
-            sequences = [*of_places.values()]
-            temperature = config.rollout.temperature
-            reference = self.trainer.token_logprobs(sequences, "reference", temperature) if self.algorithm.needs_reference else None
-            result = self.trainer.train_step(
-                sequences, self.algorithm.loss, denominator(batch, self.algorithm), temperature=temperature, reference_logprobs=reference
-            )
-            result.check_tokens(sum(batch.samples[place].policy_tokens for place in of_places))
+            results = self.batch_steps.train(batch)
         self.curr_step += 1
         if self.metrics is not None:
-            self._write_metrics(batch, result, train_s=time.monotonic() - started, trained=len(sequences))
+            self._write_metrics(batch, results, train_s=time.monotonic() - started)
 
     @property
     def replicas(self) -> list[list[int]]:
@@ -126,12 +121,7 @@ class TrainerExecutor:
     def assign(self, batch: Batch) -> list[list[int]]:
         """[dp][…] which samples, by their places in the batch, each data-parallel rank trains on. All ranks find the same, whatever
         numbers of the batch they have."""
-        sequences = self._sequences(batch)
-        places = [*sequences]
-        return [sorted(places[index] for index in share) for share in self.trainer.shares([*sequences.values()])]
-
-    def _sequences(self, batch: Batch) -> dict[int, TrainSequence | Elsewhere]:
-        return to_train_sequences(batch, self.algorithm.advantages(batch_rewards(batch)), self.algorithm.skip_zero)
+        return self.batch_steps.assign(batch)
 
     def _check_scores(self, batch: Batch) -> None:
         """Raises RunError, on all ranks alike, if scoring failed for too many samples of the batch. Writes its rollouts first."""
@@ -143,7 +133,7 @@ class TrainerExecutor:
         shown = zip(batch.groups, map(texts_of, batch.texts[: self.plan.config.observe.rollouts_per_step]))
         return write_rollouts(self.plan.config.run_dir, batch.step, shown)
 
-    def _write_metrics(self, batch: Batch, result, train_s: float, trained: int) -> None:
+    def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
         applied = self._applied()
         now = time.monotonic()
@@ -154,20 +144,14 @@ class TrainerExecutor:
             {
                 "wall_s": now - self._started,
                 **batch_metrics(batch, version=self.version - 1),
-                "loss": result.loss,
-                "entropy/mean": result.entropy,
-                "grad_norm": result.grad_norm,
-                "learning_rate": result.learning_rate,
-                **result.routing,
+                **step_metrics(results, self.algorithm),
                 "weights/version": self.version,
-                **self.algorithm.metrics(result.sums),
                 **self._probe_metrics,
                 **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),
                 "time/save_s": self.saving.taken_s(),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
-                "samples/trained": trained,
-                "tokens/padded": result.padded,
+                "samples/trained": sum(result.sequences for result in results) // self.plan.config.trainer.epochs,
                 **_applied_metrics(applied),
                 "staleness/rejected": batch.rejected,
                 "prompts/buffered": batch.buffered,

@@ -11,12 +11,12 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_path(run_dir: Path | str, step: int) -> Path:
-    """The folder of the checkpoint after `step` optimizer steps, which is of weight version `step`."""
+    """The folder of the checkpoint after `step` steps, which is of weight version `step`."""
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
 
 
 def export_path(run_dir: Path | str, step: int) -> Path:
-    """The folder of the weights after `step` optimizer steps as an HF checkpoint (checkpoint.hf_every)."""
+    """The folder of the weights after `step` steps as an HF checkpoint (checkpoint.hf_every)."""
     return Path(run_dir) / "hf" / checkpoint_path(run_dir, step).name
 
 

@@ -56,13 +56,15 @@ def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
 
 
 def check_batch(config: RunConfig) -> Iterable[str]:
-    rollout, dp = config.rollout, config.trainer.dp
-    sequences = rollout.prompts_per_step * rollout.n
+    rollout, dp, cuts = config.rollout, config.trainer.dp, config.trainer.minibatches
     if rollout.n < 2:
         yield f"rollout.n={rollout.n}: must be at least 2: the baseline of {config.algorithm.name} is the mean over a prompt's samples"
-    if sequences < dp:
+    if rollout.prompts_per_step % cuts:
+        yield f"trainer.minibatches={cuts}: must divide rollout.prompts_per_step={rollout.prompts_per_step}"
+    elif (sequences := rollout.prompts_per_step * rollout.n // cuts) < dp:
         product = f"rollout.prompts_per_step={rollout.prompts_per_step} * rollout.n={rollout.n}"
-        yield f"{product}: {sequences} sequences a step must be at least trainer.dp={dp}"
+        product += f" / trainer.minibatches={cuts}" if cuts > 1 else ""
+        yield f"{product}: {sequences} sequences an optimizer step must be at least trainer.dp={dp}"
 
 
 def check_partial_rollout(config: RunConfig) -> Iterable[str]:

@@ -28,7 +28,7 @@ class RunPlan:
     spec: ModelSpec
     trainer_topology: TrainerTopology
     generator_topology: GeneratorTopology
-    steps: int  # optimizer steps of the whole run
+    steps: int  # of the whole run: batches, and versions of the weights
     sequences_per_step: int  # prompts_per_step * n
     weights: Weights  # that the command begins with
 

@@ -32,7 +32,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     row: dict[str, Any] = {}  # the prompt's whole row of the data set
     prompt_token_ids: list[int] = []
     token_ids: Sequence[int] = ()  # the response's, all turns, including end-of-text
-    version: int = -1  # newest weight version among its tokens: how many optimizer steps had been done
+    version: int = -1  # newest weight version among its tokens: how many steps had been done
     sample_index: int = 0  # the sample's number within its prompt, from 0
     truncated: bool = False  # it was cut at the maximum length
 

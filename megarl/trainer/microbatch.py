@@ -66,6 +66,7 @@ class MicroBatch:
     mu_logprobs: torch.Tensor  # [t] float32, 0 where masked
     advantages: torch.Tensor  # [t] float32, 0 where masked
     reference_logprobs: torch.Tensor | None  # [t] float32, if train_step was given them
+    proximal_logprobs: torch.Tensor | None  # the same
     routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     plan: MicrobatchPlan
 
@@ -142,6 +143,7 @@ def build(
     sequences: Sequence[TrainSequence | Elsewhere],
     device: torch.device,
     reference_logprobs: Sequence[np.ndarray] | None = None,
+    proximal_logprobs: Sequence[np.ndarray] | None = None,
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
     """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
@@ -168,6 +170,7 @@ def build(
         mu_logprobs=laid(lambda i: held[i].mu_logprobs, np.float32),
         advantages=laid(lambda i: held[i].advantages, np.float32),
         reference_logprobs=None if reference_logprobs is None else laid(lambda i: reference_logprobs[i], np.float32),
+        proximal_logprobs=None if proximal_logprobs is None else laid(lambda i: proximal_logprobs[i], np.float32),
         routing=None if routing is None else _routing(plan, held, routing).to(device),
         plan=plan,
     )

@@ -58,6 +58,7 @@ class StepResult:
     loss: float  # sum over the global batch / denominator
     grad_norm: float  # before clipping
     sums: dict[str, float]  # the loss function's sums over the global batch
+    sequences: int
     tokens: int  # of `loss_mask` that the loss was taken of
     entropy: float  # the policy's mean over the tokens of `loss_mask`, in nats, before the step; NaN without any
     learning_rate: float
@@ -135,11 +136,12 @@ class MegatronTrainer:
         *,
         temperature: float = 1.0,
         reference_logprobs: Sequence[np.ndarray] | None = None,
+        proximal_logprobs: Sequence[np.ndarray] | None = None,
     ) -> StepResult:
         """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
-        `temperature` is that of the behaviour policy; `reference_logprobs`, one array per sequence, becomes
-        MicroBatch.reference_logprobs. Without sequences the gradient is zero and the optimizer still steps.
+        `temperature` is that of the behaviour policy; `reference_logprobs` and `proximal_logprobs`, one array per sequence, become
+        MicroBatch's fields of these names. Without sequences the gradient is zero and the optimizer still steps.
         Raises RuntimeError if the gradient is not finite.
         """
         assert denominator > 0
@@ -148,10 +150,10 @@ class MegatronTrainer:
         self.optimizer.zero_grad()
         if self.replay is not None:
             self.replay.reset()
-        plan = self._plan(sequences)
+        given = {"reference_logprobs": reference_logprobs, "proximal_logprobs": proximal_logprobs}
         outputs = self._run(
-            plan,
-            partial(build, sequences=sequences, device=self.device, reference_logprobs=reference_logprobs, routing=self.routing),
+            self._plan(sequences),
+            partial(build, sequences=sequences, device=self.device, **given, routing=self.routing),
             partial(self._loss, loss, denominator, temperature),
             forward_only=False,
         )
@@ -167,7 +169,7 @@ class MegatronTrainer:
         positions = sum(len(s) - 1 for s in sequences)
         padded = int(sums.pop(POSITIONS)) - positions
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        return StepResult(mean_loss, float(grad_norm), sums, tokens, entropy, learning_rate, padded, routing)
+        return StepResult(mean_loss, float(grad_norm), sums, len(sequences), tokens, entropy, learning_rate, padded, routing)
 
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, hidden: torch.Tensor

@@ -197,6 +197,7 @@ def test_algorithm_objects_read_the_microbatch():
         advantages=torch.tensor([1.0, 3.0]),
         loss_mask=torch.tensor([True, False]),
         reference_logprobs=None,
+        proximal_logprobs=None,
     )
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     aipo = make_algorithm(AlgorithmConfig(name="aipo", rho=2.0))

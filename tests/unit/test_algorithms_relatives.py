@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from losses import F64, gradient, loss_of, packed_loss_of
 
 from megarl.algorithms.advantages import leave_one_out, normalized
-from megarl.algorithms.recipes import RECIPES, problems
+from megarl.algorithms.recipes import RECIPES, Recipe, problems
 from megarl.algorithms.registry import RULES, make_algorithm
 from megarl.config.schema import AlgorithmConfig
 
@@ -209,4 +209,6 @@ def test_the_page_says_what_each_takes(name: str):
     (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |"))
     recipe = RECIPES[name]
     bounds = [f"{bound:g}" if bound is not None else "–" for bound in (recipe.rho_min, recipe.rho)]
-    assert [cell.strip() for cell in row.split("|")[3:6]] == [", ".join(bounds).replace("–, –", "–"), recipe.advantage, recipe.loss_mean]
+    ratios = "any" if recipe.ratios == Recipe.ratios else ", ".join(recipe.ratios)
+    expected = [", ".join(bounds).replace("–, –", "–"), recipe.advantage, recipe.loss_mean, ratios]
+    assert [cell.strip() for cell in row.split("|")[3:7]] == expected

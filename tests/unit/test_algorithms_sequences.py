@@ -10,9 +10,11 @@ from batches import batch_of
 from msgspec.structs import replace
 
 from megarl.algorithms.advantages import mean_baseline
+from megarl.algorithms.base import Algorithm
+from megarl.algorithms.minibatches import minibatches
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, denominator, to_train_sequences
-from megarl.config.schema import AlgorithmConfig
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
+from megarl.config.schema import AlgorithmConfig, TrainerConfig
 from megarl.types import Batch, Group, Prompt, Sample, TrainSequence
 
 AIPO = make_algorithm(AlgorithmConfig())
@@ -50,6 +52,12 @@ def batch() -> Batch:
     return batch_of(groups, step=3)
 
 
+def denominator(batch: Batch, algorithm: Algorithm) -> float:
+    """Of a batch that is its own mini-batch."""
+    (whole,) = minibatches(batch, [], algorithm, TrainerConfig(), seed=0)
+    return whole.denominator
+
+
 def test_positions_are_masked_and_aligned():
     b = batch()
     sequences = [*to_train_sequences(b, mean_baseline(batch_rewards(b)), skip_zero=False).values()]
@@ -73,7 +81,9 @@ def model_gradient(sequences: list[TrainSequence], divisor: float) -> torch.Tens
         logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
         mu, advantages = (torch.from_numpy(field[1:]).double() for field in (s.mu_logprobs, s.advantages))
         mask, boundaries = torch.from_numpy(s.loss_mask[1:]), torch.tensor([0, len(logprobs)], dtype=torch.int32)
-        tensors = dict(boundaries=boundaries, mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=None)
+        tensors = dict(
+            boundaries=boundaries, mu_logprobs=mu, advantages=advantages, loss_mask=mask, reference_logprobs=None, proximal_logprobs=None
+        )
         microbatch = SimpleNamespace(**tensors)
         (AIPO.loss(logprobs, microbatch).loss / divisor).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])

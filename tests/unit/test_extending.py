@@ -86,7 +86,9 @@ def test_the_algorithm():
     mask, boundaries = torch.tensor([True, True, False]), torch.tensor([0, 1, 3], dtype=torch.int32)
     mu, advantages = torch.tensor([-1.0, -3.0, 0.0]), torch.tensor([1.0, -1.0, 9.0])
     logprobs = torch.tensor([-1.0, -0.5, 0.0], requires_grad=True)
-    tensors = dict(boundaries=boundaries, loss_mask=mask, mu_logprobs=mu, advantages=advantages, reference_logprobs=None)
+    tensors = dict(
+        boundaries=boundaries, loss_mask=mask, mu_logprobs=mu, advantages=advantages, reference_logprobs=None, proximal_logprobs=None
+    )
     output = algorithm.loss(logprobs, SimpleNamespace(**tensors))
     output.loss.backward()
     weights = 2 * torch.tanh((logprobs.detach() - mu).exp() / 2)

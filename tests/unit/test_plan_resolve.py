@@ -70,7 +70,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("rollout.n=1", "rollout.n=1: must be at least 2: the baseline of aipo is the mean over a prompt's samples"),
         (
             "trainer.dp=16 rollout.prompts_per_step=3 rollout.n=5",
-            "rollout.prompts_per_step=3 * rollout.n=5: 15 sequences a step must be at least trainer.dp=16",
+            "rollout.prompts_per_step=3 * rollout.n=5: 15 sequences an optimizer step must be at least trainer.dp=16",
         ),
         (
             "rollout.max_tokens=8192",

@@ -1,0 +1,47 @@
+"""The schema's section on the training objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.limits import IMPORT_PATH, above, at_least, one_of, setting
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = setting(
+        "aipo",
+        "the algorithm; see docs/algorithms.md",
+        one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", or_like=IMPORT_PATH, written="package.module:rule"),
+    )
+    rho: float | None = setting(
+        None,
+        "upper bound of the importance ratio; null: the algorithm's own. aipo's is 4; 2 to 10 works (LlamaRL, section 6)",
+        above(0),
+    )
+    rho_min: float | None = setting(None, "lower bound of the importance ratio; null: the algorithm's own. aipo has none", at_least(0))
+    ratio: str = setting(
+        "behavior",
+        "whose ratio the bounds apply to. behavior: pi/mu, mu having sampled the token; proximal: pi/prox, prox being the weights that the "
+        "batch's optimizer steps began with, so that old samples count as prox's; decoupled: pi/prox, and tokens are weighted by prox/mu "
+        "besides (docs/algorithms.md)",
+        one_of("behavior", "proximal", "decoupled"),
+    )
+    behavior_cap: float | None = setting(
+        None, "with ratio=decoupled, tokens whose prox/mu is above this do not count; null: 5", at_least(1)
+    )
+    advantage: str | None = setting(
+        None,
+        "mean: the reward minus the mean of the prompt's samples; normalized: that divided by their standard deviation; leave_one_out: the "
+        "reward minus the mean of the prompt's other samples; null: the algorithm's own",
+        one_of("mean", "normalized", "leave_one_out"),
+    )
+    loss_mean: str | None = setting(
+        None,
+        "token: all tokens of a mini-batch count equally; sequence: all responses do; null: the algorithm's own. aipo's is token",
+        one_of("token", "sequence"),
+    )
+    kl_coef: float = setting(
+        0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)
+    )
+    skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")

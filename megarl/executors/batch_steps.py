@@ -1,0 +1,92 @@
+"""The optimizer steps that a batch of rollouts makes: `trainer.minibatches` times `trainer.epochs`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from megarl.algorithms.base import Algorithm
+from megarl.algorithms.minibatches import MiniBatch, minibatches
+from megarl.algorithms.sequences import batch_rewards, to_train_sequences
+from megarl.config.schema import RunConfig
+from megarl.types import Batch, Elsewhere, TrainSequence
+
+if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
+    from megarl.trainer.step import MegatronTrainer, StepResult
+
+Sequences = Mapping[int, TrainSequence | Elsewhere]  # by their places in the batch
+
+
+@dataclass(frozen=True)
+class BatchSteps:
+    """All ranks find the same mini-batches, whatever numbers of a batch they have."""
+
+    trainer: MegatronTrainer
+    algorithm: Algorithm
+    config: RunConfig
+
+    def assign(self, batch: Batch) -> list[list[int]]:
+        """[dp][…] which samples, by their places in the batch, each data-parallel rank needs: those of its share of any mini-batch."""
+        sequences, cut = self._cut(batch)
+        needed: list[set[int]] = [set() for _ in range(self.trainer.topology.dp)]
+        for each in cut:
+            for places, share in zip(needed, self.trainer.shares([sequences[place] for place in each.places]), strict=True):
+                places.update(each.places[index] for index in share)
+        return [sorted(places) for places in needed]
+
+    def train(self, batch: Batch) -> list[StepResult]:
+        """Makes the optimizer steps. Where nothing of a mini-batch is trained on, the gradient is zero and the step is made all the same:
+        learning rate, moments and weight decay go on as after any other."""
+        sequences, cut = self._cut(batch)
+        temperature, results = self.config.rollout.temperature, []
+        reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
+        # With one optimizer step the proximal policy is the policy itself, which the loss knows.
+        proximal = self._scores("policy", sequences, cut) if self.algorithm.needs_proximal and len(cut) > 1 else None
+        for each in cut:
+            result = self.trainer.train_step(
+                [sequences[place] for place in each.places],
+                self.algorithm.loss,
+                each.denominator,
+                temperature=temperature,
+                reference_logprobs=None if reference is None else [reference[place] for place in each.places],
+                proximal_logprobs=None if proximal is None else [proximal[place] for place in each.places],
+            )
+            result.check_tokens(each.tokens)
+            results.append(result)
+        return results
+
+    def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
+        sequences = to_train_sequences(batch, self.algorithm.advantages(batch_rewards(batch)), self.algorithm.skip_zero)
+        return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed)
+
+    def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> dict[int, np.ndarray]:
+        """Log-probs of all sequences, by their places. They are scored by the mini-batches of the first epoch, of which every
+        data-parallel rank has its share."""
+        found: dict[int, np.ndarray] = {}
+        for places in (each.places for each in cut[: self.config.trainer.minibatches] if each.places):
+            scored = self.trainer.token_logprobs([sequences[place] for place in places], model, self.config.rollout.temperature)
+            found |= zip(places, scored, strict=True)
+        return found
+
+
+def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
+    """The metrics of a batch's optimizer steps; docs/algorithms.md says what they are of several."""
+    trained = [result for result in results if result.tokens]
+    counted = trained or results
+    return {
+        "loss": fmean(result.loss for result in results),
+        "entropy/mean": trained[0].entropy if trained else math.nan,
+        "grad_norm": fmean(result.grad_norm for result in results),
+        "grad_norm/max": max(result.grad_norm for result in results),
+        "learning_rate": results[-1].learning_rate,
+        "optimizer_steps": len(results),
+        "optimizer_steps/empty": len(results) - len(trained),
+        **{name: fmean(result.routing[name] for result in counted) for name in results[0].routing},
+        **algorithm.metrics({name: sum(result.sums[name] for result in results) for name in results[0].sums}),
+        "tokens/padded": sum(result.padded for result in results),
+    }

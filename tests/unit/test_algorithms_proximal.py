@@ -1,0 +1,154 @@
+"""Several optimizer steps on a batch: losses against autograd of the objectives as published, in float64, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from losses import F64, gradient, loss_of
+from test_algorithms_relatives import logprobs_of, ppo_objective, random_batch, rows_mean
+
+from megarl.algorithms.recipes import RECIPES, problems
+from megarl.algorithms.registry import make_algorithm
+from megarl.config.schema import AlgorithmConfig
+
+CAP = 1.5
+ALLOWED = [(name, ratio) for name, recipe in RECIPES.items() for ratio in recipe.ratios]
+
+
+def proximal_batch(seed: int, spread: float):
+    """As `random_batch`, and log-probs of a proximal policy, as far from mu as pi is from it."""
+    logits, tokens, prox, advantages, mask = random_batch(seed, spread)
+    noise = torch.randn(prox.shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return logits, tokens, prox, prox - spread * noise, advantages, mask
+
+
+def lag_weight(prox: torch.Tensor, mu: torch.Tensor, cap: float) -> torch.Tensor:
+    ratio = (prox - mu).exp()
+    return ratio * (ratio <= cap)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 2.0), ratio=st.sampled_from(["proximal", "decoupled"]))
+def test_grpo_has_the_gradient_of_ppo_and_of_areals_objective(seed: int, spread: float, ratio: str):
+    """AReaL's is prox/mu min(r A, clip(r) A) with r = pi/prox, differentiated through r alone; PPO's is without prox/mu."""
+    logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
+    logprobs = logprobs_of(logits, tokens)
+    factor = lag_weight(prox, mu, CAP) if ratio == "decoupled" else torch.ones_like(mu)
+    objective = rows_mean(factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask).sum()
+    cap = {"behavior_cap": CAP} if ratio == "decoupled" else {}
+    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", ratio=ratio, **cap)
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 2.0))
+def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(seed: int, spread: float):
+    logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
+    logprobs = logprobs_of(logits, tokens)
+    ratio = rows_mean(logprobs - prox, mask).exp().detach()
+    clipped = ((advantages[:, 0] > 0) & (ratio > 1.2)) | ((advantages[:, 0] < 0) & ((ratio < 0.8) | (ratio > 3.0)))
+    weight = (ratio * ~clipped)[:, None] * lag_weight(prox, mu, CAP)
+    objective = rows_mean(weight * advantages * logprobs, mask).sum()
+    chosen = {"name": "gspo", "rho_min": 0.8, "rho": 1.2, "ratio": "decoupled", "behavior_cap": CAP}
+    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, **chosen)
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+
+
+def test_aipo_decoupled_by_hand():
+    """pi/prox: 2, 8, 0.5, 1; the bound makes 4 of the second. prox/mu: 2, 1, 3, 6; the last is above the cap."""
+    pi = torch.log(torch.tensor([[0.5, 0.8, 0.1, 0.6]], dtype=F64)).requires_grad_()
+    prox = torch.log(torch.tensor([[0.25, 0.1, 0.2, 0.6]], dtype=F64))
+    mu = prox - torch.log(torch.tensor([[2.0, 1.0, 3.0, 6.0]], dtype=F64))
+    advantages = torch.tensor([[1.0, 1.0, -2.0, 1.0]], dtype=F64)
+    out = loss_of(pi, mu, advantages, torch.ones(1, 4, dtype=torch.bool), proximal=prox, ratio="decoupled")
+    assert gradient(out.loss, pi)[0].tolist() == pytest.approx([-4.0, -4.0, 3.0, 0.0])
+    found = make_algorithm(AlgorithmConfig(ratio="decoupled")).metrics({name: value.item() for name, value in out.sums.items()})
+    assert found == pytest.approx(
+        {
+            "is_ratio/mean": (4 + 8 + 1.5 + 6) / 4,
+            "is_ratio/clipped_fraction": 1 / 4,
+            "proximal_ratio/mean": 11.5 / 4,
+            "behavior_ratio/mean": 12 / 4,
+            "behavior_ratio/capped_fraction": 1 / 4,
+        }
+    )
+
+
+@pytest.mark.parametrize(("name", "ratio"), ALLOWED)
+def test_before_the_first_step_the_proximal_policy_is_the_policy(name: str, ratio: str):
+    """Bit for bit: so it need not be scored where a batch makes one optimizer step."""
+    logits, tokens, mu, advantages, mask = random_batch(3)
+    logprobs = logprobs_of(logits, tokens)
+    reference = logprobs.detach() - 0.1
+    given, left_out = (
+        loss_of(logprobs, mu, advantages, mask, reference, proximal, name=name, ratio=ratio, kl_coef=0.1)
+        for proximal in (logprobs.detach(), None)
+    )
+    assert torch.equal(given.loss, left_out.loss) and given.sums == left_out.sums
+    assert torch.equal(gradient(given.loss, logits), gradient(left_out.loss, logits))
+
+
+@pytest.mark.parametrize(("name", "ratio"), ALLOWED)
+def test_where_nothing_is_stale_all_ratios_say_the_same(name: str, ratio: str):
+    logits, tokens, mu, advantages, mask = random_batch(4)
+    logprobs = logprobs_of(logits, tokens)
+    plain, other = (
+        loss_of(logprobs, mu, advantages, mask, mu - 0.1, mu, name=name, ratio=each, kl_coef=0.1) for each in ("behavior", ratio)
+    )
+    assert torch.equal(gradient(plain.loss, logits), gradient(other.loss, logits))
+
+
+@pytest.mark.parametrize("ratio", ["behavior", "proximal", "decoupled"])
+def test_the_penalty_is_corrected_by_the_same_ratio(ratio: str):
+    """c (log pi - log ref)^2 / 2 with c = min(r, rho), times prox/mu if decoupled; advantages are 0."""
+    logits, tokens, prox, mu, _, mask = proximal_batch(5, 0.7)
+    logprobs, reference = logprobs_of(logits, tokens), prox - 0.3
+    r = (logprobs.detach() - (mu if ratio == "behavior" else prox)).exp().clamp(max=1.2)
+    factor = lag_weight(prox, mu, 5.0) if ratio == "decoupled" else torch.ones_like(mu)
+    objective = (factor * r * (logprobs - reference).square() / 2 * mask).sum()
+    out = loss_of(logprobs, mu, torch.zeros_like(mu), mask, reference, prox, ratio=ratio, rho=1.2, kl_coef=1.0)
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(objective, logits), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "ratio"), ALLOWED)
+def test_absurd_proximal_log_probs_stay_finite_and_nan_is_not_hidden(name: str, ratio: str):
+    inf, nan = math.inf, math.nan
+    mask = torch.tensor([[True] * 6 + [False]])
+    logprobs = torch.tensor([[-1.0, -inf, -1.0, -1.0, -inf, -1.0, nan]], requires_grad=True)
+    prox = torch.tensor([[-inf, -inf, -inf, -800.0, -1.0, 0.0, nan]])
+    mu = torch.tensor([[-1.0, -1.0, -inf, -1e30, -inf, -900.0, nan]])
+    for advantage in (1.0, -1.0):
+        advantages = torch.tensor([[advantage] * 6 + [nan]])
+        out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name=name, ratio=ratio)
+        assert torch.isfinite(out.loss) and torch.isfinite(gradient(out.loss, logprobs)).all()
+        assert all(torch.isfinite(value) for value in out.sums.values())
+    if ratio != "behavior" and name != "topr":  # which reads no ratio at a positive advantage
+        one, true = torch.tensor([[-1.0]]), torch.tensor([[True]])
+        assert torch.isnan(loss_of(one, one, torch.ones(1, 1), true, proximal=torch.tensor([[nan]]), name=name, ratio=ratio).loss)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (AlgorithmConfig(name="reinforce", ratio="proximal"), "algorithm.ratio=proximal: reinforce goes with behavior only"),
+        (AlgorithmConfig(name="icepop", ratio="decoupled"), "algorithm.ratio=decoupled: icepop goes with behavior only"),
+        (AlgorithmConfig(name="topr", ratio="decoupled"), "algorithm.ratio=decoupled: topr goes with behavior and proximal only"),
+        (AlgorithmConfig(behavior_cap=5.0), "algorithm.behavior_cap=5.0: must be null: only algorithm.ratio=decoupled has it"),
+        (
+            AlgorithmConfig(ratio="proximal", behavior_cap=2.0),
+            "algorithm.behavior_cap=2.0: must be null: only algorithm.ratio=decoupled has it",
+        ),
+    ],
+)
+def test_ratios_that_make_no_sense_are_refused(config: AlgorithmConfig, problem: str):
+    (found,) = problems(config)
+    assert found.removesuffix(" (docs/algorithms.md)") == problem
+
+
+@pytest.mark.parametrize(("name", "ratio"), ALLOWED)
+def test_ratios_that_make_sense_are_not(name: str, ratio: str):
+    assert list(problems(AlgorithmConfig(name=name, ratio=ratio))) == []

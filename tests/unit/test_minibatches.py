@@ -1,0 +1,145 @@
+"""The mini-batches of a batch, who trains on them, and what a step tells of several optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from batches import batch_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.minibatches import MiniBatch, cut, minibatches
+from megarl.algorithms.registry import make_algorithm
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import AlgorithmConfig, TrainerConfig
+from megarl.executors.batch_steps import BatchSteps, step_metrics
+from megarl.plan.checks import check_batch
+from megarl.trainer.microbatch import plan_microbatches
+from megarl.types import Group, Prompt, Sample
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+AIPO = make_algorithm(AlgorithmConfig())
+
+
+def group(ordinal: int, lengths: list[int], rewards: list[float]) -> Group:
+    made = [Sample([1] * t, [-0.1] * t, [0] * t, "", reward, "stop") for t, reward in zip(lengths, rewards, strict=True)]
+    return Group(Prompt(ordinal, [1, 2], "", ""), made)
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(1, 6), count=st.integers(1, 6), epochs=st.integers(1, 4), seed=st.integers(0, 99), step=st.integers(0, 99))
+def test_every_epoch_has_every_group_once(size: int, count: int, epochs: int, seed: int, step: int):
+    found = cut(size * count, count, epochs, seed, step)
+    assert [len(groups) for groups in found] == [size] * count * epochs
+    for epoch in range(epochs):
+        assert sorted(chain(*found[epoch * count : (epoch + 1) * count])) == list(range(size * count))
+    assert found == cut(size * count, count, epochs, seed, step)
+    assert found[:count] == cut(size * count, count, 1, seed, step), "an epoch does not depend on how many follow"
+
+
+def test_the_order_is_drawn_anew_for_each_epoch_step_and_seed():
+    """And is the one that it was when this was written: a resumed run may be of another process, machine and version."""
+    assert cut(8, 2, 2, seed=1, step=5) == [[0, 2, 3, 5], [1, 4, 6, 7], [0, 2, 4, 6], [1, 3, 5, 7]]
+    drawn = [cut(8, 2, 1, seed, step) for seed, step in ((1, 5), (1, 6), (2, 5))] + [cut(8, 2, 2, 1, 5)[2:]]
+    assert len({str(each) for each in drawn}) == 4
+    assert cut(5, 1, 3, 0, 0) == [[0, 1, 2, 3, 4]] * 3, "whole batches keep their order"
+
+
+def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
+    batch = batch_of([group(i, [1 + i, 2 + i], [float(i % 2), 1.0]) for i in range(4)], step=3)
+    trained = {0, 1, 4, 5}  # groups 1 and 3 have equal rewards
+    for loss_mean, of in (("token", lambda i: 3 + 2 * i), ("sequence", lambda i: 2)):
+        algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean))
+        found = minibatches(batch, trained, algorithm, TrainerConfig(minibatches=2, epochs=3), seed=7)
+        assert len(found) == 6
+        for each, groups in zip(found, cut(4, 2, 3, 7, 3), strict=True):
+            places = [place for i in groups if i in (0, 2) for place in (2 * i, 2 * i + 1)]
+            assert each == MiniBatch(places, sum(3 + 2 * i for i in groups if i in (0, 2)), sum(map(of, groups)))
+
+
+class Shares:
+    """A trainer that has no model: only says who is to train on what."""
+
+    topology = SimpleNamespace(dp=3)
+
+    def shares(self, sequences: list) -> list[list[int]]:
+        return [[i for each in plan for i in each.indices] for plan in plan_microbatches([len(s) for s in sequences], 3, 8)]
+
+
+def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
+    """Found again from the mini-batches. Ranks without any numbers find the same."""
+    trainer: Any = Shares()
+    batch = batch_of([group(i, [1 + i % 5, 2 + i % 3], [1.0, float(i % 4 > 0)]) for i in range(12)], step=9)
+    config = load_config(CONFIGS / "quickstart.yaml", ["trainer.minibatches=3", "trainer.epochs=2", "rollout.prompts_per_step=12"])
+    steps = BatchSteps(trainer, AIPO, config)
+    assigned = steps.assign(batch)
+    trained = {place for i in range(0, 12, 4) for place in (2 * i, 2 * i + 1)}
+    needed: list[set[int]] = [set(), set(), set()]
+    for each in minibatches(batch, trained, AIPO, config.trainer, config.seed):
+        lengths = [2 + batch.samples[place].tokens for place in each.places]
+        for rank, plan in enumerate(plan_microbatches(lengths, 3, 8)):
+            needed[rank] |= {each.places[i] for microbatch in plan for i in microbatch.indices}
+    assert assigned == [sorted(places) for places in needed] and set().union(*needed) == trained
+    assert max(Counter(chain(*assigned)).values()) > 1, "another rank's in another epoch"
+    batch.numbers.clear()
+    assert steps.assign(batch) == assigned
+
+
+def result(**changed: Any) -> Any:
+    """A StepResult, whose class would import Megatron."""
+    plain = dict(loss=1.0, grad_norm=2.0, sums={"tokens": 4.0, "is_ratio": 6.0, "is_ratio_clipped": 1.0}, sequences=2, tokens=4)
+    return SimpleNamespace(**{**plain, "entropy": 0.5, "learning_rate": 0.1, "padded": 0, "routing": {}, **changed})
+
+
+def test_metrics_of_several_optimizer_steps():
+    empty = {"sums": {"tokens": 0.0, "is_ratio": 0.0, "is_ratio_clipped": 0.0}, "tokens": 0, "entropy": math.nan, "loss": 0.0}
+    first = result(**empty, grad_norm=0.0, padded=1, routing={"router/replayed_fraction": 0.0})
+    sums = {"tokens": 12.0, "is_ratio": 10.0, "is_ratio_clipped": 3.0}
+    others = [
+        result(entropy=0.7, routing={"router/replayed_fraction": 1.0}),
+        result(sums=sums, tokens=12, loss=2.0, grad_norm=4.0, learning_rate=0.2, routing={"router/replayed_fraction": 0.5}),
+    ]
+    assert step_metrics([first, *others], AIPO) == {
+        "loss": 1.0,
+        "entropy/mean": 0.7,
+        "grad_norm": 2.0,
+        "grad_norm/max": 4.0,
+        "learning_rate": 0.2,
+        "optimizer_steps": 3,
+        "optimizer_steps/empty": 1,
+        "router/replayed_fraction": 0.75,
+        "is_ratio/mean": 1.0,
+        "is_ratio/clipped_fraction": 0.25,
+        "tokens/padded": 1,
+    }
+    alone = step_metrics([first], AIPO)
+    assert math.isnan(alone["entropy/mean"]) and math.isnan(alone["is_ratio/mean"]) and alone["optimizer_steps/empty"] == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["trainer.minibatches=3"], "trainer.minibatches=3: must divide rollout.prompts_per_step=8"),
+        (["trainer.minibatches=16"], "trainer.minibatches=16: must divide rollout.prompts_per_step=8"),
+        (
+            ["trainer.minibatches=8", "trainer.dp=5", "trainer.tp=1"],
+            "rollout.prompts_per_step=8 * rollout.n=4 / trainer.minibatches=8: 4 sequences an optimizer step must be at least trainer.dp=5",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(overrides: list[str], problem: str):
+    config = load_config(CONFIGS / "quickstart.yaml", ["rollout.prompts_per_step=8", "rollout.n=4", *overrides])
+    assert list(check_batch(config)) == [problem]
+
+
+@pytest.mark.parametrize("key", ["trainer.minibatches", "trainer.epochs"])
+def test_there_is_at_least_one(key: str):
+    with pytest.raises(ConfigError, match=f"{key}=0: must be at least 1"):
+        load_config(CONFIGS / "quickstart.yaml", [f"{key}=0"])
