@@ -17,7 +17,7 @@ from megarl.estimate.generator_memory import generator_memory
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.train_time import TrainModel
 from megarl.estimate.trainer_memory import trainer_memory
-from megarl.estimate.workload import Workload
+from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.model_checks import check_sizes
 
@@ -51,7 +51,7 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             runtime = of_generator.runtime  # counted once: the phases share the GPU
             if of_trainer.total + of_generator.total - runtime > cluster.gpu.memory_gib * GIB:
                 continue
-            train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference))
+            train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config))
             generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(workload)
         except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
             continue

@@ -65,4 +65,6 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
         role = facts[name]
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
         print(f"{name:<10} {roles.sizes(role)}: {ranks}; weights {roles.gib_range(role)} a rank")
-    print(f"a step     {rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens; {plan.steps} steps")
+    several = f" of {steps} optimizer steps each" if (steps := plan.config.trainer.optimizer_steps) > 1 else ""
+    prompts = f"{rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens"
+    print(f"a step     {prompts}; {plan.steps} steps{several}")

@@ -27,7 +27,7 @@ class Constants:
     half_width: float = 256.0  # columns at which it does
     decode_gemm_efficiency: float = 0.5  # share of the peak that the thin products of decoding and prefill reach
     elementwise_passes: float = 8.0  # how often a forward pass reads or writes a layer's activations beside its products
-    step_s: float = 0.5  # per training step: optimizer launch, logging, batch building
+    step_s: float = 0.5  # per optimizer step: its launch, logging, batch building
 
 
 CONSTANTS = Constants()

@@ -14,7 +14,7 @@ from megarl.estimate.sizes import landing_bytes
 from megarl.estimate.sync_time import sync_s
 from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes, trainer_memory
-from megarl.estimate.workload import Workload
+from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.asynchrony import run_ahead
 from megarl.plan.topologies import generator_topology, trainer_topology
@@ -82,7 +82,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing),
         saving=_saving_bytes(config, spec, cluster),
         static_limit=usable_static(config.generator, cluster.gpu),
-        train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=int(reference)),
+        train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config)),
         generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, carried_over=carries_over(config)),
         sync_s=sync_s(spec, config, cluster),
         glue_s=constants.glue_s,

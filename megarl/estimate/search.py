@@ -26,7 +26,7 @@ from megarl.estimate.sizes import generator_weights, landing_bytes, shape_of
 from megarl.estimate.sync_time import balanced_sync_s
 from megarl.estimate.train_time import TrainModel
 from megarl.estimate.trainer_memory import trainer_memory
-from megarl.estimate.workload import Workload
+from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.relays import ENGINES
@@ -128,7 +128,7 @@ class Search:
         """All shapes on at most `gpus` GPUs that fit, or all that do not."""
         reference = self.config.algorithm.kl_coef > 0
         for shape in self.trainer_shapes:
-            dp = min(gpus // (shape.tp * shape.pp), self.workload.sequences)
+            dp = min(gpus // (shape.tp * shape.pp), self.workload.sequences // shape.minibatches)
             dp -= dp % max(1, shape.ep // shape.tp)  # only whole expert-parallel groups
             if not dp:
                 continue
@@ -137,7 +137,7 @@ class Search:
             over -= self.cluster.gpu.memory_gib
             if (over <= 0) == fitting:
                 model = TrainModel(self.spec, trainer, self.dtype, self.cluster, self.constants)
-                time = model.seconds(self.workload, extra_forwards=int(reference)).total
+                time = model.seconds(self.workload, extra_forwards=scoring_passes(self.config)).total
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:

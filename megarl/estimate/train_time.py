@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config.schema import TrainerConfig
 from megarl.estimate.communication import Group
@@ -18,15 +18,15 @@ from megarl.reshard.kinds import ITEM_BYTES
 
 @dataclass(frozen=True)
 class TrainTime:
-    """Seconds on the busiest rank."""
+    """Seconds of a batch on the busiest rank."""
 
     compute: float
     tensor_parallel: float  # also context parallel
     expert_parallel: float
     pipeline: float  # the bubble, and what passes between stages
     data_parallel: float  # gradients and, if sharded, weights
-    optimizer: float  # also what a step costs regardless of its tokens
-    tflops: float  # per GPU over the whole step, counting the model's products without recomputation
+    optimizer: float  # also what an optimizer step costs regardless of its tokens
+    tflops: float  # per GPU over all optimizer steps, counting the model's products without recomputation
 
     @property
     def total(self) -> float:
@@ -44,33 +44,36 @@ class TrainModel:
     constants: Constants = CONSTANTS
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
-        """`extra_forwards`: passes that only score (a reference model). Sequences are packed to the token budget."""
+        """Of a batch, in all its optimizer steps. `extra_forwards`: passes over it that only score. Sequences are packed to the token
+        budget."""
         t, k = self.trainer, self.constants
+        steps, workload = t.minibatches * t.epochs, replace(workload, sequences=workload.sequences // t.minibatches)
+        scoring = extra_forwards / t.epochs  # a batch is scored once
         length, rows = workload.tokens_per_sequence, self._rows(workload)
         count = math.ceil(workload.tokens / t.dp / rows)
         count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
-        passes = 3 + t.recompute + extra_forwards
+        passes = 3 + t.recompute + scoring
         layers = largest_stage(self.spec, t)
         per_layer = self._layer_s(rows, length)
         head = workload.response_tokens / length * self._head_s(rows)  # of positions that the loss is about
         last = sum(stage_layers(self.spec, t)[-1])
-        compute = max(passes * layers * per_layer, passes * last * per_layer + (4 + extra_forwards) * head)
+        compute = max(passes * layers * per_layer, passes * last * per_layer + (4 + scoring) * head)
         tensor = passes * layers * self._tensor_s(rows)
         expert = passes * layers * self._expert_s(rows)
-        between = (2 + extra_forwards) * self._between_s(rows)
+        between = (2 + scoring) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         held = max(trainer_held(self.spec, t, self.dtype), key=lambda stage: stage.total)
         update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
         total = TrainTime(
-            compute=count * compute,
-            tensor_parallel=count * tensor,
-            expert_parallel=count * expert,
-            pipeline=count * between + bubble * count,
-            data_parallel=self._data_s(held),
-            optimizer=update_s + k.step_s,
+            compute=steps * count * compute,
+            tensor_parallel=steps * count * tensor,
+            expert_parallel=steps * count * expert,
+            pipeline=steps * count * (between + bubble),
+            data_parallel=steps * self._data_s(held),
+            optimizer=steps * (update_s + k.step_s),
             tflops=0.0,
         )
-        flops = 3 * workload.tokens * flops_per_token(self.spec, length) / (t.tp * t.cp * t.pp * t.dp)
+        flops = 3 * steps * workload.tokens * flops_per_token(self.spec, length) / (t.tp * t.cp * t.pp * t.dp)
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     @property
@@ -136,7 +139,7 @@ class TrainModel:
         return t.vpp * (group.latency_s + sent / group.bytes_per_s)
 
     def _data_s(self, held: Held) -> float:
-        """Once per step fp32 gradients are reduced, then weights gathered."""
+        """Once per optimizer step fp32 gradients are reduced, then weights gathered."""
         t, item = self.trainer, ITEM_BYTES[self.dtype]
         dense = self._group(t.dp * t.cp, t.tp)
         expert = self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp)

@@ -9,6 +9,13 @@ from functools import cached_property
 from megarl.config.schema import RunConfig
 
 
+def scoring_passes(config: RunConfig) -> int:
+    """Forward passes over a batch that train nothing: of the reference model, and of the policy before the first of several optimizer
+    steps."""
+    proximal = config.algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1
+    return int(config.algorithm.kl_coef > 0) + int(proximal)
+
+
 @dataclass(frozen=True)
 class Workload:
     """Response lengths are exponential, cut at `max_response_tokens`; `response_tokens` is their mean after the cut."""

@@ -12,12 +12,13 @@ from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.communication import Group
 from megarl.estimate.constants import CONSTANTS
+from megarl.estimate.estimate import estimate
 from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.hardware import GPUS, Cluster
 from megarl.estimate.sizes import generator_weights
 from megarl.estimate.sync_time import balanced_sync_s, sync_s
 from megarl.estimate.train_time import TrainModel, TrainTime
-from megarl.estimate.workload import Workload
+from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import load_spec
 from megarl.models.flops import flops_per_token
 from megarl.plan.topologies import generator_topology, trainer_topology
@@ -73,6 +74,32 @@ def test_what_costs_more() -> None:
     assert step(tp=4, dp=8).tensor_parallel < base.tensor_parallel
     assert step(dp=4, zero=0).data_parallel > base.data_parallel  # 8 bytes an element against 6
     assert 100 < base.tflops < 989 * CONSTANTS.gemm_efficiency
+
+
+def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
+    """Each step its own gradients, bubble and update; a batch is scored once, whatever its epochs."""
+    work = Workload(512, 128, 512, 512, 1024)
+    sizes = {"dp": 4, "pp": 2}
+    quarter = step(work=replace(work, sequences=128), **sizes)
+    several = step(work=work, minibatches=4, epochs=3, **sizes)
+    for part in ("compute", "tensor_parallel", "pipeline", "data_parallel", "optimizer", "total"):
+        assert getattr(several, part) == pytest.approx(12 * getattr(quarter, part)), part
+    assert several.tflops == pytest.approx(quarter.tflops)
+
+    def scoring_s(**cut: int) -> float:
+        model = TrainModel(LLAMA_70B, TrainerConfig(tp=8, dp=4, max_tokens_per_microbatch=8192, **cut), "bfloat16", H100)
+        return model.seconds(work, extra_forwards=1).compute - model.seconds(work).compute
+
+    assert scoring_s(minibatches=4, epochs=3) == pytest.approx(scoring_s(minibatches=4)) == pytest.approx(scoring_s())
+
+
+def test_what_is_scored_beside_training() -> None:
+    """The proximal policy only where it is not the policy itself."""
+    decoupled, several, penalised = "algorithm.ratio=decoupled", "trainer.minibatches=2", "algorithm.kl_coef=0.1"
+    passes = {(): 0, (several,): 0, (decoupled,): 0, (decoupled, several): 1, (penalised,): 1, (penalised, decoupled, several): 2}
+    assert {overrides: scoring_passes(config("8b_aipo", *overrides)) for overrides in passes} == passes
+    once, again = (estimate(config("8b_aipo", several, *more), LLAMA_8B) for more in ([], [decoupled]))
+    assert again.train.compute > once.train.compute and again.trainer == once.trainer, "it takes time, and no memory"
 
 
 def test_experts_cost_what_they_compute_and_send() -> None:
