@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import minibatch_scenarios
 import saving_scenarios
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ import trainer_scenarios
 
 from megarl.trainer import cpu_support
 
-SCENARIOS = (trainer_scenarios, saving_scenarios)
+SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios)
 
 
 def main() -> None:

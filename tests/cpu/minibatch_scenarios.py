@@ -1,0 +1,54 @@
+"""What a trainer rank does in test_trainer_minibatches.py: batches of several optimizer steps, each rank with its own samples alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from trainer_rig import gradients, make, plain_adam
+
+from megarl.algorithms.registry import make_algorithm
+from megarl.config.load import load_config
+from megarl.config.schema import OptimizerConfig
+from megarl.executors.batch_steps import BatchSteps, step_metrics
+
+
+def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Trains on the batches and exports the weights after each; saves after the second. `resumed`: goes on from there."""
+    from megarl.trainer import checkpoint
+
+    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
+    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=len(batches) * config.trainer.optimizer_steps)
+    steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
+    saved = out / f"{scenario['name'].removesuffix('.resumed')}.checkpoint"
+    if resumed := scenario["name"].endswith(".resumed"):
+        checkpoint.load(trainer, saved)
+    else:
+        trainer.load_hf(scenario["model"])
+    told, held = [], []
+    for batch in batches[2:] if resumed else batches:
+        own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
+        results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+        trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.hf"), scenario["model"])
+        each = [(result.loss, result.grad_norm, result.learning_rate) for result in results]
+        told.append((each, step_metrics(results, steps.algorithm)))
+        held.append(own)
+        if batch.step == 1 and not resumed:
+            checkpoint.save(trainer, saved, {"step": 2})
+    return {"told": told, "held": held}
+
+
+def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """One optimizer step with the proximal policy scored before it, and the same without: the loss takes the policy itself."""
+    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
+    trainer = make(scenario, plain_adam(lr=0.0))
+    trainer.load_hf(scenario["model"])
+    steps, temperature = BatchSteps(trainer, make_algorithm(config.algorithm), config), config.rollout.temperature
+    sequences, (whole,) = steps._cut(batches[0])
+    chosen, found = [sequences[place] for place in whole.places], []
+    for proximal in (trainer.token_logprobs(chosen, temperature=temperature), None):
+        result = trainer.train_step(chosen, steps.algorithm.loss, whole.denominator, temperature=temperature, proximal_logprobs=proximal)
+        found.append({"loss": result.loss, "sums": result.sums, "grads": gradients(trainer)})
+    return {"scored": found[0], "left_out": found[1]}

@@ -1,0 +1,187 @@
+"""Mini-batches and epochs of real gloo ranks, against a plain loop in PyTorch with Hugging Face's model, in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import batch_of
+from trainer_cases import VOCAB, save_model
+from trainer_processes import saved, spawn
+from trainer_reference import load_float64
+from transformers import AutoModelForCausalLM, PreTrainedModel  # after trainer_reference, which makes it importable without CUDA
+
+from megarl.algorithms.minibatches import cut
+from megarl.types import Batch, Group, Prompt, Sample
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+GROUPS, MINIBATCHES, EPOCHS, SEED, TEMPERATURE = 4, 2, 2, 5, 0.7
+ADAM: dict[str, Any] = {
+    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
+}  # fmt: skip
+CAP = 2.0
+ALGORITHMS = {
+    "behavior": ["algorithm.name=aipo", "algorithm.rho=1.5"],
+    "decoupled": ["algorithm.name=grpo", "algorithm.ratio=decoupled", f"algorithm.behavior_cap={CAP}"],
+}
+LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
+CASES = [(ratio, layout) for ratio in ALGORITHMS for layout in LAYOUTS]
+
+
+def logprobs_of(model: PreTrainedModel, prompt: Any, tokens: Any) -> torch.Tensor:
+    """[T] of the response's tokens."""
+    ids = torch.tensor([*prompt, *tokens])
+    scores = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(dim=-1)
+    return scores.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0]
+
+
+def random_batches(model: PreTrainedModel) -> list[Batch]:
+    """Sampled by something near the model. In the second all groups but one have equal rewards, so nothing of a mini-batch is trained."""
+    generator, batches = torch.Generator().manual_seed(1), []
+    for step in range(3):
+        groups = []
+        for ordinal in range(GROUPS):
+            prompt = torch.randint(VOCAB, (2 + ordinal % 2,), generator=generator).tolist()
+            rewards, samples = ([1.0, 1.0, 1.0] if step == 1 and ordinal else [1.0, 0.5, -0.5]), []
+            for number, reward in enumerate(rewards):
+                tokens = torch.randint(VOCAB, (2 + (3 * ordinal + 5 * number + step) % 9,), generator=generator).tolist()
+                with torch.no_grad():
+                    mu = logprobs_of(model, prompt, tokens) + 0.6 * torch.randn(len(tokens), generator=generator)
+                mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first has an environment's tokens
+                samples.append(Sample(tokens, mu.float().numpy(), [0] * len(tokens), "", reward, "stop", mask))
+            groups.append(Group(Prompt(GROUPS * step + ordinal, prompt, "", ""), samples))
+        batches.append(batch_of(groups, step=step))
+    return batches
+
+
+def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, advantage: float) -> torch.Tensor:
+    """[T] what is to be maximised of each token, as published."""
+    if ratio == "behavior":  # AIPO
+        return (now - mu).exp().clamp(max=1.5).detach() * advantage * now
+    r, lag = (now - prox).exp(), (prox - mu).exp()
+    clipped = torch.minimum(r * advantage, r.clamp(0.8, 1.2) * advantage)
+    return lag * (lag <= CAP) * (clipped if advantage > 0 else clipped.clamp(min=3 * advantage))
+
+
+def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]]:
+    """Of each batch: (loss, gradient norm, learning rate) of each optimizer step; the weights after the last of them."""
+    model, found, position = load_float64(folder), [], 0
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+    for group, decay in zip(groups, (ADAM["weight_decay"], 0.0)):
+        group["weight_decay"] = decay
+    adam, total, warmup = torch.optim.AdamW(groups, betas=ADAM["betas"], eps=ADAM["eps"]), 12, ADAM["warmup_steps"]
+    for batch in batches:
+        told, numbers, n = [], batch.numbers, 3
+        mine = {
+            place: torch.tensor(s.policy_mask if s.policy_mask is not None else [True] * len(s.token_ids)) for place, s in numbers.items()
+        }
+        mu = {place: torch.tensor(s.logprobs, dtype=torch.float64) for place, s in numbers.items()}
+        with torch.no_grad():
+            prox = {place: logprobs_of(model, s.prompt_ids, s.token_ids) for place, s in numbers.items()}
+        rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64).view(GROUPS, n)
+        advantages = rewards - rewards.mean(dim=1, keepdim=True)
+        if ratio == "decoupled":
+            advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-6)
+        for chosen in cut(GROUPS, MINIBATCHES, EPOCHS, SEED, batch.step):
+            loss, tokens = torch.zeros((), dtype=torch.float64), 0
+            for place in (n * group + i for group in chosen for i in range(n)):
+                now = logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids)
+                terms = objective(ratio, now, prox[place], mu[place], advantages.flatten()[place].item())[mine[place]]
+                loss = loss - (terms.sum() if ratio == "behavior" else terms.mean())
+                tokens += int(mine[place].sum())
+            loss = loss / (tokens if ratio == "behavior" else n * len(chosen))
+            adam.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item()
+            position += 1
+            cosine = 0.5 * (1 + math.cos(math.pi * (position - warmup) / (total - warmup)))
+            rate = ADAM["lr"] * (position / warmup if position <= warmup else 0.1 + 0.9 * cosine)
+            for group in adam.param_groups:
+                group["lr"] = rate
+            adam.step()
+            told.append((loss.item(), norm, rate))
+        found.append((told, {name: value.clone() for name, value in model.state_dict().items()}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with everything the ranks saved, and the model and the batches that they had."""
+    out = tmp_path_factory.mktemp("minibatches")
+    (out / "hf").mkdir()
+    save_model("untied", out / "hf")
+    torch.save(random_batches(load_float64(out / "hf")), out / "batches.pt")
+    of_all = {"model": str(out / "hf"), "batches": str(out / "batches.pt"), "config": str(CONFIG), "optimizer": ADAM}
+    common = [f"rollout.prompts_per_step={GROUPS}", "rollout.n=3", f"rollout.temperature={TEMPERATURE}", f"seed={SEED}"]
+    several = [*common, f"trainer.minibatches={MINIBATCHES}", f"trainer.epochs={EPOCHS}"]
+    small = {"max_tokens_per_microbatch": 24}
+
+    def scenario(run: str, name: str, layout: str, overrides: list[str]) -> dict[str, Any]:
+        return {"run": run, "name": name, "topology": LAYOUTS[layout], "trainer": small, "overrides": overrides, **of_all}
+
+    cases = [
+        scenario("several_steps", f"{ratio}.{layout}{suffix}", layout, [*several, *ALGORITHMS[ratio]])
+        for ratio, layout in CASES
+        for suffix in ("", ".resumed")
+    ]
+    alone = [scenario("one_optimizer_step", f"one.{layout}", layout, [*common, *ALGORITHMS["decoupled"]]) for layout in LAYOUTS]
+    spawn(2, out, [*cases, *alone])
+    return out
+
+
+@pytest.fixture(scope="module")
+def batches(runs: Path) -> list[Batch]:
+    return torch.load(runs / "batches.pt", weights_only=False)
+
+
+@pytest.mark.parametrize(("ratio", "layout"), CASES)
+def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[Batch], ratio: str, layout: str) -> None:
+    """Losses, gradient norms and learning rates of every optimizer step; weights after every batch."""
+    ranks = saved(runs, f"{ratio}.{layout}")
+    assert len(ranks) == 2
+    for step, (expected, weights) in enumerate(plain_loop(runs / "hf", batches, ratio)):
+        assert max(norm for _, norm, _ in expected) > ADAM["clip_grad"]
+        for rank in ranks:
+            each, metrics = rank["told"][step]
+            for found, want in zip(each, expected, strict=True):
+                assert found[1:] == pytest.approx(want[1:], rel=1e-4, abs=1e-6)
+                if ratio == "behavior":  # the other objective has the loss's gradient, but not its value
+                    assert found[0] == pytest.approx(want[0], rel=1e-4, abs=1e-6)
+            assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (EPOCHS if step == 1 else 0)
+            if ratio == "decoupled":
+                assert 0 < metrics["behavior_ratio/capped_fraction"] < 0.5 and 0 < metrics["is_ratio/clipped_fraction"] < 0.9
+        got = AutoModelForCausalLM.from_pretrained(runs / f"{ratio}.{layout}.{step}.hf", dtype=torch.float32).state_dict()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(got[name].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{step} {name}: {m}")
+
+
+@pytest.mark.parametrize(("ratio", "layout"), CASES)
+def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, ratio: str, layout: str) -> None:
+    """Bit for bit."""
+    for whole, resumed in zip(saved(runs, f"{ratio}.{layout}"), saved(runs, f"{ratio}.{layout}.resumed"), strict=True):
+        assert resumed["told"] == whole["told"][2:] and resumed["held"] == whole["held"][2:]
+    files = [runs / f"{ratio}.{layout}{suffix}.2.hf" for suffix in ("", ".resumed")]
+    one, other = ({path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in files)
+    assert one and one == other
+
+
+def test_ranks_held_no_more_than_they_trained_on(runs: Path) -> None:
+    first, second = saved(runs, "behavior.dp2")
+    for ours, theirs in zip(first["held"], second["held"], strict=True):
+        assert ours and theirs and ours != theirs
+    assert set(first["held"][0]) | set(second["held"][0]) == set(range(3 * GROUPS))
+    assert set(first["held"][1]) | set(second["held"][1]) == {0, 1, 2}, "only one group has unequal rewards"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(runs: Path, layout: str) -> None:
+    for rank in saved(runs, f"one.{layout}"):
+        scored, left_out = rank["scored"], rank["left_out"]
+        assert scored["loss"] == pytest.approx(left_out["loss"], rel=1e-6)
+        assert scored["sums"] == pytest.approx(left_out["sums"], rel=1e-6)
+        assert scored["sums"]["behavior_ratio_capped"] > 0
+        for name, grad in scored["grads"].items():
+            torch.testing.assert_close(grad, left_out["grads"][name], rtol=1e-5, atol=1e-7, equal_nan=True)
