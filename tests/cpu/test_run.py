@@ -31,6 +31,7 @@ def arguments(model, run_dir, *more: str) -> list[str]:
     return ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *more]
 
 
+SEVERAL = ["trainer.minibatches=2", "trainer.epochs=2", "algorithm.ratio=decoupled"]
 STREAMING = ["async.capacity=null", "async.max_staleness=2", "async.partial_rollout=in_flight"]
 
 
@@ -50,10 +51,11 @@ class Resumed:
 
 @pytest.fixture(scope="module")
 def resumed(model, tmp_path_factory):
-    """A run with trainer TP2 that was killed outright after its third step, one step behind, and started again, streaming."""
+    """A run with trainer TP2 that was killed outright after its third step, one step behind, and started again, streaming. Each batch makes
+    four optimizer steps."""
     folder = tmp_path_factory.mktemp("resumed")
     run_dir = folder / "run"
-    first = start(arguments(model, run_dir), folder / "first.log")
+    first = start(arguments(model, run_dir, *SEVERAL), folder / "first.log")
     try:
         wait_until(lambda: len(rows(run_dir)) >= 3 and complete_checkpoints(run_dir), first, "third step and a checkpoint")
         children = descendants(first)
@@ -62,7 +64,7 @@ def resumed(model, tmp_path_factory):
     _gone, alive = psutil.wait_procs(children, timeout=10)
     before = rows(run_dir)
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
-    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *STREAMING, "checkpoint.hf_every=4")))
+    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *SEVERAL, *STREAMING, "checkpoint.hf_every=4")))
 
 
 def trained_ordinals(run_dir: Path) -> list[list[int]]:
@@ -130,9 +132,14 @@ def test_every_step_reports_itself(resumed):
     for row in table:
         assert set(expected) <= row.keys()
         assert row["sync/audit_ok"] is True
-        assert row["tokens/padded"] == 0 or row["samples/trained"] == 0
+        assert row["optimizer_steps"] == 4
+        assert row["tokens/padded"] == 0 or row["optimizer_steps/empty"] > 0
+        assert row["optimizer_steps/empty"] == 4 or row["behavior_ratio/mean"] > 0
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= 2
         assert all(row[key] >= 0 for key in expected if key.startswith("time/"))
+    assert any(row["samples/trained"] for row in table), "not all steps were on nothing"
+    rates = [row["learning_rate"] / table[-1]["learning_rate"] for row in table]
+    assert rates == pytest.approx([0.8, 1, 1, 1, 1, 1]), "five optimizer steps of warm-up: the second batch begins with the last"
     assert [row["staleness/max"] for row in resumed.before[:3]] == [0, 1, 1], "capacity 1 runs one step behind"
     assert all(row["time/sync_pause_s"] > 0 for row in table)
     assert len([event for event in trace(resumed.run_dir) if event["name"] == "pause for weights 6"]) == 1

@@ -189,7 +189,7 @@ def test_a_step_that_was_not_made_of_its_samples_tokens_is_refused() -> None:
     """That the count itself is right, every scenario's steps check (trainer_rig.one_step)."""
     from megarl.trainer.step import StepResult
 
-    result = StepResult(loss=0.0, grad_norm=0.0, sums={}, tokens=36, entropy=0.0, learning_rate=0.0, padded=0, routing={})
+    result = StepResult(loss=0.0, grad_norm=0.0, sums={}, sequences=2, tokens=36, entropy=0.0, learning_rate=0.0, padded=0, routing={})
     result.check_tokens(36)
     with pytest.raises(RunError, match="made of 36 tokens, but its samples have 37; its weights are not used"):
         result.check_tokens(37)
