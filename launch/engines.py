@@ -43,7 +43,7 @@ class KeptEngine:
         try:
             connection.request("GET", "/server_info", headers={"Authorization": f"Bearer {self.key}"})
             if connection.getresponse().status == 200 and started == self.started:
-                self.answered = time.monotonic()
+                self.answered, self.ever_answered = time.monotonic(), True
         except (OSError, http.client.HTTPException):
             pass  # `answered` shows that no answer came
         finally:

@@ -88,6 +88,17 @@ def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_p
             until(lambda: False, keeper.poll, seconds=20)
 
 
+def test_an_engine_that_has_served_and_ends_of_itself_is_started_again(tmp_path, capsys):
+    """As one does whose scheduler crashed, or that was told to end because it lacks a part of the weights."""
+    leaving = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
+    with ProcessGroup(tmp_path) as group:
+        keeper = kept(group, "restart", code=leaving + SERVER)
+        until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
+        child(group).terminate()
+        until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
+        assert "engine.0 exited with status 1; started again (1 of generator.max_restarts=2)" in capsys.readouterr().out
+
+
 def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, capsys):
     with ProcessGroup(tmp_path) as group:
         keeper = kept(group, "restart")
