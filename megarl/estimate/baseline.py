@@ -6,6 +6,7 @@ memory fits counts, so the speed-up is over the best that such a system could do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,13 +14,14 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.constants import constants_of
 from megarl.estimate.generate_time import GenerateModel
-from megarl.estimate.generator_memory import generator_memory
+from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.train_time import TrainModel
 from megarl.estimate.trainer_memory import trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.model_checks import check_sizes
+from megarl.reshard.kinds import ITEM_BYTES
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -49,7 +51,13 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             of_trainer = trainer_memory(spec, trainer, dtype, cluster.gpu, reference=reference)
             of_generator = generator_memory(spec, generator, dtype, workload, cluster.gpu)
             runtime = of_generator.runtime  # counted once: the phases share the GPU
-            if of_trainer.total + of_generator.total - runtime > cluster.gpu.memory_gib * GIB:
+            spare = cluster.gpu.memory_gib * GIB - (of_trainer.total + of_generator.total - runtime)
+            cache = generator.kv_cache_tokens
+            if spare < 0 and cache is not None:  # a cache of a given size gives way, as far as the longest sequence
+                cache -= math.ceil(-spare / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype]))
+                generator = replace(generator, kv_cache_tokens=cache)
+                spare = cache - workload.longest
+            if spare < 0:
                 continue
             train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config))
             generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(workload)

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.estimate import report, roles
 from megarl.estimate.baseline import best_baseline
-from megarl.estimate.estimate import estimate, to_json
+from megarl.estimate.estimate import check_longest, estimate, to_json
 from megarl.estimate.remedies import remedies
 from megarl.estimate.search import search
 from megarl.estimate.theory import compare
@@ -32,6 +32,7 @@ def run(
     """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
+    check_longest(plan.config, plan.spec)
     found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus
     if searching or theory:
         found, best = search(asked, plan.spec, budget)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.estimate.constants import constants_of
 from megarl.estimate.generate_time import GenerateModel, GenerateTime
-from megarl.estimate.generator_memory import GeneratorMemory, generator_memory, usable_static
+from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, generator_memory, usable_static
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.sizes import landing_bytes
 from megarl.estimate.sync_time import sync_s
@@ -88,6 +89,32 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
     )
+
+
+def check_longest(config: RunConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError if the longest response and a prompt do not fit a microbatch, the model's context, or an engine's KV cache.
+
+    An engine that cannot even hold the weights is left to `Estimate.overfull`.
+    """
+    g, gpu, prompt = config.generator, Cluster.of(config).gpu, config.plan.prompt_tokens
+    room = {
+        "the model's context of": spec.max_position_embeddings,
+        "trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch,
+    }
+    cache = int(cache_tokens(spec, g, config.model.dtype, gpu)) // g.dp_attention
+    if g.kv_cache_tokens is None and cache > 0:
+        room[f"what an engine of generator.tp={g.tp} on {gpu.name} has for its KV cache (generator.mem_fraction={g.mem_fraction}):"] = cache
+    elif g.kv_cache_tokens is not None:
+        room["generator.kv_cache_tokens" + " / generator.dp_attention" * (g.dp_attention > 1) + " ="] = cache
+    longest = config.rollout.max_tokens + prompt
+    problems = [
+        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of plan.prompt_tokens={prompt} it is {longest} tokens; they must "
+        f"be at most {name} {limit}"
+        for name, limit in room.items()
+        if longest > limit
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:

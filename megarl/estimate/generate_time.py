@@ -12,7 +12,7 @@ from functools import cached_property
 from megarl.config.schema import GeneratorConfig
 from megarl.estimate.communication import Group
 from megarl.estimate.constants import CONSTANTS, Constants
-from megarl.estimate.generator_memory import kv_bytes_per_token, usable_static
+from megarl.estimate.generator_memory import cache_tokens, kv_bytes_per_token
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.sizes import GeneratorWeights, generator_weights
 from megarl.estimate.workload import Workload
@@ -21,6 +21,9 @@ from megarl.models.flops import active_elements, attention_flops
 from megarl.reshard.kinds import ITEM_BYTES
 
 TAIL_POINTS = 16
+# Reads and writes of fp32 logits per decoding step in SGLang's logits processor and sampler (srt/layers): to fp32 1.5, temperature 2,
+# softmax 3 and its copy 2, a draw (exponentials, a quotient, the largest) 5, logarithms for log-probs 2.
+LOGIT_PASSES = 15.5
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,15 @@ class DecodeStep:
     memory: float
     compute: float
     collectives: float
-    overhead: float
+    sampling: float  # passes over the logits
+    launches: float  # small kernels of all layers
+    host: float  # the engine's scheduler
+    overlapped: bool  # whether the scheduler works on one step while the GPU computes the next
 
     @property
     def total(self) -> float:
-        return max(self.memory, self.compute) + self.collectives + self.overhead
+        gpu = max(self.memory, self.compute) + self.collectives + self.sampling + self.launches
+        return max(gpu, self.host) if self.overlapped else gpu + self.host
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class GenerateModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
+    overlapped: bool | None = None  # None: as SGLang does, by its overlap schedule on GPUs, unless generator.server_args turn it off
 
     @cached_property
     def weights(self) -> GeneratorWeights:
@@ -76,13 +84,13 @@ class GenerateModel:
         requests = workload.sequences / self.generator.engines
         wanted = self.generator.max_concurrency if carried_over else min(self.generator.max_concurrency, requests)
         running = max(1.0, min(wanted, self.room(workload)))
-        context = workload.prompt_tokens + workload.response_tokens / 2
+        context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
         full_steps = (requests if carried_over else max(0.0, requests - running)) * workload.response_tokens / running
         return GenerateTime(
             prefill=self._prefill_s(workload, requests),
             full=full_steps * step.total,
-            tail=0.0 if carried_over else self._tail_s(workload, running, context),
+            tail=0.0 if carried_over else self._tail_s(workload, running, together=requests <= running),
             concurrency=running,
             token_s=step.total,
             memory_share=step.memory / step.total,
@@ -90,10 +98,7 @@ class GenerateModel:
 
     def room(self, workload: Workload) -> float:
         """Requests of mean length that the KV cache holds at once."""
-        per_token = kv_bytes_per_token(self.spec, self.generator, ITEM_BYTES[self.dtype])
-        free = usable_static(self.generator, self.cluster.gpu) - self.weights.total
-        tokens = self.generator.kv_cache_tokens or free / per_token
-        return tokens / (workload.prompt_tokens + workload.response_tokens)
+        return cache_tokens(self.spec, self.generator, self.dtype, self.cluster.gpu) / workload.tokens_per_sequence
 
     def decode_step(self, running: float, context: float) -> DecodeStep:
         """Decodes one token for each of `running` requests with `context` tokens."""
@@ -102,12 +107,20 @@ class GenerateModel:
         if spec.num_experts:
             read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** running)
         flops = running * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp
-        summed = Group(tp, 1, self.cluster, k).small_all_reduce_s(running * spec.hidden_size * ITEM_BYTES[self.dtype])
+        group, item = Group(tp, 1, self.cluster, k), ITEM_BYTES[self.dtype]
+        summed = group.small_all_reduce_s(running * spec.hidden_size * item)
+        hbm, logits = self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency, running * spec.vocab_size
+        overlapped = self.overlapped
+        if overlapped is None:
+            overlapped = self.cluster.gpu.name != "cpu" and not self.generator.server_args.get("disable_overlap_schedule", False)
         return DecodeStep(
-            memory=read / (self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency),
+            memory=read / hbm,
             compute=flops / self._rate,
-            collectives=2 * spec.num_layers * summed,
-            overhead=k.decode_step_s + k.decode_layer_s * spec.num_layers,
+            collectives=2 * spec.num_layers * summed + group.gather_s(item * logits),
+            sampling=LOGIT_PASSES * 4 * logits / hbm,
+            launches=k.decode_layer_s * spec.num_layers,
+            host=k.decode_step_s + k.decode_request_s * running,
+            overlapped=overlapped,
         )
 
     @property
@@ -121,8 +134,13 @@ class GenerateModel:
         per_token = 2 * self.active + self.spec.num_layers * attention_flops(self.spec, workload.prompt_tokens)
         return prompts * workload.prompt_tokens * per_token / self.generator.tp / self._rate
 
-    def _tail_s(self, workload: Workload, running: float, context: float) -> float:
-        """Integrates over the time to the step's longest response, by midpoints; at least one request runs until then."""
-        span = workload.straggler / TAIL_POINTS
-        points = ((i + 0.5) * span for i in range(TAIL_POINTS))
-        return span * sum(self.decode_step(max(1.0, running * workload.survivors(point)), context).total for point in points)
+    def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:
+        """Integrates over the time to the step's longest response, by midpoints; at least one request runs until then.
+
+        `together`: all requests began at once, so their responses are as long as the time; else as long as the mean when it began.
+        """
+        span, found = workload.straggler / TAIL_POINTS, 0.0
+        for point in ((i + 0.5) * span for i in range(TAIL_POINTS)):
+            context = workload.prompt_tokens + (point if together else max(point, workload.decoded))
+            found += span * self.decode_step(max(1.0, running * workload.survivors(point)), context).total
+        return found

@@ -8,6 +8,7 @@ trainer ranks are tried beyond it, since more senders shorten the weight update.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from megarl.estimate.baseline import even_stages
 from megarl.estimate.constants import constants_of
 from megarl.estimate.estimate import carries_over, may_land, overlaps
 from megarl.estimate.generate_time import GenerateModel
-from megarl.estimate.generator_memory import generator_memory, usable_static
+from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, usable_static
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.knobs import Settings, problems, turned
 from megarl.estimate.sizes import generator_weights, landing_bytes, shape_of
@@ -29,7 +30,10 @@ from megarl.estimate.trainer_memory import trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.relays import ENGINES
+
+LONG = 16384  # tokens of a sequence from which on shapes with context parallelism are tried
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,8 @@ class Search:
         """All shapes on at most `gpus` GPUs that fit, or all that do not."""
         reference = self.config.algorithm.kl_coef > 0
         for shape in self.trainer_shapes:
-            dp = min(gpus // (shape.tp * shape.pp), self.workload.sequences // shape.minibatches)
-            dp -= dp % max(1, shape.ep // shape.tp)  # only whole expert-parallel groups
+            dp = min(gpus // (shape.tp * shape.cp * shape.pp), self.workload.sequences // shape.minibatches)
+            dp -= dp % max(1, shape.ep // (shape.tp * shape.cp))  # only whole expert-parallel groups
             if not dp:
                 continue
             trainer = replace(shape, dp=dp)
@@ -147,12 +151,24 @@ class Search:
                 continue
             generator = replace(shape, engines=min(gpus // shape.tp, self.workload.sequences))
             landing = landing_bytes(self.spec, finest, generator, self.dtype) if may_land(self.config, self.gpus, self.cluster) else 0
+            if self.config.generator.kv_cache_tokens is not None:
+                generator = self._with_cache(generator, landing)
             memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, landing)
             over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
             if (over <= 0) == fitting:
                 model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
                 time = model.seconds(self.workload, carried_over=carries_over(self.config)).total
                 yield Side(_generator_settings(generator), time, over)
+
+    def _with_cache(self, generator: GeneratorConfig, landing: int) -> GeneratorConfig:
+        """With as large a KV cache as there is room for, in thousands of tokens: at least one for the longest sequence, at most one for all
+        requests at full length. (Where the config gives its size, a cache need not hold all requests at full length.)"""
+        alone, gpu = replace(generator, kv_cache_tokens=1), self.cluster.gpu
+        memory = generator_memory(self.spec, alone, self.dtype, self.workload, gpu, landing)
+        left = min(usable_static(alone, gpu) - memory.static, gpu.memory_gib * GIB - memory.total)
+        room = left / kv_bytes_per_token(self.spec, alone, ITEM_BYTES[self.dtype])
+        tokens = min(math.floor(room / 1000), math.ceil(generator.max_concurrency * self.workload.longest / 1000))
+        return replace(generator, kv_cache_tokens=1000 * max(tokens, math.ceil(self.workload.longest / 1000)))
 
     def _needed(self) -> str:
         """Which side does not fit even on all GPUs."""
@@ -167,15 +183,17 @@ def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
 
 
 def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iterator[TrainerConfig]:
-    """Combinations of all settings but dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation."""
+    """Combinations of all settings but dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation; context
+    parallelism where sequences are long."""
     experts = [2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64] or [1]
-    budgets = [n for n in (4096, 8192, 16384, 32768) if n > config.rollout.max_tokens + config.plan.prompt_tokens]
-    budgets = budgets[:3] or [config.trainer.max_tokens_per_microbatch]
+    longest = config.rollout.max_tokens + config.plan.prompt_tokens
+    budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [config.trainer.max_tokens_per_microbatch]
+    contexts = (1,) if longest <= LONG else (1, 2, 4, 8)
     for tp in (n for n in (1, 2, 4, 8) if n <= cluster.gpus_per_node):
-        for pp in (1, 2, 4, 8, 16):
+        for pp, cp in itertools.product((1, 2, 4, 8, 16), contexts):
             first, last = even_stages(spec.num_layers, pp)
             base = replace(
-                config.trainer, tp=tp, pp=pp, vpp=1, cp=1, ep=1, etp=1, dp=max(experts), zero=1,
+                config.trainer, tp=tp, pp=pp, vpp=1, cp=cp, ep=1, etp=1, dp=max(experts), zero=1,
                 sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
             )  # fmt: skip
             if problems(replace(config, trainer=replace(base, dp=1)), spec):

@@ -15,6 +15,9 @@ from megarl.models import ModelSpec
 from megarl.models.flops import active_elements, attention_flops, flops_per_token
 from megarl.reshard.kinds import ITEM_BYTES
 
+# Of attention's forward FLOPs: five products instead of two, as scores are made again (FlashAttention-2, arXiv 2307.08691, section 4.1).
+ATTENTION_BACKWARD = 2.5
+
 
 @dataclass(frozen=True)
 class TrainTime:
@@ -49,31 +52,34 @@ class TrainModel:
         t, k = self.trainer, self.constants
         steps, workload = t.minibatches * t.epochs, replace(workload, sequences=workload.sequences // t.minibatches)
         scoring = extra_forwards / t.epochs  # a batch is scored once
-        length, rows = workload.tokens_per_sequence, self._rows(workload)
+        rows, squares = self._rows(workload), workload.tokens_per_square
         count = math.ceil(workload.tokens / t.dp / rows)
         count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
-        passes = 3 + t.recompute + scoring
+        passes, backward = 3 + t.recompute + scoring, 2 + t.recompute
         layers = largest_stage(self.spec, t)
-        per_layer = self._layer_s(rows, length)
-        head = workload.response_tokens / length * self._head_s(rows)  # of positions that the loss is about
+        products, attention = self._layer_s(rows), self._attention_s(rows, squares)
+        per_layer = passes * products + (passes + ATTENTION_BACKWARD - 2) * attention
+        head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # of positions that the loss is about
         last = sum(stage_layers(self.spec, t)[-1])
-        compute = max(passes * layers * per_layer, passes * last * per_layer + (4 + scoring) * head)
-        tensor = passes * layers * self._tensor_s(rows)
+        compute = max(layers * per_layer, last * per_layer + (4 + scoring) * head)
+        tensor = passes * layers * (self._tensor_s(rows) + self._context_s(rows, attention))
         expert = passes * layers * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         held = max(trainer_held(self.spec, t, self.dtype), key=lambda stage: stage.total)
         update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
+        last_backward_s = layers * (backward * products + (backward + ATTENTION_BACKWARD - 2) * attention)
+        longest = self._longest_share(workload)
         total = TrainTime(
-            compute=steps * count * compute,
+            compute=steps * count * compute * longest,
             tensor_parallel=steps * count * tensor,
             expert_parallel=steps * count * expert,
             pipeline=steps * count * (between + bubble),
-            data_parallel=steps * self._data_s(held),
+            data_parallel=steps * self._data_s(held, last_backward_s),
             optimizer=steps * (update_s + k.step_s),
             tflops=0.0,
         )
-        flops = 3 * steps * workload.tokens * flops_per_token(self.spec, length) / (t.tp * t.cp * t.pp * t.dp)
+        flops = 3 * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     @property
@@ -86,6 +92,15 @@ class TrainModel:
         whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
         return min(whole, max(length, workload.tokens / self.trainer.dp))
 
+    def _longest_share(self, workload: Workload) -> float:
+        """The work of the rank that has the step's longest sequence, over the mean rank's: 1 unless that sequence alone is more. The
+        trainer gives each rank an equal share of tokens plus attention (microbatch.plan_microbatches), but cuts no sequence over dp."""
+        flops = flops_per_token(self.spec, 0)
+        squares = (flops_per_token(self.spec, 1) - flops) / flops
+        longest, mean = workload.prompt_tokens + workload.straggler, workload.tokens_per_sequence
+        share = workload.sequences / self.trainer.dp * mean * (1 + squares * workload.tokens_per_square)
+        return max(1.0, longest * (1 + squares * longest) / share)
+
     def _rate(self, rows: float, columns: float) -> float:
         """FLOP/s of a product with so many rows and columns."""
         k = self.constants
@@ -97,14 +112,18 @@ class TrainModel:
         chunk = min(rows / t.cp, t.logprob_chunk_tokens)
         return 2 * rows * spec.vocab_size * spec.hidden_size / t.tp / t.cp / self._rate(chunk, spec.vocab_size / t.tp)
 
-    def _layer_s(self, rows: float, length: float) -> float:
-        """One forward pass of one layer: the mean over dense and expert layers."""
+    def _attention_s(self, rows: float, length: float) -> float:
+        """Scores and weighted values of one forward pass of one layer, for sequences of `length` tokens."""
+        spec, t = self.spec, self.trainer
+        return rows * attention_flops(spec, length) / (t.tp * t.cp) / self._rate(rows / t.cp, spec.head_dim * 4)
+
+    def _layer_s(self, rows: float) -> float:
+        """One forward pass of one layer but for `_attention_s`: the mean over dense and expert layers."""
         spec, t = self.spec, self.trainer
         dense, expert = active_elements(spec)
         share = t.tp * t.cp
         columns = min(spec.hidden_size, spec.num_attention_heads * spec.head_dim / t.tp)
         seconds = 2 * rows * dense / spec.num_layers / share / self._rate(rows / t.cp, columns)
-        seconds += rows * attention_flops(spec, length) / share / self._rate(rows / t.cp, spec.head_dim * 4)
         split = t.tp if t.sequence_parallel else 1
         touched = 4 * spec.hidden_size / split + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
         if spec.num_experts:
@@ -116,11 +135,18 @@ class TrainModel:
         return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
 
     def _tensor_s(self, rows: float) -> float:
-        """Two all-reduces over tp per layer, one if experts replace the MLP; a gather of keys and values over cp."""
-        spec, t, item = self.spec, self.trainer, ITEM_BYTES[self.dtype]
-        over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * item)
-        kv = rows * 2 * spec.num_kv_heads * spec.head_dim / t.tp * item
-        return (1 if spec.num_experts else 2) * over_tp + self._group(t.cp, t.tp).gather_s(kv)
+        """Two all-reduces over tp per layer, one if experts replace the MLP."""
+        spec, t = self.spec, self.trainer
+        over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * ITEM_BYTES[self.dtype])
+        return (1 if spec.num_experts else 2) * over_tp
+
+    def _context_s(self, rows: float, attention_s: float) -> float:
+        """What attention does not hide of passing keys and values around the cp ranks: Transformer Engine computes with one part while
+        the next is on its way (cp_comm_type p2p)."""
+        spec, t = self.spec, self.trainer
+        part = rows / t.cp * 2 * spec.num_kv_heads * spec.head_dim / t.tp * ITEM_BYTES[self.dtype]
+        step_s = self.constants.latency_s + part / self._group(t.cp, t.tp).bytes_per_s
+        return max(0.0, (t.cp - 1) * step_s - attention_s)
 
     def _expert_s(self, rows: float) -> float:
         """Tokens travel to their experts and back."""
@@ -138,13 +164,26 @@ class TrainModel:
         group = self._group(t.pp, t.tp * t.cp * t.dp)
         return t.vpp * (group.latency_s + sent / group.bytes_per_s)
 
-    def _data_s(self, held: Held) -> float:
-        """Once per optimizer step fp32 gradients are reduced, then weights gathered."""
+    def _data_s(self, held: Held, backward_s: float) -> float:
+        """Once per optimizer step fp32 gradients are reduced, then weights gathered if the optimizer is split (else gradients).
+
+        trainer.ddp.overlap_grad_reduce, the default on GPUs, reduces them bucket by bucket during the last microbatch's backward pass,
+        which takes `backward_s`; only the last bucket is ready no sooner than its end. Nothing hides the gather of weights.
+        """
         t, item = self.trainer, ITEM_BYTES[self.dtype]
-        dense = self._group(t.dp * t.cp, t.tp)
-        expert = self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp)
-        once = 4 + (item if t.zero else 4)
-        return dense.gather_s(once * held.dense) + expert.gather_s(once * held.expert)
+        reduce_s = self._replicas_s(held, 4 if t.zero else 8)  # an all-reduce is a reduce-scatter and a gather
+        if t.ddp.get("overlap_grad_reduce", self.cluster.gpu.name != "cpu" and t.dp * t.cp > 1):  # as trainer.parallel decides
+            bucket = t.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * t.dp * t.cp)  # elements: Megatron's default
+            reduce_s = max(min(1.0, bucket / held.total) * reduce_s, reduce_s - backward_s)
+        return reduce_s + (self._replicas_s(held, item) if t.zero else 0.0)
+
+    def _replicas_s(self, held: Held, bytes_each: int) -> float:
+        """A gather over the ranks with the same weights; experts have their own mesh."""
+        t = self.trainer
+        dense = self._group(t.dp * t.cp, t.tp).gather_s(bytes_each * held.dense)
+        if not held.expert:
+            return dense
+        return dense + self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp).gather_s(bytes_each * held.expert)
 
     def _group(self, size: int, stride: int) -> Group:
         return Group(size, stride, self.cluster, self.constants)

@@ -50,6 +50,26 @@ class Workload:
         return self.prompt_tokens + self.max_response_tokens
 
     @cached_property
+    def mean_square(self) -> float:
+        """E[R^2] of the length R of a response after the cut: the integral of 2 t times the share of responses longer than t."""
+        longest, scale = self.max_response_tokens, self.scale
+        if math.isinf(scale):
+            return longest * longest
+        return 2 * scale * (scale - (scale + longest) * math.exp(-longest / scale))
+
+    @property
+    def tokens_per_square(self) -> float:
+        """E[L^2] / E[L] of the length L of a sequence: attention's work on a batch is that of sequences which all have this length."""
+        whole = self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + self.mean_square
+        return whole / self.tokens_per_sequence
+
+    @property
+    def decoded(self) -> float:
+        """Tokens that a response has so far, the mean over all decoding steps of all responses: E[R^2] / 2 E[R]. Half of the mean if all
+        are equally long; the whole mean if lengths are exponential, as most steps are spent on long responses."""
+        return self.mean_square / (2 * self.response_tokens)
+
+    @cached_property
     def scale(self) -> float:
         """The exponential's mean before the cut: solves mean = scale (1 - exp(-max / scale)). Infinite: all responses reach the cut."""
         longest, mean = self.max_response_tokens, self.response_tokens

@@ -29,10 +29,13 @@ FP8_GEMM_GAIN = 0.75  # of fp8's doubled peak in training: scales, and products 
 class Fit(Constants):
     """The planner's constants, and what the published runs have beside them."""
 
-    switch_s: float = 25.84  # colocated phases: waking, offloading, refitting, per step
+    switch_s: float = 21.18  # colocated phases: waking, offloading, refitting, per step
+    vllm_request_s: float = (
+        5.392e-05  # per request and decoding step of vLLM: scheduler, log-probs, and a Python generator for each request
+    )
 
 
-FITTED = ("gemm_efficiency", "expert_pass_s", "decode_layer_s", "node_latency_s", "switch_s", "glue_s")
+FITTED = ("gemm_efficiency", "expert_pass_s", "decode_layer_s", "node_latency_s", "switch_s", "glue_s", "vllm_request_s")
 FIT = Fit(**vars(CONSTANTS))
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -40,8 +43,9 @@ ASSUMED = {
     "LlamaRL": "prompts of 128 tokens, responses of 512 on average and 2048 at most, microbatches of 16384 tokens, full recomputation, "
     "FSDP over the data-parallel ranks; groups of engines are GPUs / mp, and the 8 / 4 row has 136 generating GPUs, not 120, as only those "
     "make its 34 groups; asynchronous runs carry unfinished responses over (section 4); one factor for all rows, as only ratios count",
-    "NeMo-RL": "prompts of 150 tokens, 16 responses each, microbatches of the longest sequence, full recomputation, one scoring pass for "
-    "the policy's log-probs; runs one step off give half of their GPUs to each side",
+    "NeMo-RL": "prompts of 150 tokens, microbatches of the longest sequence; as its recipes (r0.6.0) have it: two scoring passes, of "
+    "policy and reference, recomputation but for Qwen3-30B-A3B, half of the GPUs of runs one step off generate and a third of those eight "
+    "steps off; the latter alone carry responses over; vLLM does not overlap its scheduler with the GPU",
     "Megatron-Bridge": "no recomputation",
 }
 
@@ -96,7 +100,8 @@ class LlamaRlRow(Row):
             quantization="fp8_channel" if self.fp8 else None,
         )  # fmt: skip
         train = FsdpTrainModel(spec, trainer, "bfloat16", H100, constants).seconds(work).total
-        engines = GenerateModel(spec, generator, "bfloat16", H100, constants)
+        batched = replace(constants, decode_request_s=0.0)  # its generator is a program of tensors
+        engines = GenerateModel(spec, generator, "bfloat16", H100, batched, overlapped=False)
         generate = engines.seconds(work, carried_over=not self.synchronous).total
         return (train + generate if self.synchronous else max(train, generate)) + constants.glue_s
 
@@ -111,25 +116,32 @@ class NemoRlRow(Row):
     optimizer_steps: int
     generator_tp: int
     sizes: tuple[int, int, int, int]  # trainer's tp, cp, ep, pp
-    one_step_off: bool = False
+    generator_gpus: int | None = None  # None: both phases have all, in turns
+    steps_off: int = 0
 
     def predict_s(self, constants: Fit) -> float:
+        train_s, generate_s = self.sides_s(constants)
+        step_s = max(train_s, generate_s) if self.steps_off else train_s + generate_s + constants.switch_s
+        return step_s + constants.glue_s
+
+    def sides_s(self, constants: Fit) -> tuple[float, float]:
         spec = load_spec(MODELS / self.model)
-        each = self.gpus // 2 if self.one_step_off else self.gpus
         tp, cp, ep, pp = self.sizes
         first, last = even_stages(spec.num_layers, pp)
         trainer = TrainerConfig(
-            tp=tp, cp=cp, ep=ep, pp=pp, dp=each // (tp * cp * pp), sequence_parallel=tp > 1, recompute=True,
-            first_stage_layers=first, last_stage_layers=last, max_tokens_per_microbatch=self.longest,
+            tp=tp, cp=cp, ep=ep, pp=pp, dp=(self.gpus - (self.generator_gpus or 0)) // (tp * cp * pp), sequence_parallel=tp > 1,
+            recompute=self.model != _30B, first_stage_layers=first, last_stage_layers=last, max_tokens_per_microbatch=self.longest,
         )  # fmt: skip
-        generator = GeneratorConfig(engines=each // self.generator_tp, tp=self.generator_tp)
-        work = Workload(self.sequences, self.sequences // 16, 150, self.mean - 150, self.longest - 150)
+        engines = (self.generator_gpus or self.gpus) // self.generator_tp
+        in_flight = max(1, self.steps_off) * self.sequences // engines
+        generator = GeneratorConfig(engines=engines, tp=self.generator_tp, max_concurrency=in_flight)
+        work = Workload(self.sequences, self.sequences // 32, 150, self.mean - 150, self.longest - 150)
         train = TrainModel(spec, trainer, "bfloat16", H100, constants)
         of_one_update = replace(work, sequences=work.sequences / self.optimizer_steps)
-        train_s = self.optimizer_steps * train.seconds(of_one_update, extra_forwards=1).total
-        generate_s = GenerateModel(spec, generator, "bfloat16", H100, constants).seconds(work).total
-        step_s = max(train_s, generate_s) if self.one_step_off else train_s + generate_s + constants.switch_s
-        return step_s + constants.glue_s
+        train_s = self.optimizer_steps * train.seconds(of_one_update, extra_forwards=2).total
+        vllm = replace(constants, decode_request_s=constants.vllm_request_s)
+        generate = GenerateModel(spec, generator, "bfloat16", H100, vllm, overlapped=False)
+        return train_s, generate.seconds(work, carried_over=self.steps_off > 1).total
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,8 @@ def _pretrain(name: str, tokens_per_s: float, model: str, gpus: int, batch: int,
 _8B, _70B, _405B = "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"
 _DEEPSEEK, _235B, _30B = "deepseek-v3", "qwen3-235b-a22b", "qwen3-30b-a3b"
 
-# LlamaRL, table 3; NeMo-RL v0.6, docs/about/performance-summary.md; Megatron-Bridge, docs/performance-summary. Row order as published.
+# LlamaRL, table 3; NeMo-RL v0.6, docs/about/performance-summary.md; Megatron-Bridge, docs/performance-summary. Row order as published, but
+# for the last two of NeMo-RL, which came later: no row changes its use.
 TABLES: tuple[tuple[Row, ...], ...] = (
     (
         LlamaRlRow("LlamaRL", "8B baseline, 8 / 8", 22.45, _8B, 256, 8, 256, 8, 16, synchronous=True),
@@ -173,10 +186,12 @@ TABLES: tuple[tuple[Row, ...], ...] = (
     ),
     (
         NemoRlRow("NeMo-RL", "DeepSeek-V3, on-policy", 134, _DEEPSEEK, 256, 1536, 701, 512, 1, 32, (1, 1, 16, 16)),
-        NemoRlRow("NeMo-RL", "DeepSeek-V3, 1 step off", 64.1, _DEEPSEEK, 512, 1536, 710, 512, 1, 32, (1, 1, 16, 16), one_step_off=True),
+        NemoRlRow("NeMo-RL", "DeepSeek-V3, 1 step off", 64.1, _DEEPSEEK, 512, 1536, 710, 512, 1, 32, (1, 1, 16, 16), 256, 1),
         NemoRlRow("NeMo-RL", "Qwen3-235B-A22B, on-policy", 395, _235B, 128, 8192, 5698, 512, 1, 16, (2, 2, 16, 8)),
-        NemoRlRow("NeMo-RL", "Qwen3-235B-A22B, 1 step off", 231, _235B, 256, 8192, 5721, 512, 1, 8, (4, 1, 16, 8), one_step_off=True),
+        NemoRlRow("NeMo-RL", "Qwen3-235B-A22B, 1 step off", 231, _235B, 256, 8192, 5721, 512, 1, 8, (4, 1, 16, 8), 128, 1),
         NemoRlRow("NeMo-RL", "Qwen3-30B-A3B, on-policy", 192, _30B, 32, 4096, 3203, 2048, 4, 2, (1, 1, 8, 1)),
+        NemoRlRow("NeMo-RL", "Qwen3-30B-A3B, 1 step off", 152, _30B, 32, 4096, 3201, 2048, 4, 2, (1, 1, 8, 2), 16, 1),
+        NemoRlRow("NeMo-RL", "Qwen3-30B-A3B, 8 steps off", 34.5, _30B, 192, 4096, 3206, 2048, 4, 2, (1, 1, 8, 1), 64, 8),
     ),
     (
         _pretrain("Llama 3 70B, fp8", 1664, _70B, 64, 256, 8192, (4, 8, 5, 1)),

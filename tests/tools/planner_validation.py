@@ -24,6 +24,7 @@ GUESSES = {
     "node_latency_s": (40e-6, 2.0),
     "switch_s": (15.0, 2.0),
     "glue_s": (3.0, 2.0),
+    "vllm_request_s": (50e-6, 2.0),
 }
 ROW_FACTOR = 1.3  # what a row is expected to be off by
 

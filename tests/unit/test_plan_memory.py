@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.estimate import activations
-from megarl.estimate.estimate import estimate
-from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, usable_static
+from megarl.estimate.estimate import check_longest, estimate
+from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, prefill_tokens, usable_static
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.sizes import generator_weights, landing_bytes, rank_bytes, stages_held, trainer_held
 from megarl.estimate.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
@@ -180,6 +181,37 @@ def test_an_engine_needs_room_for_what_is_wanted() -> None:
     assert found.static == found.weights + found.kv_cache < usable_static(generator, H100)
     fixed = generator_memory(spec("llama-3.1-8b"), GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
     assert fixed.kv_cache == 1000 * 131072
+
+
+def test_an_engine_prefills_in_chunks() -> None:
+    """Of SGLang's default size on such a GPU, or of the size that its arguments say; and it has a table of 4 bytes a token of context."""
+    llama, plain = spec("llama-3.1-8b"), GeneratorConfig(max_concurrency=64)
+    smaller, whole = (GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": n}) for n in (2048, -1))
+    assert [prefill_tokens(llama, plain, GPUS[gpu]) for gpu in ("H100", "H200", "B200")] == [8192, 8192, 16384]
+    assert prefill_tokens(llama, smaller, H100) == 2048 and prefill_tokens(llama, whole, H100) == 131072
+    found = [generator_memory(llama, generator, "bfloat16", WORK, H100).activations for generator in (plain, smaller)]
+    assert found[0] - found[1] == (8192 - 2048) * 2 * (4 * 4096 + 3 * 14336)
+    assert found[0] == 8192 * 2 * (4 * 4096 + 3 * 14336) + 2 * 4 * 64 * 128256 + 4 * 65 * 131072
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.max_tokens=36800"], "it is 37056 tokens; they must be at most trainer.max_tokens_per_microbatch = 36864"),
+        (["generator.kv_cache_tokens=33000"], "it is 33024 tokens; they must be at most generator.kv_cache_tokens = 33000"),
+        (["plan.prompt_tokens=100000"], "it is 132768 tokens; they must be at most the model's context of 131072"),
+        (
+            ["generator.kv_cache_tokens=null", "generator.tp=1", "generator.engines=128", "generator.mem_fraction=0.89"],
+            "what an engine of generator.tp=1 on H100 has for its KV cache (generator.mem_fraction=0.89): 1",
+        ),
+    ],
+)
+def test_the_longest_sequence_must_fit_a_microbatch_and_an_engine(overrides: list[str], message: str) -> None:
+    plan = resolve(load_config(CONFIGS / "70b_32k_aipo.yaml", overrides))
+    with pytest.raises(ConfigError) as refused:
+        check_longest(plan.config, plan.spec)
+    assert any(message in problem for problem in refused.value.problems)
+    assert all(problem.startswith("rollout.max_tokens=3") for problem in refused.value.problems)
 
 
 def test_landing_memory_is_for_what_the_trainer_alone_cuts_by_columns() -> None:

@@ -40,7 +40,15 @@ def load(name: str, *overrides: str) -> tuple[RunConfig, object]:
 
 @pytest.mark.parametrize(
     ("name", "gpus"),
-    [("8b_aipo", 8), ("8b_aipo", 64), ("70b_aipo", 256), ("405b_aipo", 1024), ("qwen3_30b_a3b_aipo", 32), ("qwen3_235b_a22b_aipo", 256)],
+    [
+        ("8b_aipo", 8),
+        ("8b_aipo", 64),
+        ("70b_aipo", 256),
+        ("70b_32k_aipo", 256),
+        ("405b_aipo", 1024),
+        ("qwen3_30b_a3b_aipo", 32),
+        ("qwen3_235b_a22b_aipo", 256),
+    ],
 )
 def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
     _, spec = load(name)
@@ -54,12 +62,12 @@ def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
     assert 0 < found.theta < 1 and 0 < found.balanced_theta < 1
 
 
-@pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "405b_aipo", "qwen3_30b_a3b_aipo", "qwen3_235b_a22b_aipo"])
+@pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "70b_32k_aipo", "405b_aipo", "qwen3_30b_a3b_aipo", "qwen3_235b_a22b_aipo"])
 def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
     config, spec = load(name)
     t, g = config.trainer, config.generator
     shipped = estimate(config, spec)
-    _, chosen = found_for(name, t.tp * t.pp * t.dp + g.engines * g.tp)
+    _, chosen = found_for(name, t.tp * t.pp * t.cp * t.dp + g.engines * g.tp)
     assert estimate(chosen, spec).step_s <= 1.02 * shipped.step_s
 
 

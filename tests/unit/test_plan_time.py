@@ -15,7 +15,7 @@ from megarl.estimate.constants import CONSTANTS
 from megarl.estimate.estimate import estimate
 from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.hardware import GPUS, Cluster
-from megarl.estimate.sizes import generator_weights
+from megarl.estimate.sizes import generator_weights, trainer_held
 from megarl.estimate.sync_time import balanced_sync_s, sync_s
 from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.workload import Workload, scoring_passes
@@ -67,12 +67,84 @@ def test_a_pipeline_pays_its_bubble() -> None:
     assert step(work=work, pp=4).pipeline > piped.pipeline  # and what passes between stages
 
 
+def test_attention_is_paid_by_the_square_of_each_length() -> None:
+    """Half of the tokens in sequences of 1,000, half in those of 9,000, cost as sequences of 5,000 would. Of 40,000 tokens on one H100 a
+    layer of 8B takes 2 * 32 * (128 + 128) * 5000 / 2 FLOPs a token forward, 2.5 times that backward (FlashAttention-2)."""
+    work = Workload(64, 16, 1000, 9000, 9000)
+    assert work.tokens_per_square == 10_000
+    lengths = [1000] * 9 + [9000]
+    assert sum(n * n for n in lengths) / sum(lengths) == 5000
+    long, short = (TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)._attention_s(40_000, n) for n in (5000, 1000))
+    rate = 0.79263 * 989e12 / (1 + 256 / 40_000 + 256 / 512)
+    assert long == 5 * short == pytest.approx(40_000 * 2 * 32 * 256 * 5000 / 2 / rate, rel=1e-3)
+    flat = Workload(64, 16, 10, 9990, 9990)
+    kept, again = (
+        TrainModel(LLAMA_8B, TrainerConfig(max_tokens_per_microbatch=10_000, recompute=r), "bfloat16", H100).seconds(flat).compute
+        for r in (False, True)
+    )
+    one = TrainModel(LLAMA_8B, TrainerConfig(), "bfloat16", H100)
+    assert again - kept == pytest.approx(64 * 32 * (one._layer_s(10_000) + one._attention_s(10_000, 10_000)))
+
+
+def test_lengths_that_vary() -> None:
+    """Against numbers: exponential lengths with mean 2,000 before a cut at 8,000."""
+    work = Workload(64, 16, 100, 2000 * (1 - np.exp(-4)), 8000)
+    drawn = np.minimum(np.random.default_rng(0).exponential(2000, 2_000_000), 8000)
+    assert work.mean_square == pytest.approx(np.mean(drawn**2), rel=5e-3)
+    assert work.tokens_per_square == pytest.approx(np.sum((100 + drawn) ** 2) / np.sum(100 + drawn), rel=5e-3)
+    assert work.decoded == pytest.approx(np.sum(drawn**2 / 2) / np.sum(drawn), rel=5e-3)  # 1 + 2 + ... + R, over all steps
+    assert Workload(64, 16, 100, 8000, 8000).decoded == 4000
+
+
+def test_keys_and_values_go_around_while_attention_computes() -> None:
+    """8 key-value heads of 128 over tp 8: 512 bytes a token. Three steps of a ring between nodes, over one NIC."""
+    trainer = TrainerConfig(tp=8, cp=4, sequence_parallel=True)
+    model = TrainModel(LLAMA_70B, trainer, "bfloat16", H100)
+    ring_s = 3 * (10e-6 + 32768 / 4 * 512 / (0.75 * 50e9))
+    assert model._context_s(32768, attention_s=0) == pytest.approx(ring_s)
+    assert model._context_s(32768, attention_s=ring_s / 2) == pytest.approx(ring_s / 2)
+    assert model._context_s(32768, model._attention_s(32768, 32768)) == 0
+    assert TrainModel(LLAMA_70B, TrainerConfig(tp=8), "bfloat16", H100)._context_s(8192, 0) == 0
+
+
+def test_one_long_sequence_among_many_short_ones() -> None:
+    """Nothing cuts it over dp, so the rank that has it works longest: 128k tokens beside 255 sequences of 1,000 on 16 ranks."""
+    model = TrainModel(LLAMA_8B, TrainerConfig(dp=16, max_tokens_per_microbatch=131072), "bfloat16", H100)
+
+    class OneLong(Workload):
+        straggler = 131_072 - 500  # what is longest in a step, for this one test
+
+    work = OneLong(256, 64, 500, (255 * 500 + 130_572) / 256, 130_572)
+    square = 32 * 2 * 32 * 256 / 2 / (2 * 7.5047e9)  # attention's FLOPs a token and token of length, over all others
+    share = 256 / 16 * work.tokens_per_sequence * (1 + square * work.tokens_per_square)
+    assert model._longest_share(work) == pytest.approx(131_072 * (1 + square * 131_072) / share, rel=1e-3)
+    assert model._longest_share(work) > 2
+    assert model._longest_share(replace(work, sequences=100 * 256)) == 1
+
+
+def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
+    """70B on tp 8, dp 4: 8.8e9 elements a rank over one NIC each. What is left is what the backward pass is too short for, or a bucket."""
+    model = TrainModel(LLAMA_70B, TrainerConfig(tp=8, dp=4, sequence_parallel=True), "bfloat16", H100)
+    (held,) = trainer_held(LLAMA_70B, model.trainer, "bfloat16")
+    group = Group(4, 8, H100, CONSTANTS)
+    reduced, gathered = group.gather_s(4 * held.total), group.gather_s(2 * held.total)
+    apart = replace(model, trainer=replace(model.trainer, ddp={"overlap_grad_reduce": False}))
+    assert apart._data_s(held, 10.0) == pytest.approx(reduced + gathered)
+    assert model._data_s(held, reduced / 4) == pytest.approx(0.75 * reduced + gathered)
+    assert model._data_s(held, 10.0) == pytest.approx(40e6 / held.total * reduced + gathered)
+    plain = replace(model, trainer=replace(model.trainer, zero=0))  # an all-reduce of gradients, and no weights to gather
+    assert plain._data_s(held, 0.0) == pytest.approx(group.all_reduce_s(4 * held.total), rel=1e-3)
+    cpu = replace(model, cluster=Cluster(GPUS["cpu"]))
+    assert cpu._data_s(held, 1e9) > replace(cpu, trainer=replace(cpu.trainer, ddp={"overlap_grad_reduce": True}))._data_s(held, 1e9)
+
+
 def test_what_costs_more() -> None:
     base = step(dp=4)
     assert step(dp=4, recompute=True).compute == pytest.approx(base.compute * 4 / 3, rel=0.01)  # the head is not recomputed
     assert step(dp=8).compute == pytest.approx(base.compute / 2, rel=0.05)
     assert step(tp=4, dp=8).tensor_parallel < base.tensor_parallel
-    assert step(dp=4, zero=0).data_parallel > base.data_parallel  # 8 bytes an element against 6
+    apart = {"overlap_grad_reduce": False}
+    assert step(dp=4, zero=0, ddp=apart).data_parallel > step(dp=4, ddp=apart).data_parallel  # 8 bytes an element against 6
     assert 100 < base.tflops < 989 * CONSTANTS.gemm_efficiency
 
 
@@ -178,6 +250,29 @@ def test_decoding_is_bound_by_memory_then_by_products() -> None:
     assert few.memory == pytest.approx(weights / (3.35e12 * CONSTANTS.hbm_efficiency), rel=0.01)
     fp8 = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8, quantization="fp8_block"), "bfloat16", H100)
     assert fp8.decode_step(1, 512).memory == pytest.approx(few.memory / 2, rel=0.05)
+
+
+def test_a_decoding_step_samples_and_reads_the_cache() -> None:
+    """128 requests with 32,000 tokens each; 8B keeps 131,072 bytes a token. 15.5 passes over fp32 logits of 128,256 words."""
+    model = GenerateModel(LLAMA_8B, GeneratorConfig(), "bfloat16", H100)
+    short, long = model.decode_step(128, 0), model.decode_step(128, 32_000)
+    assert long.memory - short.memory == pytest.approx(128 * 32_000 * 131_072 / (0.8 * 3.35e12))
+    assert long.sampling == short.sampling == pytest.approx(15.5 * 4 * 128 * 128_256 / (0.8 * 3.35e12))
+    assert model.decode_step(128, 0).collectives == 0
+
+
+def test_the_scheduler_works_while_the_gpu_computes() -> None:
+    model = GenerateModel(LLAMA_8B, GeneratorConfig(), "bfloat16", H100)
+    few, many = model.decode_step(8, 100), replace(model, generator=GeneratorConfig(tp=8)).decode_step(64, 100)
+    gpu = few.memory + few.sampling + few.launches
+    assert few.host == pytest.approx(2e-3 + 8 * 20e-6) and few.total == pytest.approx(gpu)
+    assert many.total == many.host == pytest.approx(2e-3 + 64 * 20e-6)  # a small model on many GPUs goes at its scheduler's pace
+    for apart in (
+        replace(model, overlapped=False),
+        replace(model, generator=GeneratorConfig(server_args={"disable_overlap_schedule": True})),
+    ):
+        assert apart.decode_step(8, 100).total == pytest.approx(gpu + few.host)
+    assert not replace(model, cluster=Cluster(GPUS["cpu"])).decode_step(8, 100).overlapped  # as the launcher starts engines on CPUs
 
 
 def test_a_batch_of_tokens_wakes_more_experts() -> None:
