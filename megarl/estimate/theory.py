@@ -102,7 +102,7 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
     constants, item, length = constants_of(cluster.gpu.name), ITEM_BYTES[dtype], work.tokens_per_sequence
 
     def train_s(batch: int) -> float:
-        trainer = replace(config.trainer, max_tokens_per_microbatch=math.ceil(batch * length))
+        trainer = replace(config.trainer, max_tokens_per_microbatch=math.ceil(batch * length), minibatches=1)
         microbatches = replace(work, sequences=PIPELINE * batch * trainer.dp)
         time = TrainModel(spec, trainer, dtype, cluster, constants).seconds(microbatches)
         return (time.compute + time.tensor_parallel + time.expert_parallel + time.pipeline) / PIPELINE

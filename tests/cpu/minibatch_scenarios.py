@@ -23,10 +23,10 @@ def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any
     trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=len(batches) * config.trainer.optimizer_steps)
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
     saved = out / f"{scenario['name'].removesuffix('.resumed')}.checkpoint"
+    trainer.load_hf(scenario["model"])
+    trainer.hold_reference()
     if resumed := scenario["name"].endswith(".resumed"):
         checkpoint.load(trainer, saved)
-    else:
-        trainer.load_hf(scenario["model"])
     told, held = [], []
     for batch in batches[2:] if resumed else batches:
         own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]

@@ -25,6 +25,7 @@ ADAM: dict[str, Any] = {
 CAP = 2.0
 ALGORITHMS = {
     "behavior": ["algorithm.name=aipo", "algorithm.rho=1.5"],
+    "proximal": ["algorithm.name=aipo", "algorithm.rho=1.5", "algorithm.ratio=proximal", "algorithm.kl_coef=0.1"],
     "decoupled": ["algorithm.name=grpo", "algorithm.ratio=decoupled", f"algorithm.behavior_cap={CAP}"],
 }
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
@@ -57,10 +58,12 @@ def random_batches(model: PreTrainedModel) -> list[Batch]:
     return batches
 
 
-def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, advantage: float) -> torch.Tensor:
-    """[T] what is to be maximised of each token, as published."""
-    if ratio == "behavior":  # AIPO
-        return (now - mu).exp().clamp(max=1.5).detach() * advantage * now
+def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, first: torch.Tensor, advantage: float) -> torch.Tensor:
+    """[T] what is to be maximised of each token, as published; `first` are the log-probs under the first weights."""
+    if ratio != "decoupled":  # AIPO
+        weight = (now - (mu if ratio == "behavior" else prox)).exp().clamp(max=1.5).detach()
+        penalty = 0.0 if ratio == "behavior" else 0.1 * weight * (now - first).square() / 2
+        return weight * advantage * now - penalty
     r, lag = (now - prox).exp(), (prox - mu).exp()
     clipped = torch.minimum(r * advantage, r.clamp(0.8, 1.2) * advantage)
     return lag * (lag <= CAP) * (clipped if advantage > 0 else clipped.clamp(min=3 * advantage))
@@ -68,7 +71,7 @@ def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tenso
 
 def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]]:
     """Of each batch: (loss, gradient norm, learning rate) of each optimizer step; the weights after the last of them."""
-    model, found, position = load_float64(folder), [], 0
+    model, start, found, position = load_float64(folder), load_float64(folder), [], 0
     groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
     for group, decay in zip(groups, (ADAM["weight_decay"], 0.0)):
         group["weight_decay"] = decay
@@ -81,6 +84,7 @@ def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[lis
         mu = {place: torch.tensor(s.logprobs, dtype=torch.float64) for place, s in numbers.items()}
         with torch.no_grad():
             prox = {place: logprobs_of(model, s.prompt_ids, s.token_ids) for place, s in numbers.items()}
+            first = {place: logprobs_of(start, s.prompt_ids, s.token_ids) for place, s in numbers.items()}
         rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64).view(GROUPS, n)
         advantages = rewards - rewards.mean(dim=1, keepdim=True)
         if ratio == "decoupled":
@@ -89,10 +93,10 @@ def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[lis
             loss, tokens = torch.zeros((), dtype=torch.float64), 0
             for place in (n * group + i for group in chosen for i in range(n)):
                 now = logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids)
-                terms = objective(ratio, now, prox[place], mu[place], advantages.flatten()[place].item())[mine[place]]
-                loss = loss - (terms.sum() if ratio == "behavior" else terms.mean())
+                terms = objective(ratio, now, prox[place], mu[place], first[place], advantages.flatten()[place].item())[mine[place]]
+                loss = loss - (terms.mean() if ratio == "decoupled" else terms.sum())
                 tokens += int(mine[place].sum())
-            loss = loss / (tokens if ratio == "behavior" else n * len(chosen))
+            loss = loss / (n * len(chosen) if ratio == "decoupled" else tokens)
             adam.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item()
@@ -148,9 +152,12 @@ def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[B
             each, metrics = rank["told"][step]
             for found, want in zip(each, expected, strict=True):
                 assert found[1:] == pytest.approx(want[1:], rel=1e-4, abs=1e-6)
-                if ratio == "behavior":  # the other objective has the loss's gradient, but not its value
+                if ratio != "decoupled":  # the other objective has the loss's gradient, but not its value
                     assert found[0] == pytest.approx(want[0], rel=1e-4, abs=1e-6)
-            assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (EPOCHS if step == 1 else 0)
+            assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (
+                EPOCHS if step == 1 and ratio != "proximal" else 0
+            )
+            assert ("kl/mean" in metrics) == (ratio == "proximal"), "whose penalty acts where advantages are 0 too"
             if ratio == "decoupled":
                 assert 0 < metrics["behavior_ratio/capped_fraction"] < 0.5 and 0 < metrics["is_ratio/clipped_fraction"] < 0.9
         got = AutoModelForCausalLM.from_pretrained(runs / f"{ratio}.{layout}.{step}.hf", dtype=torch.float32).state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,5 +144,7 @@ def test_the_problem_of_a_run_is_made_of_what_the_planner_says() -> None:
     engines = GenerateModel(spec, config.generator, config.model.dtype, Cluster.of(config))
     step_s = engines.decode_step(64, work.prompt_tokens + work.response_tokens / 2).total
     assert 64 * found.eta_g(64) == pytest.approx(work.response_tokens * step_s, rel=0.05)
+    cut = replace(config, trainer=replace(config.trainer, minibatches=config.rollout.prompts_per_step))
+    assert problem_of(cut, spec, gpus=8) == found, "in the paper a step has no mini-batches"
     batches = [1, 2, 4, 8, 64]
     assert [found.eta_t(b) for b in batches] == sorted((found.eta_t(b) for b in batches), reverse=True)
