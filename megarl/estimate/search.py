@@ -65,6 +65,7 @@ class Search:
     gpus: int
     trainers: dict[int, Side | None] = field(default_factory=dict)
     generators: dict[int, Side | None] = field(default_factory=dict)
+    landings: dict[tuple[int, int, str | None], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cluster, self.workload = Cluster.of(self.config), Workload.of(self.config)
@@ -145,12 +146,11 @@ class Search:
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
-        finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)  # the trainer is not chosen yet
         for shape in self.generator_shapes:
             if gpus < shape.tp:
                 continue
             generator = replace(shape, engines=min(gpus // shape.tp, self.workload.sequences))
-            landing = landing_bytes(self.spec, finest, generator, self.dtype) if may_land(self.config, self.gpus, self.cluster) else 0
+            landing = self._landing(shape)
             if self.config.generator.kv_cache_tokens is not None:
                 generator = self._with_cache(generator, landing)
             memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, landing)
@@ -159,6 +159,15 @@ class Search:
                 model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
                 time = model.seconds(self.workload, carried_over=carries_over(self.config)).total
                 yield Side(_generator_settings(generator), time, over)
+
+    def _landing(self, shape: GeneratorConfig) -> int:
+        """For the finest trainer, as the trainer is not chosen yet."""
+        key = (shape.tp, shape.ep, shape.quantization)
+        if key not in self.landings:
+            finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)
+            lands = may_land(self.config, self.gpus, self.cluster)
+            self.landings[key] = landing_bytes(self.spec, finest, shape, self.dtype) if lands else 0
+        return self.landings[key]
 
     def _with_cache(self, generator: GeneratorConfig, landing: int) -> GeneratorConfig:
         """With as large a KV cache as there is room for, in thousands of tokens: at least one for the longest sequence, at most one for all
