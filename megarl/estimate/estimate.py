@@ -84,7 +84,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         saving=_saving_bytes(config, spec, cluster),
         static_limit=usable_static(config.generator, cluster.gpu),
         train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config)),
-        generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, carried_over=carries_over(config)),
+        generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, **unfinished(config)),
         sync_s=sync_s(spec, config, cluster),
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
@@ -134,9 +134,11 @@ def overlaps(config: RunConfig) -> bool:
     return run_ahead(config.async_) != 0
 
 
-def carries_over(config: RunConfig) -> bool:
-    """Whether unfinished responses go on under the next weights, rather than being waited for."""
-    return overlaps(config) and config.async_.partial_rollout in ("in_flight", "retract", "resume")
+def unfinished(config: RunConfig) -> dict[str, bool]:
+    """For GenerateModel.seconds: whether unfinished responses go on under the next weights, rather than being waited for, and whether they
+    are prefilled for that."""
+    mode = config.async_.partial_rollout if overlaps(config) else "block"
+    return {"carried_over": mode in ("in_flight", "retract", "resume"), "prefilled_again": mode in ("retract", "resume")}
 
 
 def train_parts(time: TrainTime) -> dict[str, float]:

@@ -79,16 +79,19 @@ class GenerateModel:
     def active(self) -> float:
         return sum(active_elements(self.spec)) + self.spec.vocab_size * self.spec.hidden_size
 
-    def seconds(self, workload: Workload, *, carried_over: bool = False) -> GenerateTime:
-        """`carried_over`: unfinished responses go on in the next step (partial rollouts), so engines stay full without a tail."""
+    def seconds(self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False) -> GenerateTime:
+        """`carried_over`: unfinished responses go on in the next step (partial rollouts), so engines stay full without a tail.
+        `prefilled_again`: after each update keys and values of all running requests are computed anew."""
         requests = workload.sequences / self.generator.engines
         wanted = self.generator.max_concurrency if carried_over else min(self.generator.max_concurrency, requests)
         running = max(1.0, min(wanted, self.room(workload)))
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
+        # Twice the mean: lengths so far are exponential like whole ones, so E[c^2] / E[c] = 2 E[c] (4/3 of it where all end equally long).
+        again = self._prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
         full_steps = (requests if carried_over else max(0.0, requests - running)) * workload.response_tokens / running
         return GenerateTime(
-            prefill=self._prefill_s(workload, requests),
+            prefill=self._prefill_s(workload, requests) + again,
             full=full_steps * step.total,
             tail=0.0 if carried_over else self._tail_s(workload, running, together=requests <= running),
             concurrency=running,
@@ -131,8 +134,11 @@ class GenerateModel:
     def _prefill_s(self, workload: Workload, requests: float) -> float:
         """Responses to one prompt share its prefill if they are on the same engine."""
         prompts = min(requests, max(1.0, workload.prompts / self.generator.engines))
-        per_token = 2 * self.active + self.spec.num_layers * attention_flops(self.spec, workload.prompt_tokens)
-        return prompts * workload.prompt_tokens * per_token / self.generator.tp / self._rate
+        return self._prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
+
+    def _prefilled_s(self, tokens: float, length: float) -> float:
+        """Of so many tokens in sequences of `length`. Chunks are large enough that products bind, not memory."""
+        return tokens * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length)) / self.generator.tp / self._rate
 
     def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:
         """Integrates over the time to the step's longest response, by midpoints; at least one request runs until then.

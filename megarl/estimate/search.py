@@ -18,7 +18,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.baseline import even_stages
 from megarl.estimate.constants import constants_of
-from megarl.estimate.estimate import carries_over, may_land, overlaps
+from megarl.estimate.estimate import may_land, overlaps, unfinished
 from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, usable_static
 from megarl.estimate.hardware import GIB, Cluster
@@ -157,7 +157,7 @@ class Search:
             over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
             if (over <= 0) == fitting:
                 model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
-                time = model.seconds(self.workload, carried_over=carries_over(self.config)).total
+                time = model.seconds(self.workload, **unfinished(self.config)).total
                 yield Side(_generator_settings(generator), time, over)
 
     def _landing(self, shape: GeneratorConfig) -> int:

@@ -12,7 +12,7 @@ from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.communication import Group
 from megarl.estimate.constants import CONSTANTS
-from megarl.estimate.estimate import estimate
+from megarl.estimate.estimate import estimate, unfinished
 from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.hardware import GPUS, Cluster
 from megarl.estimate.sizes import generator_weights, trainer_held
@@ -240,6 +240,24 @@ def test_carrying_responses_over_leaves_no_tail() -> None:
     waiting, carried = model.seconds(work), model.seconds(work, carried_over=True)
     assert carried.tail == 0 < waiting.tail and carried.total < waiting.total
     assert carried.full == pytest.approx(2048 / 16 * 512 / 64 * carried.token_s)
+
+
+def test_responses_that_are_prefilled_again() -> None:
+    """Once a step, for 64 running requests: with 70B in fp8 on 8 H100, half of 8 * 1979e12 FLOP/s."""
+    model = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8, max_concurrency=64, quantization="fp8_block"), "bfloat16", H100)
+    work = Workload(512, 128, 200, 1000, 1000)  # equally long, so half done on average: 700 tokens
+    kept, again = (model.seconds(work, carried_over=True, prefilled_again=p).prefill for p in (False, True))
+    flops = 2 * (parameter_count(LLAMA_70B) - 128256 * 8192) + 80 * 2 * 64 * 256 * 1400 / 2
+    assert again - kept == pytest.approx(64 * 700 * flops / (8 * 1979e12 / 2), rel=1e-3)
+
+
+@pytest.mark.parametrize(("mode", "prefills"), [("block", False), ("in_flight", False), ("retract", True), ("resume", True)])
+def test_which_partial_rollouts_prefill_again(mode: str, prefills: bool) -> None:
+    assert unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}")) == {
+        "carried_over": mode != "block",
+        "prefilled_again": prefills,
+    }
+    assert not any(unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}", "async.capacity=0")).values())
 
 
 def test_decoding_is_bound_by_memory_then_by_products() -> None:
