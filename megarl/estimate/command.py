@@ -32,12 +32,12 @@ def run(
     """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
-    check_longest(plan.config, plan.spec)
     found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus
     if searching or theory:
         found, best = search(asked, plan.spec, budget)
         optima = compare(found, best, plan.spec, budget) if theory else None
         plan = resolve(best, "plan") if searching else plan
+    check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
     baseline, cures = best_baseline(plan.config, plan.spec, roles.gpus(plan)), remedies(plan.config, plan.spec, estimated)
     facts = roles.describe(plan)

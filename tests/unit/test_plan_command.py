@@ -109,6 +109,7 @@ def test_a_search_prints_overrides_that_plan_the_same(capsys: pytest.CaptureFixt
         (["--gpus", "8"], "--gpus 8: needs --search"),
         (["--search", "--gpus", "1"], "--gpus 1: must be at least 2"),
         (["--picture", "plan.gif"], "must end in .svg or .png"),
+        (["rollout.max_tokens=16300"], "plan.prompt_tokens=128 it is 16428 tokens; they must be at most trainer.max_tokens_per_microbatch"),
         (["cluster.gpu=H10"], "cluster.gpu=H10: must be one of H100, H200, B200, cpu"),
     ],
 )
