@@ -31,4 +31,11 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return mean_baseline(rewards) * (n / (n - 1))
 
 
+def best(rewards: Tensor) -> Tensor:
+    """n for the best of a prompt's n samples, the first of several, and 0 for the others: a mean over samples is one over prompts."""
+    n = rewards.shape[1]
+    return n * torch.nn.functional.one_hot(rewards.argmax(dim=1), n).to(rewards.dtype)
+
+
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_baseline, "normalized": normalized, "leave_one_out": leave_one_out}
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {"best": best}  # of algorithms that train on chosen samples; not for others

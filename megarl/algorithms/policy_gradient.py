@@ -28,7 +28,8 @@ _METRICS = {
 class PolicyGradient:
     """`weigh`, with bounds `rho_min` and `rho`, gives tokens their weights; `baseline` turns rewards into advantages.
 
-    `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do, whatever their length.
+    `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do, whatever their length; "sequence_sum": a
+    response's tokens are summed, and responses averaged, so that the policy's actions are whole responses.
 
     A batch of rollouts may make several optimizer steps. mu has sampled it, and prox, the proximal policy, is the policy before the first
     of them. `ratio` says which ratio r the rule bounds, and by what each token's weight is multiplied besides:
@@ -109,7 +110,7 @@ class PolicyGradient:
 
     def denominator(self, tokens: int, samples: int) -> float:
         """The divisor of a mini-batch's losses: the policy's tokens or the samples, including those of zero advantage."""
-        return float(samples if self.loss_mean == "sequence" else tokens)
+        return float(tokens if self.loss_mean == "token" else samples)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over tokens; NaN for a step on which nothing was trained."""
@@ -119,7 +120,7 @@ class PolicyGradient:
 
     def _sum(self, terms: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
         """The sum over all tokens, or over the sequences' means."""
-        if self.loss_mean == "token":
+        if self.loss_mean != "sequence":
             return terms.sum()
         return (segment_sums(terms, boundaries) / segment_counts(mask, boundaries, terms.dtype)).sum()
 

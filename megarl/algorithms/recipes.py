@@ -5,6 +5,7 @@ All of them are one loss (`policy_gradient`) with different weights (`weights`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,25 +15,34 @@ from megarl.config.schema import AlgorithmConfig
 @dataclass(frozen=True)
 class Recipe:
     """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set.
-    `ratios`: the values of algorithm.ratio that make sense with it."""
+    `dual_clip`: where ratios of negative advantages are cut off; None as above, infinite: nowhere unless set. `ratios`: the values of
+    algorithm.ratio that make sense with it. `fixed`: settings that define it, so that they cannot be others."""
 
     rho_min: float | None
     rho: float | None
     advantage: str = "mean"
     loss_mean: str = "token"
     ratios: tuple[str, ...] = ("behavior", "proximal", "decoupled")
+    dual_clip: float | None = None
+    fixed: tuple[str, ...] = ()
 
 
 # Bounds are the papers'; docs/algorithms.md names them.
 RECIPES = {
     "aipo": Recipe(0.0, 4.0),
-    "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence"),
-    "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence"),
+    "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
+    "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
     # It is about the difference between trainer and generator, which pi/prox leaves out.
     "icepop": Recipe(0.5, 5.0, advantage="normalized", ratios=("behavior",)),
     # Its good responses are not corrected at all, and of the others the whole response is: a factor a token contradicts both.
     "topr": Recipe(None, 1.0, ratios=("behavior", "proximal")),
     "reinforce": Recipe(None, None, ratios=("behavior",)),  # it reads no ratio
+    "rloo": Recipe(None, None, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior",)),
+    # Its ratio is that of the whole response: a factor a token contradicts it.
+    "proximal_rloo": Recipe(
+        0.8, 1.2, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior", "proximal"), dual_clip=math.inf
+    ),
+    "best_of_n": Recipe(None, None, advantage="best", loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean")),
 }
 
 
@@ -46,15 +56,15 @@ def recipe_of(config: AlgorithmConfig) -> Recipe:
 
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
-_KEYS = ("rho_min", "rho", "advantage", "loss_mean")
+_KEYS = ("rho_min", "rho", "advantage", "loss_mean", "dual_clip")
 
 
 def problems(config: AlgorithmConfig) -> Iterator[str]:
     """Errors: bounds that the algorithm does not have, bounds with nothing between them, and ratios that it does not go with."""
-    for key in ("rho_min", "rho"):
-        value = getattr(config, key)
-        if value is not None and getattr(RECIPES.get(config.name, OWN), key) is None:
-            yield f"algorithm.{key}={value}: must be null: {config.name} has no such bound"
+    for key in _KEYS:
+        value, own = getattr(config, key), RECIPES.get(config.name, OWN)
+        if value is not None and (getattr(own, key) is None or key in own.fixed):
+            yield f"algorithm.{key}={value}: must be null: {config.name} has {'its own' if key in own.fixed else 'no such bound'}"
             return
     recipe = recipe_of(config)
     if config.ratio not in recipe.ratios:
@@ -63,3 +73,5 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.behavior_cap={config.behavior_cap}: must be null: only algorithm.ratio=decoupled has it"
     if recipe.rho_min is not None and recipe.rho is not None and recipe.rho_min >= recipe.rho:
         yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"
+    if config.dual_clip is not None and recipe.rho is not None and config.dual_clip < recipe.rho:
+        yield f"algorithm.dual_clip={config.dual_clip}: must be at least algorithm.rho={recipe.rho}"

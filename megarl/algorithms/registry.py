@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 
-from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.advantages import ADVANTAGES, CHOICES
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
-from megarl.algorithms.weights import Rule, clamped, clipped, masked, sequence_clipped, tapered, uncorrected
+from megarl.algorithms.weights import Weights, clamped, clipped, masked, response_clipped, sequence_clipped, tapered, uncorrected
 from megarl.config.errors import ConfigError
 from megarl.config.named import find_callable
 from megarl.config.schema import AlgorithmConfig
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_clip` take that besides a Rule's arguments
     "aipo": clamped,
     "grpo": clipped,
     "gspo": sequence_clipped,
     "icepop": masked,
     "topr": tapered,
     "reinforce": uncorrected,
+    "rloo": uncorrected,
+    "proximal_rloo": response_clipped,
+    "best_of_n": uncorrected,
 }
 
 
-def find_rule(name: str) -> Rule:
+def find_rule(name: str) -> Callable[..., Weights]:
     """One of RULES, or package.module:function. Raises ConfigError if it cannot be imported or does not take a Rule's arguments."""
     if name in RULES:
         return RULES[name]
@@ -38,12 +43,12 @@ def find_rule(name: str) -> Rule:
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     """`config.name` with its settings; where these are null, the algorithm's defaults hold."""
-    recipe = recipe_of(config)
+    recipe, rule = recipe_of(config), find_rule(config.name)
     return PolicyGradient(
-        weigh=find_rule(config.name),
+        weigh=rule if recipe.dual_clip is None else partial(rule, dual_clip=recipe.dual_clip),
         rho_min=recipe.rho_min or 0.0,
         rho=recipe.rho or 1.0,  # a rule without this bound: still needed for the KL penalty's correction
-        baseline=ADVANTAGES[recipe.advantage],
+        baseline=(ADVANTAGES | CHOICES)[recipe.advantage],
         loss_mean=recipe.loss_mean,
         kl_coef=config.kl_coef,
         ratio=config.ratio,

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megarl.algorithms.segments import segment_counts, segment_sums, spread
 
-DUAL_CLIP = 3.0  # above this ratio, negative advantages have no gradient (Ye et al., arXiv:1912.09729; as in verl)
-_MOST = 20.0  # bound of a log-ratio in a sequence's mean or sum, which one absurd token must not make infinite
+_MOST = 20.0  # bound of a log-ratio in means, sums and weights without another bound, which one absurd token must not make infinite
 
 
 class Weights(NamedTuple):
@@ -40,23 +39,39 @@ def clamped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Ten
     return Weights(log_ratio.clamp(low, high).exp(), (log_ratio < low) | (log_ratio > high))
 
 
-def clipped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
+def clipped(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
+) -> Weights:
     """The gradient of min(r A, clip(r, rho_min, rho) A), r = pi/mu (PPO; GRPO, arXiv:2402.03300).
 
-    It is 0 for tokens beyond the bound that their advantage pushes them towards, and for negative advantages at ratios above DUAL_CLIP.
+    It is 0 for tokens beyond the bound that their advantage pushes them towards, and for negative advantages at ratios above `dual_clip`
+    (Ye et al., arXiv:1912.09729) and `rho`.
     """
-    most = _log(max(DUAL_CLIP, rho))
+    most = _log(max(dual_clip, rho))
     beyond = torch.where(advantages > 0, log_ratio > _log(rho), (log_ratio < _log(rho_min)) | (log_ratio > most))
-    return Weights(torch.where(beyond, 0.0, log_ratio.clamp(max=most).exp()), beyond)
+    return Weights(torch.where(beyond, 0.0, log_ratio.clamp(max=min(most, _MOST)).exp()), beyond)
 
 
-def sequence_clipped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
+def sequence_clipped(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
+) -> Weights:
     """Like `clipped`, but by the geometric mean of a response's ratios (GSPO, arXiv:2507.18071, equations 5 to 7).
 
     With loss_mean=sequence the gradient is GSPO's.
     """
     mean = _sequence_sums(log_ratio, mask, boundaries) / segment_counts(mask, boundaries, log_ratio.dtype)
-    return clipped(spread(mean, boundaries, len(mask)), advantages, mask, boundaries, rho_min, rho)
+    return clipped(spread(mean, boundaries, len(mask)), advantages, mask, boundaries, rho_min, rho, dual_clip)
+
+
+def response_clipped(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
+) -> Weights:
+    """Like `clipped`, but by the ratio of the whole response, the product of its tokens' (Proximal RLOO, arXiv:2410.18252, appendix B).
+
+    With loss_mean=sequence_sum the gradient is Proximal RLOO's.
+    """
+    whole = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
+    return clipped(whole, advantages, mask, boundaries, rho_min, rho, dual_clip)
 
 
 def masked(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from megarl.config.limits import IMPORT_PATH, above, at_least, one_of, setting
 
+NAMES = ("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n")
+
 
 @dataclass
 class AlgorithmConfig:
     name: str = setting(
         "aipo",
         "the algorithm; see docs/algorithms.md",
-        one_of("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", or_like=IMPORT_PATH, written="package.module:rule"),
+        one_of(*NAMES, or_like=IMPORT_PATH, written="package.module:rule"),
     )
     rho: float | None = setting(
         None,
@@ -20,6 +22,11 @@ class AlgorithmConfig:
         above(0),
     )
     rho_min: float | None = setting(None, "lower bound of the importance ratio; null: the algorithm's own. aipo has none", at_least(0))
+    dual_clip: float | None = setting(
+        None,
+        "grpo, gspo and proximal_rloo: with a negative advantage, ratios above this have no gradient; null: 3, and for proximal_rloo none",
+        at_least(1),
+    )
     ratio: str = setting(
         "behavior",
         "whose ratio the bounds apply to. behavior: pi/mu, mu having sampled the token; proximal: pi/prox, prox being the weights that the "
@@ -38,8 +45,9 @@ class AlgorithmConfig:
     )
     loss_mean: str | None = setting(
         None,
-        "token: all tokens of a mini-batch count equally; sequence: all responses do; null: the algorithm's own. aipo's is token",
-        one_of("token", "sequence"),
+        "token: all tokens of a mini-batch count equally; sequence: all responses do; sequence_sum: the mean over responses of the sum "
+        "over their tokens; null: the algorithm's own. aipo's is token",
+        one_of("token", "sequence", "sequence_sum"),
     )
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)

@@ -152,7 +152,7 @@ def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 2**31), name=st.sampled_from(sorted(RECIPES)))
-@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "sequence_sum"])
 def test_sequences_end_to_end_are_those_sequences_one_by_one(lengths: list[int], seed: int, name: str, loss_mean: str):
     """Loss, gradient and sums, of any lengths."""
     rng, t = np.random.default_rng(seed), sum(lengths)
