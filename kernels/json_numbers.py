@@ -103,6 +103,38 @@ def read_token_logprobs(text, at, values, ids):
     return -1, at
 
 
+@numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, int32[::1], int32[::1])", cache=True)
+def read_id_lists(text, at, ids, sizes):
+    """A list of lists of token ids, none of them empty. `ids` and `sizes`, the lengths of the lists, have room for as many as the rest of
+    `text` could hold."""
+    count, found = 0, 0
+    if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:
+        return count, at + 2
+    before = 91
+    while at + 1 < text.size and text[at] == before and text[at + 1] == 91 and count < sizes.size:  # [[ or ,[
+        at, first = at + 1, found
+        before = 91
+        while at < text.size and text[at] == before and found < ids.size:
+            at += 1
+            start, token = at, 0
+            while _digit(text, at) and at - start < 10:
+                token = token * 10 + (text[at] - 48)
+                at += 1
+            if at == start or (at - start > 1 and text[start] == 48) or token > 0x7FFFFFFF or at + 1 >= text.size:
+                return -1, at
+            ids[found] = token
+            found += 1
+            before = 44
+        if text[at] != 93:
+            return -1, at
+        sizes[count] = found - first
+        count += 1
+        at += 1
+        if text[at] == 93:
+            return count, at + 1
+    return -1, at
+
+
 @numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, float32[::1])", cache=True)
 def read_floats(text, at, values):
     """A list of numbers. `values` has room for as many as the rest of `text` could hold."""

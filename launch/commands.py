@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.files import write_whole
-from megarl.launch.first_lines import headline, sizes, weights_lines
+from megarl.launch.first_lines import headline, sampling_lines, sizes, weights_lines
 from megarl.launch.inputs import check_inputs
 from megarl.launch.launcher import Job, launch
 from megarl.launch.node import Node, this_node
@@ -41,7 +41,7 @@ def train(plan: RunPlan) -> None:
             check_inputs(config, "train", plan)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            print(headline(plan, resume.step, node.count), *weights_lines(plan, resume), sep="\n", flush=True)
+            print(headline(plan, resume.step, node.count), *weights_lines(plan, resume), *sampling_lines(plan), sep="\n", flush=True)
             if resume.checkpoint:
                 mend_records(run_dir, resume)
             write_whole(run_dir / "config.yaml", dump_config(config))

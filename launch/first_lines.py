@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.kept_sets import MOST_KEPT
 from megarl.launch.resuming import Resume
 from megarl.plan.resolve import RunPlan
 from megarl.plan.resume import changes
@@ -29,6 +30,22 @@ def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
     if needs_reference(plan.config):
         lines.append(f"Reference model: what the run began with, {plan.weights}")
     return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
+
+
+def sampling_lines(plan: RunPlan) -> list[str]:
+    """Says what is particular in drawing tokens from parts of the vocabulary."""
+    rollout, lines = plan.config.rollout, []
+    if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
+        lines.append(
+            f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} of the {MOST_KEPT} likeliest tokens, since no more are "
+            "recorded; the metric mask/overflow counts the tokens drawn from so many"
+        )
+    if rollout.truncated and not rollout.replay_mask:
+        lines.append(
+            "Sampling: with rollout.replay_mask=false the engine's log-probs are over the tokens it keeps, the trainer's over all: ratios "
+            "are too low by the share of the probability that is cut off"
+        )
+    return lines
 
 
 def sizes(plan: RunPlan) -> str:

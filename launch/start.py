@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.kept_sets import MOST_KEPT
 from megarl.launch.environment import engine_devices, network, one_thread, scratch, trainer_environment, weight_group
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
@@ -80,6 +81,7 @@ class NodePart:
             mem_fraction=config.generator.mem_fraction,
             device=device,
             return_routing=config.trainer.routing_replay,
+            most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else None,
             seed=config.seed + engine,
             parts=part.parts,

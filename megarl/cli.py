@@ -194,7 +194,7 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         from megarl.launch.dry_run import render_launch
-        from megarl.launch.first_lines import weights_lines
+        from megarl.launch.first_lines import sampling_lines, weights_lines
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import latest_checkpoint
 
@@ -202,7 +202,7 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
-        print(*weights_lines(plan, latest_checkpoint(plan.config.run_dir)), sep="\n")
+        print(*weights_lines(plan, latest_checkpoint(plan.config.run_dir)), *sampling_lines(plan), sep="\n")
         print(*(f"{'' if number else 'data':<10} {dataset}" for number, dataset in enumerate(datasets)), sep="\n")
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from megarl.kept_sets import KeptSets, KeptSummary
+
 Version = int
 """Weight version: 0 for the initial weights, +1 for every batch that they were trained on."""
 
@@ -99,6 +101,7 @@ class Sample(Typed, frozen=True):
     routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
     reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
     failure: Failure | None = None  # of its reward function; `reward` is then reward.failed_score
+    kept: KeptSets | None = None  # what each token was drawn from under top-p, top-k or min-p; None: unknown, or everything
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")
@@ -106,7 +109,12 @@ class Sample(Typed, frozen=True):
     def summary(self) -> SampleSummary:
         """Raises: ValueError where the arrays differ in length."""
         tokens, turns = len(self.token_ids), int(len(self.token_ids) > 0)
-        for name, values in (("versions", self.versions), ("policy_mask", self.policy_mask or self.versions)):
+        arrays = (
+            ("versions", self.versions),
+            ("policy_mask", self.policy_mask or self.versions),
+            ("kept", self.versions if self.kept is None else self.kept),
+        )
+        for name, values in arrays:
             if len(values) != tokens:
                 raise ValueError(f"{tokens} token ids, but {len(values)} {name}")
         if self.policy_mask:
@@ -127,6 +135,7 @@ class Sample(Typed, frozen=True):
             self.metrics,
             self.reward_parts,
             self.failure,
+            None if self.kept is None else self.kept.summary(),
         )
 
 
@@ -157,6 +166,7 @@ class SampleSummary(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     reward_parts: dict[str, float] = {}
     failure: Failure | None = None
+    kept: KeptSummary | None = None
 
     @property
     def policy_tokens(self) -> int:
@@ -197,6 +207,7 @@ class SampleNumbers(NamedTuple):
     logprobs: np.ndarray  # [T] float32
     policy_mask: np.ndarray | None  # [T] bool; None: True everywhere
     routing: bytes
+    kept: KeptSets | None
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -230,6 +241,7 @@ class TrainSequence(msgspec.Struct, frozen=True, eq=False):
     mu_logprobs: np.ndarray  # [L] float32, 0 where masked
     advantages: np.ndarray  # [L] float32, 0 where masked
     routing: bytes = b""  # experts to use (models/routing.py), at the first positions, up to L - 1 of them
+    kept: KeptSets | None = None  # of the last tokens: what each was drawn from. None: log-probs are over the whole vocabulary
 
     def __post_init__(self) -> None:
         for name, code in (("token_ids", "i"), ("loss_mask", "b"), ("mu_logprobs", "f"), ("advantages", "f")):

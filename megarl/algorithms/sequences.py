@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.kept_sets import kept_metrics
 from megarl.rewards.failures import failure_metrics
 from megarl.types import Batch, Elsewhere, SampleNumbers, TrainSequence, Version
 
@@ -48,7 +49,7 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
         loss_mask[prompt:] = sample.policy_mask
         mu_logprobs[prompt:][~sample.policy_mask] = 0.0
         advantages[prompt:][~sample.policy_mask] = 0.0
-    return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing)
+    return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept)
 
 
 def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
@@ -73,6 +74,7 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         "turns/mean": sum(sample.turns for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "zero_advantage_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean().item(),
+        **kept_metrics((sample.kept for sample in samples), own_tokens),
         **failure_metrics(samples),
         **parts,
         **counted,

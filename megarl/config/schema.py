@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf import MISSING
 
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.limits import IMPORT_PATH, Limit, above, at_least, between, each, one_of, seconds, setting
+from megarl.config.limits import IMPORT_PATH, above, at_least, between, each, one_of, seconds, setting
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
+from megarl.config.rollout import RolloutConfig
 
 MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit
@@ -182,36 +183,6 @@ class AsyncConfig:
         "rollout.max_tokens",
         at_least(1),
     )
-
-
-@dataclass
-class RolloutConfig:
-    name: str = setting(
-        "single_turn",
-        "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md)",
-        one_of("single_turn", "tool_calls", or_like=IMPORT_PATH, written="package.module:function"),
-    )
-    args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
-    prompts_per_step: int = setting(
-        32,
-        "prompts of a batch: what is trained on between two weight updates, in trainer.minibatches * trainer.epochs optimizer steps",
-        at_least(1),
-    )
-    n: int = setting(4, "samples per prompt", at_least(1))
-    max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
-    temperature: float = setting(1.0, "sampling temperature", above(0))
-    top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))
-    top_k: int = setting(-1, "sample from the k likeliest tokens; -1: off", Limit("-1, or at least 1", lambda k: k == -1 or k >= 1))
-    stop: list[str] = field(
-        default_factory=list,
-        metadata={
-            "meaning": "texts that end a response or a turn, besides end-of-text; such a text belongs to the response and is learned",
-            "limit": Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts)),
-        },
-    )
-    tool_workers: int = setting(1, "processes for tools that compute; started at the first call", at_least(1))
-    tool_timeout_s: float = setting(5.0, "time limit of a tool's call", seconds())
-    tool_memory_mib: int = setting(1024, "memory limit of a tool process", at_least(256))
 
 
 @dataclass

@@ -147,14 +147,17 @@ class GeneratorExecutor:
     async def probe(self) -> ProbeReady:
         """Samples a few responses with their log-probs, for the trainer to score under the same weights; none if no engine is left.
 
-        They are drawn from the whole distribution: truncation would raise the log-probs by the mass that it cuts off.
+        Without rollout.replay_mask they are drawn from the whole distribution: truncation would raise the log-probs by the mass that it
+        cuts off.
         """
         tokens = min(PROBE_TOKENS, self.sampling.max_tokens)
-        sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens, top_p=1.0, top_k=-1)
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens)
+        if not self.plan.config.rollout.replay_mask:
+            sampling = msgspec.structs.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0)
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
         answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
         if not await self._while_serving(answers):
-            return ProbeReady(self.version, [], [], [], [])
+            return ProbeReady(self.version, [], [], [], [], [])
         completions = [completion for (completion,) in answers.result()]
         return ProbeReady(
             version=self.version,
@@ -162,6 +165,7 @@ class GeneratorExecutor:
             prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
             logprobs=[completion.logprobs.tolist() for completion in completions],
             routing=[completion.routing for completion in completions],
+            kept=[completion.kept for completion in completions],
         )
 
     async def evaluate(self) -> None:

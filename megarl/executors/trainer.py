@@ -199,8 +199,9 @@ class TrainerExecutor:
                 mu_logprobs=np.zeros(len(ids), np.float32),
                 advantages=np.zeros(len(ids), np.float32),
                 routing=experts,
+                kept=kept,
             )
-            for ids, prompt, experts in zip(probe.token_ids, probe.prompt_lengths, routing, strict=True)
+            for ids, prompt, experts, kept in zip(probe.token_ids, probe.prompt_lengths, routing, probe.kept, strict=True)
         ]
         ours = self.trainer.token_logprobs(sequences, temperature=self.plan.config.rollout.temperature)
         return [

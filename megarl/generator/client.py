@@ -58,13 +58,21 @@ _decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 class EngineClient:
     """Construct it inside a running event loop, and `close` it at the end. `request_s` bounds one generation request. With `routing`,
-    completions include the experts that were chosen."""
+    completions include the experts that were chosen; with `vocab_size`, the sets that tokens were drawn from."""
 
-    def __init__(self, url: str, api_key: str, admin_key: str, request_s: float = 3600.0, routing: RoutingFormat | None = None):
+    def __init__(
+        self,
+        url: str,
+        api_key: str,
+        admin_key: str,
+        request_s: float = 3600.0,
+        routing: RoutingFormat | None = None,
+        vocab_size: int | None = None,
+    ):
         load_parser()  # now, and not while the event loop has to serve answers
         self.url = url
         self._request_s = request_s
-        self._routing = routing
+        self._routing, self._vocab_size = routing, vocab_size
         self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
@@ -92,7 +100,7 @@ class EngineClient:
         """
         body = generation(inputs, samplings, version, self._routing)
         answer = await self._post("/generate", body, self._user, self._request_s)
-        return completions_of(self.url, answer, samplings, self._routing)
+        return completions_of(self.url, answer, samplings, self._routing, self._vocab_size)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Returns [L - 1] values for each sequence of L tokens: the log-probs of tokens 1 to L-1, each given those before it."""

@@ -6,16 +6,16 @@ import re
 from array import array
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from megarl.kept_sets import MOST_KEPT, KeptSets
 from megarl.models.routing import RoutingFormat
 from megarl.types import Typed, Version, typed, view
 
 ABORT = "abort"  # finish reason of a request that was told to end
-_MOST_CANDIDATES = 4095  # SGLang reports at most 4096 kept tokens of a truncated distribution, including ties
 
 
 class EngineError(RuntimeError):
@@ -28,26 +28,28 @@ class Sampling(msgspec.Struct, frozen=True):
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1  # -1: off. If only top_p < 1 is set, SGLang also needs a bound here: the 4095 likeliest tokens
+    top_k: int = -1  # -1: off. With top_p or min_p alone SGLang also needs a bound here: the MOST_KEPT likeliest tokens
+    min_p: float = 0.0  # 0: off
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # needs the engine to have a tokenizer
 
     @property
     def truncated(self) -> bool:
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
     def parameters(self) -> dict[str, Any]:
         """The parameters under SGLang's names."""
         top_k = self.top_k
         if self.truncated:
-            top_k = min(top_k if top_k > 0 else _MOST_CANDIDATES, _MOST_CANDIDATES)
+            top_k = top_k if top_k > 0 else MOST_KEPT
         return {
             **({"stop": list(self.stop)} if self.stop else {}),
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": top_k,
+            "min_p": self.min_p,
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": False,
@@ -58,10 +60,11 @@ class Completion(Typed, frozen=True):
     """One response, with the behaviour policy that produced it. It is made of arrays or lists."""
 
     token_ids: array[int]  # [T] int32
-    logprobs: array[float]  # [T] float32, under the distribution sampled from: after temperature, top-k and top-p
+    logprobs: array[float]  # [T] float32, under the distribution sampled from: after temperature, top-k, top-p and min-p
     versions: array[int]  # [T] int32, weight version that produced each token
     finish_reason: str  # "stop" | "length"; in a single answer of an engine also "abort"
     routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens except the last; empty if not asked for
+    kept: KeptSets | None = None  # what each token was drawn from; None if not asked for, or from the whole vocabulary
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i")
@@ -86,6 +89,7 @@ class _Meta(msgspec.Struct):
     # Lists that were read into arrays already have their number in their place.
     output_token_logprobs: list[tuple[float, int, Any]] | int = []
     output_token_sampling_logprobs: list[float] | int = []
+    output_token_sampling_mask: list[list[int]] | int = []
     input_token_logprobs: list[tuple[float | None, int, Any]] = []
     routed_experts: bytes = b""  # base64 in JSON
 
@@ -95,7 +99,8 @@ class _Answer(msgspec.Struct):
 
 
 # Inside a JSON string a quotation mark has a backslash before it, so what matches is a key, whatever a model wrote.
-_LIST = re.compile(rb'"output_token_(sampling_)?logprobs":(?=\[)')
+_LIST = re.compile(rb'"output_token_(logprobs|sampling_logprobs|sampling_mask)":(?=\[)')
+_LEAST_BYTES = {b"logprobs": 10, b"sampling_logprobs": 2, b"sampling_mask": 2}  # of an entry; of a mask, of a token id
 _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 
 
@@ -112,7 +117,7 @@ class _Lists:
     def __init__(self, answer: bytes):
         parser = load_parser()
         text, parts, done = np.frombuffer(answer, np.uint8), [], 0
-        self._read: list[tuple[array[int], array[float]]] = []
+        self._read: list[tuple[array[int], array[Any]]] = []
         at = -1
         while (at := answer.find(b'"output_token_', at + 1)) >= 0:
             key = _LIST.match(answer, at)
@@ -120,18 +125,28 @@ class _Lists:
                 continue
             start = key.end()
             beyond = answer.find(b'"', start)  # no list has a string in it
-            room = ((beyond if beyond >= 0 else len(answer)) - start) // (2 if key[1] else 10) + 1
-            values, ids = np.empty(room, np.float32), np.empty(0 if key[1] else room, np.int32)
-            count, end = parser.read_floats(text, start, values) if key[1] else parser.read_token_logprobs(text, start, values, ids)
+            room = ((beyond if beyond >= 0 else len(answer)) - start) // _LEAST_BYTES[key[1]] + 1
+            ids, values = np.empty(room, np.int32), np.empty(room, np.float32)
+            if key[1] == b"logprobs":
+                count, end = parser.read_token_logprobs(text, start, values, ids)
+                found = typed(ids[:count], "i"), typed(values[:count], "f")
+            elif key[1] == b"sampling_logprobs":
+                count, end = parser.read_floats(text, start, values)
+                found = array("i"), typed(values[:count], "f")
+            else:
+                sizes = values.view(np.int32)
+                count, end = parser.read_id_lists(text, start, ids, sizes)
+                found = typed(ids[: sizes[: max(count, 0)].sum()], "i"), typed(sizes[:count], "i")
             if count >= 0:
                 parts += [answer[done:start], b"%d" % len(self._read)]
-                self._read.append((typed(ids[:count], "i"), typed(values[:count], "f")))
+                self._read.append(found)
                 done, at = end, end - 1
         self.rest = b"".join([*parts, answer[done:]])
         self._taken: set[int] = set()
 
-    def take(self, number: int) -> tuple[array[int], array[float]]:
-        """Token ids (none in a list of log-probs alone) and log-probs. Raises: LookupError, where the engine wrote the number itself."""
+    def take(self, number: int) -> tuple[array[int], array[Any]]:
+        """Token ids (none in a list of log-probs alone), and log-probs or, of a mask, how many ids each token has. Raises: LookupError,
+        where the engine wrote the number itself."""
         if number in self._taken or not 0 <= number < len(self._read):
             raise LookupError(f"{number} in the place of a list")
         self._taken.add(number)
@@ -156,15 +171,18 @@ def generation(
     return body
 
 
-def completions_of(engine: str, answer: bytes, samplings: Sequence[Sampling], routing: RoutingFormat | None = None) -> list[Completion]:
-    """Decodes the answer to `generation`. Raises EngineError that names `engine`."""
+def completions_of(
+    engine: str, answer: bytes, samplings: Sequence[Sampling], routing: RoutingFormat | None = None, vocab_size: int | None = None
+) -> list[Completion]:
+    """Decodes the answer to `generation`. With `vocab_size`, completions have the sets that tokens were drawn from, if these were parts of
+    the vocabulary. Raises EngineError that names `engine`."""
     try:
         lists = _Lists(answer)
         answers = [each.meta_info for each in _decode_answers(lists.rest)]
         read = [_numbers(meta, lists) for meta in answers]
     except (msgspec.DecodeError, LookupError, OverflowError) as error:  # JSON has no NaN: SGLang writes null
         raise EngineError(f"engine {engine} gave an unreadable answer: {error} (a log-prob of null is NaN or infinite)") from error
-    return [_completion(engine, *each, routing) for each in zip(answers, read, samplings, strict=True)]
+    return [_completion(engine, *each, routing, vocab_size) for each in zip(answers, read, samplings, strict=True)]
 
 
 def scoring(sequences: list[list[int]]) -> dict[str, Any]:
@@ -188,24 +206,33 @@ def _finite(logprob: float | None) -> float:
     return logprob
 
 
-def _numbers(meta: _Meta, lists: _Lists) -> tuple[array[int], array[float], array[float]]:
-    """Token ids, their log-probs, and those of the truncated distribution, if there is one."""
-    triples, floats = meta.output_token_logprobs, meta.output_token_sampling_logprobs
+class _Numbers(NamedTuple):
+    tokens: array[int]
+    logprobs: array[float]
+    of_truncated: array[float]  # log-probs; empty if the distribution was not truncated
+    kept: tuple[array[int], array[int]]  # token ids, and how many of them belong to each token
+
+
+def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
+    triples, floats, masks = meta.output_token_logprobs, meta.output_token_sampling_logprobs, meta.output_token_sampling_mask
     if isinstance(triples, int):
         tokens, logprobs = lists.take(triples)
     else:
         tokens, logprobs = typed([token for _, token, _ in triples], "i"), typed([value for value, _, _ in triples], "f")
-    return tokens, logprobs, lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f")
+    if isinstance(masks, int):
+        kept = lists.take(masks)
+    else:
+        kept = typed([token for mask in masks for token in mask], "i"), typed([len(mask) for mask in masks], "i")
+    return _Numbers(tokens, logprobs, lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f"), kept)
 
 
 def _completion(
-    engine: str, meta: _Meta, read: tuple[array[int], array[float], array[float]], sampling: Sampling, routing: RoutingFormat | None
+    engine: str, meta: _Meta, read: _Numbers, sampling: Sampling, routing: RoutingFormat | None, vocab_size: int | None
 ) -> Completion:
     if meta.finish_reason.type not in ("stop", "length", ABORT):
         raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
-    tokens, logprobs, of_truncated = read
-    if sampling.truncated:
-        logprobs = of_truncated
+    tokens, logprobs = read.tokens, read.of_truncated if sampling.truncated else read.logprobs
+    vocab_size = vocab_size if sampling.truncated else None
     if not np.isfinite(view(logprobs)).all():
         raise EngineError(f"engine {engine} answered with a log-prob that is infinite")
     spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
@@ -216,18 +243,19 @@ def _completion(
     if meta.finish_reason.type == ABORT:
         # The engine did not check whether the last token ends the response, so that token is sampled again. The same goes for tokens
         # whose experts it has forgotten, because the request was aborted while it waited for memory.
-        kept = max(0, min(len(tokens), len(logprobs), len(versions)) - 1)
+        known = (len(tokens), len(logprobs), len(versions), *([len(read.kept[1])] if vocab_size else []))
+        kept = max(0, min(known) - 1)
         if routing is not None:
             kept = min(kept, max(0, routing.positions(experts) + 1 - meta.prompt_tokens))
             experts = experts[: (meta.prompt_tokens + kept - 1) * routing.position_bytes] if kept else b""
-        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts)
+        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts, _kept(engine, read, kept, vocab_size))
     if routing is not None and routing.positions(experts) != meta.prompt_tokens + len(tokens) - 1:
         positions = f"of {routing.positions(experts)} positions; there were {meta.prompt_tokens} + {len(tokens)} tokens"
         raise EngineError(f"engine {engine} answered with the experts {positions}")
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
         raise EngineError(f"engine {engine} answered with {counts}")
-    return Completion(tokens, logprobs, versions, meta.finish_reason.type, experts)
+    return Completion(tokens, logprobs, versions, meta.finish_reason.type, experts, _kept(engine, read, len(read.kept[1]), vocab_size))
 
 
 def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:
@@ -235,3 +263,15 @@ def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:
         return routing.from_engine(meta.routed_experts)
     except ValueError as error:
         raise EngineError(f"engine {engine} answered with experts that cannot be: {error}") from error
+
+
+def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> KeptSets | None:
+    """What the first tokens were drawn from."""
+    if vocab_size is None:
+        return None
+    ids, sizes = map(view, read.kept)
+    tokens = view(read.tokens) if first == len(sizes) else view(read.tokens)[:first]
+    try:
+        return KeptSets.of(vocab_size, tokens, sizes[:first], ids[: sizes[:first].sum()])
+    except ValueError as error:
+        raise EngineError(f"engine {engine} answered with sets of kept tokens that cannot be: {error}") from error

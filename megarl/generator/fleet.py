@@ -15,6 +15,7 @@ import msgspec
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import ABORT, Completion, EngineError, Sampling
 from megarl.generator.stops import StopStrings
+from megarl.kept_sets import KeptSets, join
 from megarl.messaging.pulse import Pulse
 from megarl.types import Version
 
@@ -29,11 +30,13 @@ class Draft:
     logprobs: array[float] = field(default_factory=partial(array, "f"))
     versions: array[int] = field(default_factory=partial(array, "i"))
     routing: bytes = b""
+    kept: KeptSets | None = None
     finish_reason: str = ""  # empty until it is finished
     aborted: bool = False  # it was restarted from the prompt once, and will not be again
 
     def add(self, completion: Completion, max_tokens: int) -> None:
         """Appends the tokens of one more request. If it was cut, the response goes on from there."""
+        self.kept = join(self.kept, len(self.token_ids), completion.kept, len(completion.token_ids))
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions
@@ -48,12 +51,13 @@ class Draft:
             return
         positions = prompt_tokens + len(self.token_ids) - 1
         self.routing = self.routing[: len(self.routing) // positions * (prompt_tokens + end - 1)]
+        self.kept = self.kept and self.kept.first(end)
         for values in (self.token_ids, self.logprobs, self.versions):
             del values[end:]
         self.finish_reason = "stop"
 
     def completion(self) -> Completion:
-        return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason, self.routing)
+        return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason, self.routing, self.kept)
 
 
 class Fleet:

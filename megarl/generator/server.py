@@ -22,6 +22,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, quantization, sockets
 from megarl.generator.children import GRACE_S, Children
+from megarl.kept_sets import MOST_KEPT
 from megarl.parent import end_with_parent
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
@@ -65,6 +66,7 @@ class EngineSettings:
     part: int = 0
     group_address: str | None = None  # host:port where the parts meet
     return_routing: bool = False  # whether requests may ask which experts were chosen
+    most_kept: int = MOST_KEPT  # tokens that a truncated distribution keeps at most, without those that are as likely as the last
     tokenizer: str | None = None  # needed if requests have stop strings
     seed: int = 0
     holds_weights: bool = True  # whether the folder does; if not, the engine starts with dummy weights, and serves after an update
@@ -109,6 +111,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "load_format": None if settings.holds_weights else "dummy",
         **_replicated(settings),
         "enable_return_routed_experts": settings.return_routing or None,
+        "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),  # room for equal logits; beyond it SGLang fails the request
         **_spanning(settings),
         "log_level": settings.log_level,
         "custom_weight_loader": [LOADER],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from megarl.kept_sets import KeptSets
 from megarl.messaging.host import Host
 from megarl.types import Ordinal, Version
 
@@ -114,6 +115,7 @@ class ProbeReady(_Message, frozen=True):
     prompt_lengths: list[int]
     logprobs: list[list[float]]
     routing: list[bytes]  # per sequence (models/routing.py); empty if not recorded
+    kept: list[KeptSets | None]  # per sequence; None if its tokens were drawn from the whole vocabulary
 
 
 class WorkerReply(_Message, frozen=True):

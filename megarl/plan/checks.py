@@ -27,14 +27,6 @@ TAKEN_NAMES = ("reward", "response_tokens", "version")  # the metric eval/reward
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
-def check_truncated_sampling(config: RunConfig) -> Iterable[str]:
-    """The importance ratio needs mu under the distribution really sampled from; the trainer scores the untruncated one."""
-    if config.rollout.top_p != 1:
-        yield f"rollout.top_p={config.rollout.top_p}: only 1 is supported: the trainer scores the untruncated distribution"
-    if config.rollout.top_k != -1:
-        yield f"rollout.top_k={config.rollout.top_k}: only -1 is supported: the trainer scores the untruncated distribution"
-
-
 def check_ranks(config: RunConfig) -> Iterable[str]:
     """More ranks than this are a typing error, not a cluster; and their layouts would fill the memory."""
     trainer, generator = config.trainer, config.generator
@@ -115,7 +107,6 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_ranks,
     check_virtual_stages,
-    check_truncated_sampling,
     check_server_args,
     check_megatron_settings,
     check_format_arguments,

@@ -43,6 +43,7 @@ KEPT = frozenset(
         "dist_init_addr",
         "context_length",
         "disable_shared_experts_fusion",
+        "sampling_mask_max_tokens",
     ]
 )
 _MOVED = "weights are written to the experts where the layout has them, and it would "
@@ -81,7 +82,7 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
     known = arguments() if config.generator.server_args else {}
     for name, value in config.generator.server_args.items():
         shown = f"generator.server_args.{name}={yaml_text(value)}"
-        if (reason := _decided_elsewhere(name, value)) is not None:
+        if (reason := _decided_elsewhere(name, value, config.rollout.truncated)) is not None:
             yield f"{shown}: {reason}"
         elif known and name not in known:
             yield f"{shown}: unknown to SGLang {version()}; {_meant(str(name), known)}"
@@ -89,13 +90,15 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
             yield from (f"{shown}: {problem}" for problem in misfits(known[name], value))
 
 
-def _decided_elsewhere(name: str, value: Any) -> str | None:
+def _decided_elsewhere(name: str, value: Any, truncated: bool) -> str | None:
     if name in BY_KEY:
         return f"must be set by {BY_KEY[name]}"
     if name in KEPT:
         return "must be left out; the launcher decides it"
     if name in REFUSED:
         return f"must be left out; {REFUSED[name]}"
+    if name == "sampling_backend" and value == "ascend" and truncated:
+        return "must not be ascend with rollout.top_p, top_k or min_p: it does not record which tokens it keeps"
     if name == "moe_runner_backend" and value not in MOE_RUNNERS:
         return f"must be {' or '.join(MOE_RUNNERS)}: what computes with experts as they are written"
     return None

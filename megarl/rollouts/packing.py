@@ -1,7 +1,8 @@
 """The form of groups between generator and trainer: numbers as bytes, cut and joined without looking into them.
 
 A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's token ids; each sample's has its token ids,
-log-probs, policy mask (where the environment has written tokens) and routing. The summary says how long each is. A data-parallel rank's
+log-probs, sizes of kept sets, policy mask (where the environment has written tokens), routing and kept sets. The summary says how long
+each is. A data-parallel rank's
 share of a batch is the pieces of its samples, end to end, each group's prompt before the first of them. Pieces are multiples of 4 bytes, so
 that no number of a share is unaligned.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from megarl.kept_sets import KeptSets
 from megarl.messaging.messages import GroupReady
 from megarl.types import Group, GroupSummary, GroupTexts, Sample, SampleNumbers, SampleSummary, Version, typed
 
@@ -48,15 +50,16 @@ def texts_of(raw: msgspec.Raw) -> GroupTexts:
 
 def _piece(sample: Sample, summary: SampleSummary) -> memoryview:
     mask = sample.policy_mask if summary.environment_tokens else b""
-    parts = (sample.token_ids, sample.logprobs, mask, sample.routing)
-    piece = b"".join([*parts, bytes(-(len(mask) + len(sample.routing)) % _ALIGNED)])
+    sizes, records = (sample.kept.sizes, sample.kept.records) if summary.kept and sample.kept else (b"", b"")
+    rest = len(mask) + len(sample.routing) + len(records)
+    piece = b"".join([sample.token_ids, sample.logprobs, sizes, mask, sample.routing, records, bytes(-rest % _ALIGNED)])
     if len(piece) != _piece_bytes(summary):
         raise ValueError(f"{len(sample.token_ids)} tokens, but {len(sample.logprobs)} log-probs")
     return memoryview(piece)
 
 
 def _piece_bytes(sample: SampleSummary) -> int:
-    rest = sample.routing_bytes + (sample.tokens if sample.environment_tokens else 0)
+    rest = sample.routing_bytes + (sample.tokens if sample.environment_tokens else 0) + (sample.kept.bytes if sample.kept else 0)
     return 8 * sample.tokens + rest + -rest % _ALIGNED
 
 
@@ -85,14 +88,18 @@ def split(groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarr
         else:
             sample = groups[group].samples[piece - 1]
             size, numbers = _piece_bytes(sample), share[at:]
-            logprobs, rest = 4 * sample.tokens, 8 * sample.tokens
-            routing = rest + (sample.tokens if sample.environment_tokens else 0)
+            logprobs, sizes = 4 * sample.tokens, 8 * sample.tokens
+            mask = sizes + (4 * sample.tokens if sample.kept else 0)
+            routing = mask + (sample.tokens if sample.environment_tokens else 0)
+            records = routing + sample.routing_bytes
+            end = sizes + sample.kept.bytes + routing - mask + sample.routing_bytes if sample.kept else records
             found[next(place)] = SampleNumbers(
                 prompt,
                 numbers[:logprobs].view(np.int32),
-                numbers[logprobs:rest].view(np.float32),
-                numbers[rest:routing].view(np.bool_) if routing > rest else None,
-                numbers[routing : routing + sample.routing_bytes].tobytes(),
+                numbers[logprobs:sizes].view(np.float32),
+                numbers[mask:routing].view(np.bool_) if routing > mask else None,
+                numbers[routing:records].tobytes(),
+                KeptSets(sample.kept.vocab_size, numbers[sizes:mask].tobytes(), numbers[records:end].tobytes()) if sample.kept else None,
             )
         at += size
     assert at == len(share), f"a share of {len(share)} bytes, where summaries speak of {at}"

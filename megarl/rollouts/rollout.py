@@ -43,6 +43,7 @@ class CheckedRollout:
     context: base.RolloutContext
     timeout_s: float
     vocab_size: int
+    replays_mask: bool = False  # whether samples need what their tokens were drawn from
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
@@ -58,7 +59,7 @@ class CheckedRollout:
         except Exception as error:
             error.add_note(f"in {where}")
             raise
-        if problems := base.sample_problems(samples, n, sampling.max_tokens, self.vocab_size):
+        if problems := base.sample_problems(samples, n, sampling.max_tokens, self.vocab_size, self.replays_mask and sampling.truncated):
             raise RuntimeError(f"{where}: {'; '.join(problems)}")
         return Group(prompt=replace(prompt, row={}), samples=samples)
 
@@ -69,7 +70,8 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     urls = rendezvous.engine_urls
     keys = rendezvous.engine_key, rendezvous.engine_admin_key
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
-    engines = [EngineClient(url, *keys, config.timeouts.request_s, routing) for url in urls]
+    kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
+    engines = [EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of) for url in urls]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
     stops = StopStrings(config.rollout.stop, load_tokenizer(config.model).decode_all) if config.rollout.stop else None
@@ -88,7 +90,8 @@ async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resour
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
     context = base.RolloutContext(tokenizer, fleet.generate, score, tools.run, config.rollout.tool_timeout_s)
-    return CheckedRollout(config.rollout.name, rollout, context, config.timeouts.samples_s, plan.spec.vocab_size)
+    limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
+    return CheckedRollout(config.rollout.name, rollout, context, *limits)
 
 
 async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path) -> Callable[[ScoreRequest], Awaitable[Score]]:
@@ -103,7 +106,8 @@ async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path)
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
     rollout = plan.config.rollout
-    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tokenizer.eos_ids, stop=tuple(rollout.stop))
+    filters = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
+    return Sampling(rollout.max_tokens, rollout.temperature, **filters, stop_token_ids=tokenizer.eos_ids, stop=tuple(rollout.stop))
 
 
 def eval_sampling(held_out: HeldOutSet, tokenizer: Tokenizer) -> Sampling:

@@ -23,6 +23,7 @@ def token_logprobs(
     sequence_parallel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[t] and [t] float32: the log-prob of each position's target, and the entropy of its choice in nats; 0 where not `microbatch.scored`.
+    Both are over `microbatch.kept` where that is known.
 
     hidden: [t / cp, h], or [t / cp / tp, h] where the sequence is split over tensor ranks too; weight: [padded vocabulary / tp, h].
 
@@ -40,7 +41,8 @@ def token_logprobs(
     else:
         rows = copy_to_tensor_model_parallel_region(hidden[chosen], group=tensor)
     total = _main_grad(weight)
-    values = linear_logprobs(rows, weight, microbatch.targets[positions], tensor, vocab_size, temperature, chunk_tokens, total)
+    kept = microbatch.kept.of(held[here], hidden.device) if microbatch.kept else None
+    values = linear_logprobs(rows, weight, microbatch.targets[positions], tensor, vocab_size, temperature, chunk_tokens, total, kept)
     spread = values[0].new_zeros((len(held), 2)).index_copy(0, chosen, torch.stack(values, dim=1))
     logprobs, entropy = context.join(spread, boundaries, ranks).unbind(dim=1)
     return logprobs, entropy

@@ -55,6 +55,20 @@ class MicrobatchPlan:
 
 
 @dataclass(frozen=True)
+class KeptRows:
+    """What the predicted token of each position was drawn from; on the host."""
+
+    sizes: np.ndarray  # [t] int64, 0 where nothing is predicted or the environment wrote the token
+    ids: np.ndarray  # [sum of sizes] int32, position by position
+
+    def of(self, positions: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sizes, on the host, and the ids of these positions, as linear_logprobs takes them."""
+        sizes, begins = self.sizes[positions], (np.cumsum(self.sizes) - self.sizes)[positions]
+        places = np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
+        return torch.from_numpy(sizes), torch.from_numpy(self.ids[places]).to(device)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The training data of one microbatch of t positions."""
 
@@ -68,6 +82,7 @@ class MicroBatch:
     reference_logprobs: torch.Tensor | None  # [t] float32, if train_step was given them
     proximal_logprobs: torch.Tensor | None  # the same
     routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
+    kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
 
 
@@ -172,6 +187,7 @@ def build(
         reference_logprobs=None if reference_logprobs is None else laid(lambda i: reference_logprobs[i], np.float32),
         proximal_logprobs=None if proximal_logprobs is None else laid(lambda i: proximal_logprobs[i], np.float32),
         routing=None if routing is None else _routing(plan, held, routing).to(device),
+        kept=_kept(plan, held, scored),
         plan=plan,
     )
 
@@ -190,3 +206,19 @@ def _routing(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], routing: R
             raise ValueError(f"experts of {len(known)} positions in a sequence of {tokens} tokens, the last of which has none")
         ids[start : start + len(known)] = known
     return torch.from_numpy(ids)
+
+
+def _kept(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.ndarray) -> KeptRows | None:
+    if all(sequence.kept is None for sequence in held.values()):
+        return None
+    sizes, ids = np.zeros(plan.positions, np.int64), []
+    for start, index in zip(plan.boundaries, plan.indices):
+        sequence, kept = held[index], held[index].kept
+        if kept is not None:
+            kept.check(sequence.token_ids[len(sequence) - len(kept) :])
+            counts = np.concatenate([np.zeros(len(sequence) - len(kept), np.int64), kept.counts])
+            sizes[start : start + len(counts) - 1] = counts[1:]
+            ids.append(kept.ids()[counts[0] :])
+    if missing := int((scored & (sizes == 0)).sum()):
+        raise ValueError(f"{missing} of {int(scored.sum())} tokens of the loss lack the sets they were drawn from (rollout.replay_mask)")
+    return KeptRows(sizes, np.concatenate(ids))

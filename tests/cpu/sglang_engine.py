@@ -30,7 +30,7 @@ from megarl.models.routing import RoutingFormat
 
 ENGINES = Nursery("setproctitle:getproctitle", "megarl.generator.cpu_support:install", "sglang.srt.entrypoints.http_server")
 WRITER = Path(__file__).with_name("sglang_writer.py")
-CONTEXT = 96
+CONTEXT, VOCABULARY = 96, 500
 DEEPSEEK_V3: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "rms_norm_eps": 1e-6,
@@ -44,13 +44,13 @@ DEEPSEEK_V3: dict[str, Any] = {
 
 
 def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, family: str = "llama", **shape: Any) -> Path:
-    """A random model, of `family`, whose vocabulary (500) is not a multiple of SGLang's padding (64)."""
+    """A random model, of `family`, whose vocabulary is not a multiple of SGLang's padding (64)."""
     cpu_support.install()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     common = {
-        "vocab_size": 500,
+        "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 192,
         "num_hidden_layers": 2,
@@ -183,7 +183,7 @@ class Engine:
 
     def client(self) -> EngineClient:
         """Inside an event loop."""
-        return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing)
+        return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing, vocab_size=VOCABULARY)
 
     def died(self) -> str | None:
         return None if self.process.is_running() else "has ended"

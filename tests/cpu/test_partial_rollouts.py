@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sglang_engine import CONTEXT, hf_experts, hf_logprobs, hf_model, make_checkpoint, sampled_by, start_engine
+from sglang_engine import CONTEXT, VOCABULARY, hf_experts, hf_logprobs, hf_model, make_checkpoint, sampled_by, start_engine
 from weights_rig import mapped
 
 from megarl.generator.client import EngineClient
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(9 + i)] for i in range(4)]
 LONG = Sampling(max_tokens=72, ignore_eos=True)
+NUCLEUS = Sampling(max_tokens=72, top_p=0.7, ignore_eos=True)
 SHORT = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 CHUNK = 48  # an update comes long before
 TOLERANCE = 2e-5  # of log-probs, fp32: two programs, or two ways to batch, that round differently
@@ -118,9 +119,9 @@ async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
     return rig
 
 
-async def started(fleet: Fleet, n: int) -> list[asyncio.Task]:
+async def started(fleet: Fleet, n: int, sampling: Sampling = LONG) -> list[asyncio.Task]:
     """Long requests on all prompts, each a few tokens on its way."""
-    running = [asyncio.create_task(fleet.generate(prompt, LONG, n)) for prompt in PROMPTS]
+    running = [asyncio.create_task(fleet.generate(prompt, sampling, n)) for prompt in PROMPTS]
     await asyncio.sleep(0.01)
     await fleet.engines[0].generate(PROMPTS[0], SHORT)  # queued behind them, sampled together with them
     return running
@@ -196,6 +197,39 @@ def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
             forgotten = hf_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
             forgotten = forgotten.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert difference(completion.logprobs, forgotten.tolist()) > 0.01, "the old cache makes a difference that this test can see"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_token_has_the_set_it_was_drawn_from(rig, mode):
+    """Of a nucleus: what the weights that sampled the token find likeliest; its log-prob is over that set. (Not compared where new weights
+    have gone on with the old keys and values.)"""
+    runner, rig = rig
+
+    async def body() -> list[list[Completion]]:
+        fleet = rig.fleet(mode)
+        running = await started(fleet, 2, NUCLEUS)
+        await rig.update(fleet, mode)
+        return await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S)
+
+    for prompt, completions in zip(PROMPTS, runner.run(body())):
+        for completion in completions:
+            tokens, kept = torch.tensor(completion.token_ids), completion.kept
+            assert len(kept) == len(tokens) == NUCLEUS.max_tokens and len(set(completion.versions)) == (
+                1 if mode in ("block", "abort") else 2
+            )
+            sizes, inside = torch.tensor(kept.counts), torch.zeros(len(tokens), VOCABULARY, dtype=torch.bool)
+            inside[torch.arange(len(sizes)).repeat_interleave(sizes), torch.tensor(kept.ids())] = True
+            assert inside[torch.arange(len(tokens)), tokens].all()
+            if mode == "in_flight":
+                continue
+            both = [hf_logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :] for model in rig.models]
+            by = torch.tensor(completion.versions) % 2
+            ours = torch.where(by[:, None] == 0, *both)
+            assert (ours.masked_fill(~inside, 0).amin(-1) > ours.masked_fill(inside, -99).amax(-1) - TOLERANCE).all()
+            mass = ours.masked_fill(~inside, -torch.inf).logsumexp(-1)
+            assert (mass.exp() > NUCLEUS.top_p - TOLERANCE).all() and (mass.exp() < 0.9).all()
+            wanted = ours.gather(-1, tokens[:, None])[:, 0] - mass
+            assert difference(completion.logprobs, wanted.tolist()) < TOLERANCE
 
 
 async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:

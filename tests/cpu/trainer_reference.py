@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from trainer_rig import DENOMINATOR, TEMPERATURE, forced, sequences
+from trainer_rig import DENOMINATOR, TEMPERATURE, drawn_from_sets, forced, sequences
 
 from megarl.generator import cpu_support
 from megarl.models.registry import load_spec
@@ -49,6 +49,32 @@ def tokens_of(sequence: TrainSequence) -> torch.Tensor:
 
 def load_float64(folder: Path, weights: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager", experts_implementation="eager").double()
+
+
+@cache
+def drawn_reference(folder: Path) -> dict[str, Any]:
+    """As `reference`, of the batch whose tokens were drawn from sets."""
+    model = load_float64(folder)
+    batch = drawn_from_sets(sequences(model.config.vocab_size), model.config.vocab_size)
+    loss, logprobs = hf_loss(model, batch, TEMPERATURE)
+    loss.backward()
+    return {
+        "logprobs": [[x if m else 0.0 for x, m in zip(row, sequence.loss_mask)] for row, sequence in zip(logprobs, batch)],
+        "loss": loss.item(),
+        "entropy": hf_entropy(model, batch, TEMPERATURE),
+        "grads": checkpoint_tensors(folder, {name: parameter.grad for name, parameter in model.named_parameters()}),
+    }
+
+
+def log_softmax(model: PreTrainedModel, sequence: TrainSequence, temperature: float) -> torch.Tensor:
+    """[L - 1, vocabulary], over the sets where there are some; -1e9 in the place of minus infinity, which has no product with 0."""
+    logits = model(tokens_of(sequence)).logits[0, :-1] / temperature
+    if sequence.kept is not None:
+        sizes = torch.from_numpy(sequence.kept.counts.astype("int64"))
+        inside = (sizes == 0)[:, None].repeat(1, logits.size(1))
+        inside[torch.arange(len(sizes)).repeat_interleave(sizes), torch.from_numpy(sequence.kept.ids()).long()] = True
+        logits = logits.masked_fill(~inside[1:], -1e9)
+    return logits.log_softmax(dim=-1)
 
 
 @cache
@@ -112,8 +138,7 @@ def hf_loss(
     for sequence in batch:
         before(sequence)
         tokens = tokens_of(sequence)
-        scores = (model(tokens).logits[0] / temperature).log_softmax(dim=-1)
-        chosen = scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+        chosen = log_softmax(model, sequence, temperature).gather(-1, tokens[0, 1:, None])[:, 0]
         weights = torch.tensor(sequence.advantages, dtype=torch.float64) * torch.tensor(sequence.loss_mask)
         loss = loss - (weights[1:] * chosen).sum() / DENOMINATOR
         logprobs.append([0.0, *chosen.tolist()])
@@ -125,7 +150,7 @@ def hf_entropy(model: PreTrainedModel, batch: list[TrainSequence], temperature: 
     """Mean over the unmasked tokens."""
     found = []
     for sequence in batch:
-        scores = (model(tokens_of(sequence)).logits[0, :-1] / temperature).log_softmax(dim=-1)
+        scores = log_softmax(model, sequence, temperature)
         found.append(-(scores.exp() * scores).sum(dim=-1)[torch.tensor(sequence.loss_mask[1:], dtype=torch.bool)])
     return torch.cat(found).mean().item()
 

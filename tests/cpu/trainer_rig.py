@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.base import LossOutput
 from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.kept_sets import KeptSets
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
 from megarl.topology import TrainerTopology
@@ -53,6 +54,19 @@ def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequ
         known = 0 if i % 5 == 4 else positions // 2 if i % 4 == 3 else positions
         ids = random.random((known, routing.shape[0], routing.num_experts)).argsort(axis=-1)[..., : routing.top_k]
         made.append(msgspec.structs.replace(sequence, routing=routing.pack(ids)))
+    return made
+
+
+def drawn_from_sets(batch: list[TrainSequence], vocab: int) -> list[TrainSequence]:
+    """Each token of the loss drawn from a set of its own, of one token, of all, or of any size between."""
+    random, made = np.random.default_rng(4), []
+    for sequence in batch:
+        rows = [
+            np.union1d(np.flatnonzero(random.random(vocab) < random.choice([0, 0.1, 0.5, 1])), token) if mine else np.empty(0)
+            for token, mine in zip(sequence.token_ids, sequence.loss_mask)
+        ]
+        sizes, ids = np.array([len(row) for row in rows], np.int32), np.concatenate(rows).astype(np.int32)
+        made.append(msgspec.structs.replace(sequence, kept=KeptSets.of(vocab, sequence.token_ids, sizes, ids)))
     return made
 
 

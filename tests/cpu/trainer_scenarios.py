@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from trainer_rig import (
     DENOMINATOR,
     TEMPERATURE,
     all_logprobs,
+    drawn_from_sets,
     forced,
     logits,
     make,
@@ -141,6 +144,27 @@ def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
         (logprobs * torch.arange(1.0, targets.numel() + 1)).sum().backward()
         found[name] = (logprobs.detach(), hidden.grad)
     return found
+
+
+def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A step, in several microbatches, of tokens that were drawn from sets, and their log-probs."""
+    trainer = make(scenario, plain_adam(lr=0.0))
+    trainer.load_hf(scenario["model"])
+    poison_padding(trainer)
+    trainer.hold_reference()
+    trainer.max_tokens = 48
+    drawn = drawn_from_sets(sequences(trainer.spec.vocab_size), trainer.spec.vocab_size)
+    logprobs = {model: scored(trainer, drawn, model=model, temperature=TEMPERATURE) for model in ("policy", "reference")}
+    return {"step": one_step(trainer, drawn), "logprobs": logprobs}
+
+
+def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float]]]:
+    """Log-probs of sequences that an engine sampled, over the sets they were drawn from and over the whole vocabulary."""
+    trainer, drawn = make(scenario, plain_adam(lr=0.0)), pickle.loads(Path(scenario["sequences"]).read_bytes())
+    trainer.load_hf(scenario["model"])
+    trainer.max_tokens = 200
+    whole = [msgspec.structs.replace(each, kept=None) for each in drawn]
+    return [scored(trainer, batch, temperature=scenario["temperature"]) for batch in (drawn, whole)]
 
 
 def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -129,7 +129,9 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),
         ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
-        ("rollout.top_k=0", "rollout.top_k=0: must be -1, or at least 1"),
+        ("rollout.top_k=1", "rollout.top_k=1: must be -1, or from 2 to 4096, the most that are recorded"),
+        ("rollout.top_k=4097", "rollout.top_k=4097: must be -1, or from 2 to 4096, the most that are recorded"),
+        ("rollout.min_p=1", "rollout.min_p=1.0: must be in [0, 1)"),
         (
             "weights.transport=pigeon",
             "weights.transport=pigeon: must be one of auto, shared_memory, cuda_ipc, mooncake, nccl, gloo, package.module:Class",

@@ -19,6 +19,7 @@ FOLDERS = {"megarl": "megarl", "megarl.kernels": "kernels", "megarl.launch": "la
 # Every module or package directly under megarl must be listed: a new one takes its tier here, on purpose.
 TIERS = {
     "box": 0,
+    "kept_sets": 0,
     "types": 0,
     "protocols": 0,
     "files": 0,

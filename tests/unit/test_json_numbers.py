@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
-from megarl.kernels.json_numbers import read_floats, read_token_logprobs
+from megarl.kernels.json_numbers import read_floats, read_id_lists, read_token_logprobs
 
 
 def read(text: bytes, at: int = 0) -> tuple[list[float], list[int], int] | None:
@@ -76,6 +76,21 @@ def test_damage_is_never_read_as_something_else(logprobs, data):
     decoded = json.loads(text[:end])
     assert [token for _, token, _ in decoded] == ids and all(third is None for _, _, third in decoded)
     assert values == [float(np.float32(value)) for value, _, _ in decoded]
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4), max_size=5), st.sampled_from(["", ",7]", "}"]))
+def test_lists_of_ids_are_what_json_decodes(lists, after):
+    text = json.dumps(lists, separators=(",", ":")).encode()
+    ids, sizes = np.zeros(len(text), np.int32), np.zeros(len(text), np.int32)
+    count, end = read_id_lists(np.frombuffer(text + after.encode(), np.uint8), 0, ids, sizes)
+    assert (count, end) == (len(lists), len(text)) and sizes[:count].tolist() == [len(each) for each in lists]
+    assert ids[: sizes[:count].sum()].tolist() == [token for each in lists for token in each]
+
+
+@pytest.mark.parametrize("text", "[[]] [[5,]] [[05]] [[5][6]] [[5,-1]] [[5,6 [[5] [[2147483648]] [5] [[5.0]] [[null]] [[5],[]]".split())
+def test_lists_of_ids_written_otherwise_are_declined(text):
+    room = np.zeros(20, np.int32)
+    assert read_id_lists(np.frombuffer(text.encode(), np.uint8), 0, room, room.copy())[0] == -1
 
 
 def answer(logprobs, meta=None, text="", **more) -> bytes:

@@ -8,20 +8,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from megarl.kept_sets import KeptSets
 from megarl.messaging.messages import decode, encode
 from megarl.rollouts.packing import join, pack, share_bytes, split, summary_of, texts_of
 from megarl.types import Failure, Group, Prompt, Sample
 
 
+def kept_sets(ids: list[int], seed: int) -> KeptSets:
+    """Around tokens of a vocabulary of 70, where 5 ids take less than bits and 7 more; none for every third token."""
+    random, rows = np.random.default_rng(seed), []
+    for at, token in enumerate(ids):
+        others = random.permutation(70)[: random.integers(0, 12)]
+        rows.append(np.union1d(others, token) if at % 3 else np.empty(0))
+    sizes = np.array([len(row) for row in rows], np.int32)
+    return KeptSets.of(70, np.array(ids, np.int32), sizes, np.concatenate([*rows, np.empty(0)]).astype(np.int32))
+
+
 @st.composite
 def samples(draw) -> Sample:
     length = draw(st.integers(0, 9))
+    ids = draw(st.lists(st.integers(0, 69), min_size=length, max_size=length))
 
     def numbers(values: st.SearchStrategy) -> list:
         return draw(st.lists(values, min_size=length, max_size=length))
 
     return Sample(
-        numbers(st.integers(0, 2**31 - 1)),
+        ids,
         numbers(st.floats(width=32, max_value=0)),
         numbers(st.integers(0, 3)),
         draw(st.text(max_size=5)),
@@ -33,6 +45,7 @@ def samples(draw) -> Sample:
         draw(st.binary(max_size=9)),
         {},
         draw(st.sampled_from([None, Failure("error", "no number", "text")])),
+        draw(st.one_of(st.none(), st.builds(kept_sets, st.just(ids), st.integers(0, 99)))),
     )
 
 
@@ -59,6 +72,7 @@ def test_a_share_has_the_numbers_of_its_samples_and_no_others(made, data):
         prompt, sample = flat[place]
         assert numbers.prompt_ids.tolist() == prompt.token_ids and numbers.token_ids.tolist() == sample.token_ids.tolist()
         assert numbers.logprobs.tobytes() == sample.logprobs.tobytes() and numbers.routing == sample.routing
+        assert numbers.kept == sample.kept
         mask = [True] * len(sample.token_ids) if numbers.policy_mask is None else numbers.policy_mask.tolist()
         assert mask == ([bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids))
 

@@ -111,8 +111,6 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "async.partial_rollout=resume async.chunk_tokens=1024",
             "async.chunk_tokens=1024: must be below rollout.max_tokens=1024, or nothing is ever cut",
         ),
-        ("rollout.top_p=0.9", "rollout.top_p=0.9: only 1 is supported: the trainer scores the untruncated distribution"),
-        ("rollout.top_k=20", "rollout.top_k=20: only -1 is supported: the trainer scores the untruncated distribution"),
         ("generator.server_args.tp_size=2", "generator.server_args.tp_size=2: must be set by generator.tp"),
         ("generator.server_args.host=0.0.0.0", "generator.server_args.host=0.0.0.0: must be left out; the launcher decides it"),
         (

@@ -59,18 +59,19 @@ class ToolError(Exception):
     """A tool call failed. The model is shown the message."""
 
 
-def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int) -> list[str]:
-    """Lists what is wrong with the samples that a rollout returned; empty if nothing is."""
+def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int, replayed: bool = False) -> list[str]:
+    """Lists what is wrong with the samples that a rollout returned; empty if nothing is. `replayed`: they must have kept sets."""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
     if len(samples) != n:
         return [f"it must return {n} samples, not {len(samples)}"]
-    return [f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size)]
+    return [f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size, replayed)]
 
 
-def _problems(sample: Sample, max_tokens: int, vocab_size: int) -> list[str]:
+def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) -> list[str]:
     length = len(sample.token_ids)
     arrays = {"logprobs": sample.logprobs, "versions": sample.versions, "policy_mask": sample.policy_mask or sample.token_ids}
+    arrays["kept"] = sample.token_ids if sample.kept is None else sample.kept
     problems = [f"{length} token ids, but {len(values)} {name}" for name, values in arrays.items() if len(values) != length]
     if not (view(sample.policy_mask).any() if sample.policy_mask else length):
         problems.append("the policy sampled none of its tokens")
@@ -82,6 +83,13 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int) -> list[str]:
         problems.append(f"log-prob {logprobs[infinite][0]}: must be a finite number")
     if (outside := ((ids := view(sample.token_ids)) < 0) | (ids >= vocab_size)).any():
         problems.append(f"token id {ids[outside][0]}: the vocabulary has 0 to {vocab_size - 1}")
+    if replayed and not problems:
+        lacking = np.ones(length, np.bool_) if sample.kept is None else sample.kept.counts == 0
+        if missing := int((lacking & view(sample.policy_mask) if sample.policy_mask else lacking).sum()):
+            problems.append(
+                f"{missing} tokens of the policy lack the sets they were drawn from, which rollout.replay_mask needs: build samples with "
+                "Transcript, or give Completion.kept to Sample; and leave top_p, top_k and min_p of Sampling as they are"
+            )
     return problems
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
+from megarl.kept_sets import KeptSets, join
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.types import Prompt, Sample, typed, view
 
@@ -30,6 +31,7 @@ class Transcript:
     _versions: array[int] = field(default_factory=partial(array, "i"))
     _mask: array[int] = field(default_factory=partial(array, "b"))
     _routing: bytes = b""
+    _kept: KeptSets | None = None
     _text: str = ""
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
@@ -47,7 +49,7 @@ class Transcript:
         return replace(sampling, max_tokens=self.tokens_left)
 
     def add_policy(self, completion: Completion) -> None:
-        self._append(completion.token_ids, completion.logprobs, completion.versions, mine=True)
+        self._append(completion.token_ids, completion.logprobs, completion.versions, completion.kept, mine=True)
         # Each answer covers all positions so far. Earlier turns keep the experts that they were sampled with.
         self._routing += completion.routing[len(self._routing) :]
         self.last_text = self.tokenizer.decode(completion.token_ids)
@@ -59,7 +61,7 @@ class Transcript:
         if len(token_ids) >= self.tokens_left:
             self.finish_reason = "length"
             return False
-        self._append(typed(token_ids, "i"), array("f", [0.0]) * len(token_ids), self._versions[-1:] * len(token_ids), mine=False)
+        self._append(typed(token_ids, "i"), array("f", [0.0]) * len(token_ids), self._versions[-1:] * len(token_ids), None, mine=False)
         start = len(self._text)
         self._text += self.tokenizer.decode(token_ids)
         self._spans.append((start, len(self._text)))
@@ -96,9 +98,11 @@ class Transcript:
             routing=self._routing,
             reward_parts=score.parts,
             failure=score.failure,
+            kept=self._kept,
         )
 
-    def _append(self, ids: array[int], logprobs: array[float], versions: array[int], mine: bool) -> None:
+    def _append(self, ids: array[int], logprobs: array[float], versions: array[int], kept: KeptSets | None, mine: bool) -> None:
+        self._kept = join(self._kept, len(self._ids), kept, len(ids))
         self._ids += ids
         self._logprobs += logprobs
         self._versions += versions

@@ -1,0 +1,60 @@
+"""The schema's section on how prompts become samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.limits import IMPORT_PATH, Limit, above, at_least, between, one_of, seconds, setting
+from megarl.kept_sets import MOST_KEPT
+
+
+@dataclass
+class RolloutConfig:
+    name: str = setting(
+        "single_turn",
+        "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md)",
+        one_of("single_turn", "tool_calls", or_like=IMPORT_PATH, written="package.module:function"),
+    )
+    args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
+    prompts_per_step: int = setting(
+        32,
+        "prompts of a batch: what is trained on between two weight updates, in trainer.minibatches * trainer.epochs optimizer steps",
+        at_least(1),
+    )
+    n: int = setting(4, "samples per prompt", at_least(1))
+    max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
+    temperature: float = setting(1.0, "sampling temperature", above(0))
+    top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))
+    top_k: int = setting(
+        -1,
+        "sample from the k likeliest tokens; -1: off",
+        Limit(f"-1, or from 2 to {MOST_KEPT}, the most that are recorded", lambda k: k == -1 or 2 <= k <= MOST_KEPT),
+    )
+    min_p: float = setting(
+        0.0, "sample from the tokens that are at least min_p times as likely as the likeliest; 0: off", between(0, 1, open_high=True)
+    )
+    replay_mask: bool = setting(
+        True,
+        "with top_p, top_k or min_p, the trainer's log-probs too are over the tokens that each token was drawn from (docs/algorithms.md); "
+        "false: over the whole vocabulary, while those of the engine stay over these",
+    )
+    stop: list[str] = field(
+        default_factory=list,
+        metadata={
+            "meaning": "texts that end a response or a turn, besides end-of-text; such a text belongs to the response and is learned",
+            "limit": Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts)),
+        },
+    )
+    tool_workers: int = setting(1, "processes for tools that compute; started at the first call", at_least(1))
+    tool_timeout_s: float = setting(5.0, "time limit of a tool's call", seconds())
+    tool_memory_mib: int = setting(1024, "memory limit of a tool process", at_least(256))
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are drawn from parts of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def replays_mask(self) -> bool:
+        return self.truncated and self.replay_mask
