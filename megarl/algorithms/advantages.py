@@ -37,5 +37,13 @@ def best(rewards: Tensor) -> Tensor:
     return n * torch.nn.functional.one_hot(rewards.argmax(dim=1), n).to(rewards.dtype)
 
 
+def best_and_worst(rewards: Tensor) -> Tensor:
+    """n for the best of a prompt's n samples, -n for the worst, each the first of several; 0 for the others. All 0 if all are equal."""
+    return best(rewards) - best(-rewards)
+
+
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_baseline, "normalized": normalized, "leave_one_out": leave_one_out}
-CHOICES: dict[str, Callable[[Tensor], Tensor]] = {"best": best}  # of algorithms that train on chosen samples; not for others
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "best": best,
+    "best_and_worst": best_and_worst,
+}  # of algorithms that train on chosen samples; not for others

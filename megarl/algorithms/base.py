@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from megarl.algorithms.groups import GroupLoss
+
 
 class LossOutput(NamedTuple):
     """A loss as a sum, so that it adds up over microbatches and ranks; the caller divides by the mini-batch's denominator."""
@@ -50,6 +52,11 @@ class Algorithm(Protocol):
     @property
     def needs_proximal(self) -> bool:
         """Whether `loss` reads `microbatch.proximal_logprobs`."""
+        ...
+
+    @property
+    def group_loss(self) -> GroupLoss | None:
+        """What turns advantages into the weights of responses before each optimizer step; None: advantages are these weights."""
         ...
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.groups import GroupLoss
 from megarl.algorithms.segments import segment_counts, segment_sums
 from megarl.algorithms.weights import Rule
 
@@ -22,6 +23,7 @@ _METRICS = {
     "behavior_ratio_capped": "behavior_ratio/capped_fraction",
     "kl": "kl/mean",
 }
+_PAIR_METRICS = {"pair_margin": "pairs/margin", "pair_accuracy": "pairs/accuracy"}
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ class PolicyGradient:
     ratio: str = "behavior"
     behavior_cap: float = math.inf
     skip_zero_advantage: bool = True
+    group_loss: GroupLoss | None = None
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_coef != 0.0
+        return self.kl_coef != 0.0 or self.group_loss is not None
 
     @property
     def needs_proximal(self) -> bool:
@@ -59,7 +62,9 @@ class PolicyGradient:
 
     @property
     def skip_zero(self) -> bool:
-        return self.skip_zero_advantage and not self.needs_reference  # the penalty acts at zero advantage too
+        # A penalty acts at zero advantage too; a loss of pairs does not.
+        penalty = self.kl_coef != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
+        return self.skip_zero_advantage and not penalty
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return self.baseline(rewards)
@@ -81,7 +86,7 @@ class PolicyGradient:
         Raises ValueError if kl_coef is not 0 and no reference is given.
         """
         mask, advantages, reference = microbatch.loss_mask, microbatch.advantages, microbatch.reference_logprobs
-        if reference is None and self.needs_reference:
+        if reference is None and self.kl_coef:
             raise ValueError(f"kl_coef is {self.kl_coef}, but there are no reference log-probs")
         possible = mask & (logprobs != -math.inf)
         log_pi = torch.where(possible, logprobs, 0.0)
@@ -113,10 +118,14 @@ class PolicyGradient:
         return float(tokens if self.loss_mean == "token" else samples)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means over tokens; NaN for a step on which nothing was trained."""
+        """Means over tokens, or over pairs; NaN for a step on which nothing was trained, or that has no pair."""
         tokens = sums.get("tokens", 0.0) or math.nan
         always = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
-        return {metric: value / tokens for name, value in (always | sums).items() if (metric := _METRICS.get(name))}
+        found = {metric: value / tokens for name, value in (always | sums).items() if (metric := _METRICS.get(name))}
+        if "pairs" in sums:
+            found["pairs/fraction"] = sums["pairs"] / sums["prompts"]
+            found |= {metric: sums[name] / (sums["pairs"] or math.nan) for name, metric in _PAIR_METRICS.items()}
+        return found
 
     def _sum(self, terms: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
         """The sum over all tokens, or over the sequences' means."""

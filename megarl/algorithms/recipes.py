@@ -15,7 +15,8 @@ from megarl.config.schema import AlgorithmConfig
 @dataclass(frozen=True)
 class Recipe:
     """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set.
-    `dual_clip`: where ratios of negative advantages are cut off; None as above, infinite: nowhere unless set. `ratios`: the values of
+    `dual_clip`: where ratios of negative advantages are cut off; None as above, infinite: nowhere unless set.
+    `beta`: weight of the KL divergence in a loss of several responses (groups.py). `ratios`: the values of
     algorithm.ratio that make sense with it. `fixed`: settings that define it, so that they cannot be others."""
 
     rho_min: float | None
@@ -24,10 +25,12 @@ class Recipe:
     loss_mean: str = "token"
     ratios: tuple[str, ...] = ("behavior", "proximal", "decoupled")
     dual_clip: float | None = None
+    beta: float | None = None
     fixed: tuple[str, ...] = ()
 
 
-# Bounds are the papers'; docs/algorithms.md names them.
+_OF_GROUPS = Recipe(None, None, loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean"))
+# Bounds are the papers', as is beta (arXiv:2410.18252, appendix A, also for copg); docs/algorithms.md names them.
 RECIPES = {
     "aipo": Recipe(0.0, 4.0),
     "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
@@ -43,6 +46,9 @@ RECIPES = {
         0.8, 1.2, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior", "proximal"), dual_clip=math.inf
     ),
     "best_of_n": Recipe(None, None, advantage="best", loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean")),
+    "online_dpo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
+    "ipo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
+    "copg": replace(_OF_GROUPS, advantage="leave_one_out", beta=0.05),
 }
 
 
@@ -56,7 +62,14 @@ def recipe_of(config: AlgorithmConfig) -> Recipe:
 
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
-_KEYS = ("rho_min", "rho", "advantage", "loss_mean", "dual_clip")
+_KEYS = ("rho_min", "rho", "advantage", "loss_mean", "dual_clip", "beta")
+
+
+def needs_reference(config: AlgorithmConfig) -> str | None:
+    """The setting, with its value, for which a run keeps the weights that it began with; None: it does not keep them."""
+    if config.kl_coef > 0:
+        return f"algorithm.kl_coef={config.kl_coef}"
+    return f"algorithm.beta={beta}" if (beta := recipe_of(config).beta) else None
 
 
 def problems(config: AlgorithmConfig) -> Iterator[str]:
@@ -64,9 +77,13 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     for key in _KEYS:
         value, own = getattr(config, key), RECIPES.get(config.name, OWN)
         if value is not None and (getattr(own, key) is None or key in own.fixed):
-            yield f"algorithm.{key}={value}: must be null: {config.name} has {'its own' if key in own.fixed else 'no such bound'}"
+            yield f"algorithm.{key}={value}: must be null: {config.name} has {'its own' if key in own.fixed else 'no such setting'}"
             return
     recipe = recipe_of(config)
+    if recipe.beta is not None and config.kl_coef:
+        yield f"algorithm.kl_coef={config.kl_coef}: must be 0: algorithm.beta is {config.name}'s weight of the KL divergence"
+    if recipe.beta == 0 and config.name != "copg":
+        yield f"algorithm.beta={recipe.beta}: must be above 0 with {config.name}"
     if config.ratio not in recipe.ratios:
         yield f"algorithm.ratio={config.ratio}: {config.name} goes with {' and '.join(recipe.ratios)} only (docs/algorithms.md)"
     if config.behavior_cap is not None and config.ratio != "decoupled":

@@ -8,6 +8,7 @@ from functools import partial
 
 from megarl.algorithms.advantages import ADVANTAGES, CHOICES
 from megarl.algorithms.base import Algorithm
+from megarl.algorithms.groups import GROUP_LOSSES, GroupLoss
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
 from megarl.algorithms.weights import Weights, clamped, clipped, masked, response_clipped, sequence_clipped, tapered, uncorrected
@@ -25,6 +26,9 @@ RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_cl
     "rloo": uncorrected,
     "proximal_rloo": response_clipped,
     "best_of_n": uncorrected,
+    "online_dpo": uncorrected,
+    "ipo": uncorrected,
+    "copg": uncorrected,
 }
 
 
@@ -44,6 +48,7 @@ def find_rule(name: str) -> Callable[..., Weights]:
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     """`config.name` with its settings; where these are null, the algorithm's defaults hold."""
     recipe, rule = recipe_of(config), find_rule(config.name)
+    pairs = recipe.advantage == "best_and_worst"
     return PolicyGradient(
         weigh=rule if recipe.dual_clip is None else partial(rule, dual_clip=recipe.dual_clip),
         rho_min=recipe.rho_min or 0.0,
@@ -54,4 +59,5 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         ratio=config.ratio,
         behavior_cap=config.behavior_cap or BEHAVIOR_CAP,
         skip_zero_advantage=config.skip_zero_advantage,
+        group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs) if recipe.beta else None,
     )

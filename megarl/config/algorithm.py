@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config.limits import IMPORT_PATH, above, at_least, one_of, setting
 
-NAMES = ("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n")
+NAMES = ("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg")
 
 
 @dataclass
@@ -51,5 +51,11 @@ class AlgorithmConfig:
     )
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)
+    )
+    beta: float | None = setting(
+        None,
+        "online_dpo, ipo and copg: the weight of the KL divergence from the frozen initial policy in their losses; null: 0.1, and for copg "
+        "0.05; 0, with copg alone: none, and no reference model is kept",
+        at_least(0),
     )
     skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")

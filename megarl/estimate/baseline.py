@@ -21,6 +21,7 @@ from megarl.estimate.trainer_memory import trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.model_checks import check_sizes
+from megarl.plan.weights import needs_reference
 from megarl.reshard.kinds import ITEM_BYTES
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -41,7 +42,7 @@ def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | N
 def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants = constants_of(cluster.gpu.name)
-    reference = config.algorithm.kl_coef > 0
+    reference = needs_reference(config)
     times = []
     for trainer, generator in _layouts(config, spec, gpus, m):
         colocated = replace(config, trainer=trainer, generator=generator)

@@ -19,6 +19,7 @@ from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.asynchrony import run_ahead
 from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.weights import needs_reference
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError if the parallel sizes do not divide the model."""
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants = constants_of(cluster.gpu.name)
-    reference = config.algorithm.kl_coef > 0
+    reference = needs_reference(config)
     ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
     landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
     return Estimate(

@@ -30,6 +30,7 @@ from megarl.estimate.trainer_memory import trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.weights import needs_reference
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.relays import ENGINES
 
@@ -131,7 +132,7 @@ class Search:
 
     def _trainers(self, gpus: int, fitting: bool) -> Iterator[Side]:
         """All shapes on at most `gpus` GPUs that fit, or all that do not."""
-        reference = self.config.algorithm.kl_coef > 0
+        reference = needs_reference(self.config)
         for shape in self.trainer_shapes:
             dp = min(gpus // (shape.tp * shape.cp * shape.pp), self.workload.sequences // shape.minibatches)
             dp -= dp % max(1, shape.ep // (shape.tp * shape.cp))  # only whole expert-parallel groups

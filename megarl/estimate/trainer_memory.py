@@ -29,7 +29,7 @@ class TrainerMemory:
     weights: float
     gradients: float
     optimizer: float
-    reference: float  # frozen copy of the weights, if algorithm.kl_coef needs one
+    reference: float  # frozen copy of the weights, if the algorithm needs one
     activations: float
     logits: float  # those of one chunk, and the hidden states that they are made from
     buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation

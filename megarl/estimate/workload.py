@@ -6,14 +6,16 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from megarl.algorithms.recipes import needs_reference, recipe_of
 from megarl.config.schema import RunConfig
 
 
 def scoring_passes(config: RunConfig) -> int:
-    """Forward passes over a batch that train nothing: of the reference model, and of the policy before the first of several optimizer
-    steps."""
+    """Forward passes over a batch that train nothing: of the reference model, of the policy before the first of several optimizer steps,
+    and, for a loss of several responses, of the policy before each."""
     proximal = config.algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1
-    return int(config.algorithm.kl_coef > 0) + int(proximal)
+    groups = config.trainer.epochs if recipe_of(config.algorithm).beta else 0
+    return int(needs_reference(config.algorithm) is not None) + int(proximal) + groups
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
 from megarl.algorithms.base import Algorithm
+from megarl.algorithms.groups import GroupLoss, GroupWeights
 from megarl.algorithms.minibatches import MiniBatch, minibatches
 from megarl.algorithms.sequences import batch_rewards, to_train_sequences
 from megarl.config.schema import RunConfig
@@ -47,9 +51,15 @@ class BatchSteps:
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
         # With one optimizer step the proximal policy is the policy itself, which the loss knows.
         proximal = self._scores("policy", sequences, cut) if self.algorithm.needs_proximal and len(cut) > 1 else None
+        advantages = self.algorithm.advantages(batch_rewards(batch))
         for each in cut:
+            chosen, weighed = [sequences[place] for place in each.places], None
+            if self.algorithm.group_loss is not None:
+                assert reference is not None
+                weighed = self._weigh(self.algorithm.group_loss, each, chosen, advantages, reference)
+                chosen = [_weighted(*pair) for pair in zip(chosen, weighed.weights.flatten()[each.places].tolist(), strict=True)]
             result = self.trainer.train_step(
-                [sequences[place] for place in each.places],
+                chosen,
                 self.algorithm.loss,
                 each.denominator,
                 temperature=temperature,
@@ -57,8 +67,28 @@ class BatchSteps:
                 proximal_logprobs=None if proximal is None else [proximal[place] for place in each.places],
             )
             result.check_tokens(each.tokens)
+            if weighed is not None:  # the weighted log-probs have its gradient, but not its value
+                prompts = each.denominator / advantages.shape[1]
+                result = replace(result, loss=weighed.loss / prompts, sums={**result.sums, **weighed.sums, "prompts": prompts})
             results.append(result)
         return results
+
+    def _weigh(
+        self,
+        loss: GroupLoss,
+        minibatch: MiniBatch,
+        chosen: list[TrainSequence | Elsewhere],
+        advantages: Tensor,
+        reference: Mapping[int, np.ndarray],
+    ) -> GroupWeights:
+        """Weights [G, n] of all samples of the batch; those of the mini-batch's from the current weights' log-probs of them."""
+        log_ratio, used = torch.zeros_like(advantages), torch.zeros_like(advantages)
+        if minibatch.places:
+            scored = self.trainer.token_logprobs(chosen, "policy", self.config.rollout.temperature)
+            for place, logprobs in zip(minibatch.places, scored, strict=True):
+                log_ratio.view(-1)[place] = float((logprobs.astype(np.float64) - reference[place]).sum())
+            used.view(-1)[minibatch.places] = advantages.reshape(-1)[minibatch.places]
+        return loss.weigh(used, log_ratio)
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
         sequences = to_train_sequences(batch, self.algorithm.advantages(batch_rewards(batch)), self.algorithm.skip_zero)
@@ -72,6 +102,13 @@ class BatchSteps:
             scored = self.trainer.token_logprobs([sequences[place] for place in places], model, self.config.rollout.temperature)
             found |= zip(places, scored, strict=True)
         return found
+
+
+def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequence | Elsewhere:
+    """With `weight` in the place of the tokens' advantages."""
+    if isinstance(sequence, Elsewhere):
+        return sequence
+    return msgspec.structs.replace(sequence, advantages=np.where(sequence.loss_mask, np.float32(weight), np.float32(0)))
 
 
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 A finished warm start of the same model.path is used: whoever ran `megarl sft` before `megarl train` wants that. The folder itself records
 what it was made from, since sft.output may belong to another run. A run keeps the weights it began with as its reference model
-(algorithm.kl_coef), even if another warm start is made meanwhile.
+(algorithm.kl_coef, algorithm.beta), even if another warm start is made meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms import recipes
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings, value_at
 from megarl.config.schema import RunConfig
@@ -82,7 +83,7 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
             yield f"{none}; set model.random_init=true to start from random ones"
     elif command != "eval" and complete_checkpoints(config.run_dir):
         yield (
-            f"algorithm.kl_coef={config.algorithm.kl_coef}: its reference model is what the run began with, but {weights.path} holds no "
+            f"{recipes.needs_reference(config.algorithm)}: its reference model is what the run began with, but {weights.path} holds no "
             "weights any more"
         )
     elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft will make them first
@@ -91,7 +92,7 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a run keeps the weights it began with beside those it trains."""
-    return config.algorithm.kl_coef > 0
+    return recipes.needs_reference(config.algorithm) is not None
 
 
 def holds_weights(path: str) -> bool:

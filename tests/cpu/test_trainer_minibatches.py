@@ -22,12 +22,15 @@ GROUPS, MINIBATCHES, EPOCHS, SEED, TEMPERATURE = 4, 2, 2, 5, 0.7
 ADAM: dict[str, Any] = {
     "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
 }  # fmt: skip
-CAP = 2.0
+CAP, BETA = 2.0, 0.5
 ALGORITHMS = {
     "behavior": ["algorithm.name=aipo", "algorithm.rho=1.5"],
     "proximal": ["algorithm.name=aipo", "algorithm.rho=1.5", "algorithm.ratio=proximal", "algorithm.kl_coef=0.1"],
     "decoupled": ["algorithm.name=grpo", "algorithm.ratio=decoupled", f"algorithm.behavior_cap={CAP}"],
+    "proximal_rloo": ["algorithm.name=proximal_rloo", "algorithm.ratio=proximal"],
+    "online_dpo": ["algorithm.name=online_dpo", f"algorithm.beta={BETA}"],
 }
+OTHER_VALUE = ("decoupled", "proximal_rloo")  # objectives that have the gradient of the reported loss, but not its value
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
 CASES = [(ratio, layout) for ratio in ALGORITHMS for layout in LAYOUTS]
 
@@ -69,6 +72,15 @@ def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tenso
     return lag * (lag <= CAP) * (clipped if advantage > 0 else clipped.clamp(min=3 * advantage))
 
 
+def of_responses(name: str, rewards: list[float], now: torch.Tensor, prox: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """A prompt's loss as published, from the log-probs [n] of its whole responses."""
+    if name == "online_dpo":
+        gap = (now - first)[0] - (now - first)[2]  # of best and worst
+        return -torch.log(torch.sigmoid(BETA * gap)) if len(set(rewards)) > 1 else 0 * gap
+    r, a = (now - prox).exp(), torch.tensor([(3 * reward - sum(rewards)) / 2 for reward in rewards], dtype=torch.float64)
+    return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).mean()
+
+
 def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]]:
     """Of each batch: (loss, gradient norm, learning rate) of each optimizer step; the weights after the last of them."""
     model, start, found, position = load_float64(folder), load_float64(folder), [], 0
@@ -97,6 +109,13 @@ def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[lis
                 loss = loss - (terms.mean() if ratio == "decoupled" else terms.sum())
                 tokens += int(mine[place].sum())
             loss = loss / (n * len(chosen) if ratio == "decoupled" else tokens)
+            if ratio in ("online_dpo", "proximal_rloo"):
+                loss = torch.zeros((), dtype=torch.float64)
+                for places in ([n * group + i for i in range(n)] for group in chosen):
+                    now = [logprobs_of(model, numbers[place].prompt_ids, numbers[place].token_ids) for place in places]
+                    scores = (now, [prox[place] for place in places], [first[place] for place in places])
+                    sums = [torch.stack([row[mine[place]].sum() for place, row in zip(places, rows)]) for rows in scores]
+                    loss = loss + of_responses(ratio, [batch.samples[place].reward for place in places], *sums) / len(chosen)
             adam.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"]).item()
@@ -152,12 +171,13 @@ def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[B
             each, metrics = rank["told"][step]
             for found, want in zip(each, expected, strict=True):
                 assert found[1:] == pytest.approx(want[1:], rel=1e-4, abs=1e-6)
-                if ratio != "decoupled":  # the other objective has the loss's gradient, but not its value
+                if ratio not in OTHER_VALUE:
                     assert found[0] == pytest.approx(want[0], rel=1e-4, abs=1e-6)
             assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (
                 EPOCHS if step == 1 and ratio != "proximal" else 0
             )
-            assert ("kl/mean" in metrics) == (ratio == "proximal"), "whose penalty acts where advantages are 0 too"
+            assert ("kl/mean" in metrics) == (ratio in ("proximal", "online_dpo")), "which have a reference"
+            assert metrics.get("pairs/fraction") == ((0.25 if step == 1 else 1.0) if ratio == "online_dpo" else None)
             if ratio == "decoupled":
                 assert 0 < metrics["behavior_ratio/capped_fraction"] < 0.5 and 0 < metrics["is_ratio/clipped_fraction"] < 0.9
         got = AutoModelForCausalLM.from_pretrained(runs / f"{ratio}.{layout}.{step}.hf", dtype=torch.float32).state_dict()

@@ -194,8 +194,8 @@ def test_every_recipe_has_a_rule_and_bounds_that_fit():
 @pytest.mark.parametrize(
     "config, problem",
     [
-        (AlgorithmConfig(name="reinforce", rho=2.0), "algorithm.rho=2.0: must be null: reinforce has no such bound"),
-        (AlgorithmConfig(name="topr", rho_min=0.5), "algorithm.rho_min=0.5: must be null: topr has no such bound"),
+        (AlgorithmConfig(name="reinforce", rho=2.0), "algorithm.rho=2.0: must be null: reinforce has no such setting"),
+        (AlgorithmConfig(name="topr", rho_min=0.5), "algorithm.rho_min=0.5: must be null: topr has no such setting"),
         (AlgorithmConfig(rho_min=4.0), "algorithm.rho_min=4.0: must be below algorithm.rho=4.0"),
         (AlgorithmConfig(name="grpo", rho=0.5), "algorithm.rho_min=0.8: must be below algorithm.rho=0.5"),
     ],

@@ -126,9 +126,9 @@ def test_prompts_and_samples_may_be_permuted(name: str, seed: int):
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (AlgorithmConfig(dual_clip=3.0), "algorithm.dual_clip=3.0: must be null: aipo has no such bound"),
+        (AlgorithmConfig(dual_clip=3.0), "algorithm.dual_clip=3.0: must be null: aipo has no such setting"),
         (AlgorithmConfig(name="grpo", dual_clip=1.1), "algorithm.dual_clip=1.1: must be at least algorithm.rho=1.2"),
-        (AlgorithmConfig(name="rloo", rho=2.0), "algorithm.rho=2.0: must be null: rloo has no such bound"),
+        (AlgorithmConfig(name="rloo", rho=2.0), "algorithm.rho=2.0: must be null: rloo has no such setting"),
         (AlgorithmConfig(name="best_of_n", advantage="mean"), "algorithm.advantage=mean: must be null: best_of_n has its own"),
         (AlgorithmConfig(name="best_of_n", loss_mean="token"), "algorithm.loss_mean=token: must be null: best_of_n has its own"),
         (AlgorithmConfig(name="rloo", ratio="proximal"), "algorithm.ratio=proximal: rloo goes with behavior only (docs/algorithms.md)"),
