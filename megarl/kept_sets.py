@@ -40,7 +40,7 @@ class KeptSets(msgspec.Struct, frozen=True):
         if (keys[1:] == keys[:-1]).any():
             raise ValueError("a token is twice in a set")
         made = cls(vocab_size, sizes.astype("<i4").tobytes(), _packed(vocab_size, sizes, rows, keys - rows * vocab_size))
-        made.check(tokens)
+        made.checked_ids(tokens)
         return made
 
     def __len__(self) -> int:
@@ -64,19 +64,22 @@ class KeptSets(msgspec.Struct, frozen=True):
             places = starts[as_bits][:, None] + np.arange(width)
             set_bytes = np.frombuffer(self.records, np.uint8)[places].ravel()
             used = np.flatnonzero(set_bytes)
-            at, bit = np.nonzero(np.unpackbits(set_bytes[used, None], axis=1, bitorder="little"))
-            if not np.array_equal(np.bincount(used[at] // width, minlength=as_bits.sum()), sizes[as_bits]):
+            at = np.flatnonzero(np.unpackbits(set_bytes[used], bitorder="little"))
+            in_bytes = used[at // 8]
+            if not np.array_equal(np.bincount(in_bytes // width, minlength=as_bits.sum()), sizes[as_bits]):
                 raise ValueError("sets whose bits are not as many as their sizes")
-            found[~listed] = used[at] % width * 8 + bit
+            found[~listed] = in_bytes % width * 8 + at % 8
         return found
 
-    def check(self, tokens: np.ndarray) -> None:
-        """Raises: ValueError if one of the T sampled `tokens` is not in its own set."""
+    def checked_ids(self, tokens: np.ndarray) -> np.ndarray:
+        """As `ids`. Raises: ValueError also if one of the T sampled `tokens` is not in its own set."""
         sizes, sampled = self.counts, np.zeros(len(self), np.bool_)
         rows = np.repeat(np.arange(len(sizes)), sizes)
-        sampled[rows[self.ids() == tokens[rows]]] = True
+        ids = self.ids()
+        sampled[rows[ids == tokens[rows]]] = True
         if missing := int((~sampled & (sizes > 0)).sum()):
             raise ValueError(f"{missing} of {int((sizes > 0).sum())} sampled tokens are not in their own sets (rollout.replay_mask)")
+        return ids
 
     def first(self, tokens: int) -> KeptSets:
         """Those of the first tokens."""
@@ -135,11 +138,14 @@ def _records(vocab_size: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _packed(vocab_size: int, sizes: np.ndarray, rows: np.ndarray, ids: np.ndarray) -> bytes:
-    """`rows`: the set that each id belongs to."""
+    """`ids`, ascending within a set; `rows`: the set that each belongs to."""
     as_bits, starts, end = _records(vocab_size, sizes)
     packed, dtype = np.zeros(end, np.uint8), _id_dtype(vocab_size)
     within, bits = np.arange(len(ids)) - (np.cumsum(sizes) - sizes)[rows], as_bits[rows]
     listed = ~bits
     packed.view(dtype)[(starts[rows] // dtype.itemsize + within)[listed]] = ids[listed]
-    np.add.at(packed, starts[rows[bits]] + ids[bits] // 8, (1 << ids[bits] % 8).astype(np.uint8))
+    if bits.any():
+        places = starts[rows[bits]] + ids[bits] // 8  # ascending, as sets and their ids are
+        firsts = np.flatnonzero(np.diff(places, prepend=-1))
+        packed[places[firsts]] = np.add.reduceat(1 << ids[bits] % 8, firsts)
     return packed.tobytes()

@@ -215,10 +215,10 @@ def _kept(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.nd
     for start, index in zip(plan.boundaries, plan.indices):
         sequence, kept = held[index], held[index].kept
         if kept is not None:
-            kept.check(sequence.token_ids[len(sequence) - len(kept) :])
+            of_tokens = kept.checked_ids(sequence.token_ids[len(sequence) - len(kept) :])
             counts = np.concatenate([np.zeros(len(sequence) - len(kept), np.int64), kept.counts])
             sizes[start : start + len(counts) - 1] = counts[1:]
-            ids.append(kept.ids()[counts[0] :])
+            ids.append(of_tokens[counts[0] :])
     if missing := int((scored & (sizes == 0)).sum()):
         raise ValueError(f"{missing} of {int(scored.sum())} tokens of the loss lack the sets they were drawn from (rollout.replay_mask)")
     return KeptRows(sizes, np.concatenate(ids))

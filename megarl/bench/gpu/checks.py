@@ -5,6 +5,7 @@ Each check raises AssertionError. On a CPU they run in Triton's interpreter (TRI
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -115,17 +116,20 @@ def logprobs_and_entropy_of_a_slice(device: torch.device, toy: bool) -> None:
 
 
 def linear_logprobs_in_float64(device: torch.device, toy: bool) -> None:
-    """In bfloat16, too, logits are float32 on a GPU: log-probs are as exact as in float32."""
+    """In bfloat16, too, logits are float32 on a GPU: log-probs are as exact as in float32. Over the vocabulary, and over sets of tokens."""
     width, vocabulary, real = (64, 300, 280) if toy else (512, 4096, 4000)
-    for dtype, into in [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)][: 1 if device.type == "cpu" else 3]:
+    cases = [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)][: 1 if device.type == "cpu" else 3]
+    for (dtype, into), part in itertools.product(cases, (False, True)):
         hidden, weight = (torch.randn(rows, width, device=device).to(dtype).requires_grad_() for rows in (300, vocabulary))
         targets, weights = torch.randint(0, real, (300,), device=device), torch.randn(300, device=device)
         exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-        log_p = torch.log_softmax(exact[0] @ exact[1][:real].T / 8, -1)
-        wanted, wanted_entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        inside = (torch.rand(300, real, device=device) < (0.1 if part else 2)).scatter(1, targets[:, None], True)
+        kept = (inside.sum(dim=1).cpu(), inside.nonzero()[:, 1].int()) if part else None
+        log_p = torch.log_softmax((exact[0] @ exact[1][:real].T / 8).masked_fill(~inside, -torch.inf), -1)
+        wanted, wanted_entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p.masked_fill(~inside, 0)).sum(-1)
         ((wanted + wanted_entropy) * weights).sum().backward()
         main_grad = torch.zeros(weight.shape, device=device) if into else None
-        found, entropy = kernels.linear_logprobs(hidden, weight, targets, ALONE, real, 8, 128, main_grad)
+        found, entropy = kernels.linear_logprobs(hidden, weight, targets, ALONE, real, 8, 128, main_grad, kept)
         ((found + entropy) * weights).sum().backward()
         torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy.double(), wanted_entropy.detach(), rtol=1e-5, atol=1e-5)
