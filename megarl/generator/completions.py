@@ -180,8 +180,10 @@ def completions_of(
         lists = _Lists(answer)
         answers = [each.meta_info for each in _decode_answers(lists.rest)]
         read = [_numbers(meta, lists) for meta in answers]
-    except (msgspec.DecodeError, LookupError, OverflowError) as error:  # JSON has no NaN: SGLang writes null
+    except (msgspec.DecodeError, LookupError, OverflowError, ValueError) as error:  # JSON has no NaN: SGLang writes null
         raise EngineError(f"engine {engine} gave an unreadable answer: {error} (a log-prob of null is NaN or infinite)") from error
+    if len(answers) != len(samplings):
+        raise EngineError(f"engine {engine} gave {len(answers)} answers to {len(samplings)} requests")
     return [_completion(engine, *each, routing, vocab_size) for each in zip(answers, read, samplings, strict=True)]
 
 
@@ -211,6 +213,7 @@ class _Numbers(NamedTuple):
     logprobs: array[float]
     of_truncated: array[float]  # log-probs; empty if the distribution was not truncated
     kept: tuple[array[int], array[int]]  # token ids, and how many of them belong to each token
+    versions: array[int]  # of the weights that each token was sampled under
 
 
 def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
@@ -223,7 +226,10 @@ def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
         kept = lists.take(masks)
     else:
         kept = typed([token for mask in masks for token in mask], "i"), typed([len(mask) for mask in masks], "i")
-    return _Numbers(tokens, logprobs, lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f"), kept)
+    versions = array("i")
+    for span in meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]:
+        versions += array("i", [int(span.version)]) * (span.end - span.start)
+    return _Numbers(tokens, logprobs, lists.take(floats)[1] if isinstance(floats, int) else typed(floats, "f"), kept, versions)
 
 
 def _completion(
@@ -231,14 +237,10 @@ def _completion(
 ) -> Completion:
     if meta.finish_reason.type not in ("stop", "length", ABORT):
         raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
-    tokens, logprobs = read.tokens, read.of_truncated if sampling.truncated else read.logprobs
+    tokens, versions, logprobs = read.tokens, read.versions, read.of_truncated if sampling.truncated else read.logprobs
     vocab_size = vocab_size if sampling.truncated else None
     if not np.isfinite(view(logprobs)).all():
         raise EngineError(f"engine {engine} answered with a log-prob that is infinite")
-    spans = meta.weight_versions or [_Span(meta.weight_version, 0, len(tokens))]
-    versions = array("i")
-    for span in spans:
-        versions += array("i", [int(span.version)]) * (span.end - span.start)
     experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
         # The engine did not check whether the last token ends the response, so that token is sampled again. The same goes for tokens

@@ -31,6 +31,8 @@ BY_KEY = {
         "sequence_parallel": "trainer.sequence_parallel",
         "num_layers_in_first_pipeline_stage": "trainer.first_stage_layers",
         "num_layers_in_last_pipeline_stage": "trainer.last_stage_layers",
+        "account_for_embedding_in_pipeline_split": "trainer.first_stage_layers",
+        "account_for_loss_in_pipeline_split": "trainer.last_stage_layers",
         **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16"), "model.dtype"),
         **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths", "deallocate_pipeline_outputs"), _STAGES),
         "moe_enable_routing_replay": "trainer.routing_replay",
@@ -59,7 +61,12 @@ REFUSED = {
         **dict.fromkeys(
             ("moe_expert_capacity_factor", "moe_token_dropping", "moe_input_jitter_eps", "moe_router_force_load_balancing"), _DROPS
         ),
-        **dict.fromkeys("window_size experimental_attention_variant qk_l2_norm attention_output_gate no_rope_freq".split(), _OTHER_MODEL),
+        **dict.fromkeys(
+            "window_size experimental_attention_variant qk_l2_norm attention_output_gate no_rope_freq softmax_type glu_linear_offset "
+            "activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate mrope_section "
+            "linear_attention_freq heterogeneous_block_specs".split(),
+            _OTHER_MODEL,
+        ),
         **dict.fromkeys(("fp16", "grad_scale_func"), _LOSS_SCALING),
         **dict.fromkeys(("qk_clip", "moe_router_bias_update_rate"), "weights would change outside the optimizer"),
         **dict.fromkeys(("fp8_param", "fp4_param"), "weights are read for the engines as model.dtype has them"),
@@ -79,6 +86,7 @@ REFUSED = {
     },
     "trainer.optimizer.megatron": {
         "decoupled_weight_decay": "the optimizer is AdamW",
+        **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all parameters have the same learning rate"),
         **dict.fromkeys(("optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload", "main_params_dtype"), _MASTERS),
         **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders"), _MASTERS),
         **dict.fromkeys(("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _LOSS_SCALING),

@@ -144,6 +144,11 @@ def test_many_answers_and_truncated_distributions():
         (answer(0), "unreadable"),
         (answer(THREE, {"output_token_sampling_logprobs": 0}), "unreadable"),
         (answer(THREE, {"weight_versions": [{"version": "3", "start": 0, "end": 2}]}), "3 tokens, 3 log-probs, 2 versions"),
+        (answer(THREE, {"weight_version": "default"}), "unreadable"),
+        (answer(THREE, {"weight_version": "99999999999"}), "unreadable"),
+        (answer(THREE).replace(b'"stop"', b'"st\xffp"'), "unreadable"),
+        (b"[" + answer(THREE)[1:-1] + b"," + answer(THREE)[1:-1] + b"]", "2 answers to 1 requests"),
+        (b"[]", "0 answers to 1 requests"),
     ],
 )
 def test_what_is_no_answer_is_refused_with_the_engines_name(body, problem):

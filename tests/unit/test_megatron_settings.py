@@ -35,6 +35,9 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ("trainer.megatron.hidden_size=64", "must be set by model.path, whose config.json decides it"),
         ("trainer.megatron.tensor_model_parallel_size=2", "must be set by trainer.tp"),
         ("trainer.megatron.hidden_dropout=0.1", "must be left out; log-probs that are trained on would differ from those of the engines"),
+        ("trainer.megatron.glu_linear_offset=1.0", "must be left out; the engines do not compute it"),
+        ("trainer.megatron.softmax_type=learnable", "must be left out; the engines do not compute it"),
+        ("trainer.megatron.account_for_loss_in_pipeline_split=true", "must be set by trainer.last_stage_layers"),
         ("trainer.megatron.recompute_granularity=some", "must be one of full, selective or null"),
         ("trainer.megatron.recompute_modules=core_attn", "must be Optional[List[str]]"),
         ("trainer.megatron.attention_backend=fast", "must be one of auto, flash, fused, local, unfused"),
@@ -44,6 +47,7 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ("trainer.ddp.bucket_size=many", "must be an integer or null"),
         ("trainer.ddp.zzz=1", f"unknown to megatron-core {version()}; it is no field of DistributedDataParallelConfig"),
         ("trainer.optimizer.megatron.lr=1", "must be set by trainer.optimizer.lr"),
+        ("trainer.optimizer.megatron.decoupled_lr=0.1", "must be left out; all parameters have the same learning rate"),
         ("sft.optimizer.megatron.loss_scale=2", "must be left out; float16 is not trained in: model.dtype is float32 or bfloat16"),
     ],
 )
