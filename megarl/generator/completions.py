@@ -29,10 +29,10 @@ class Sampling(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1  # -1: off. With top_p or min_p alone SGLang also needs a bound here: the MOST_KEPT likeliest tokens
-    min_p: float = 0.0  # 0: off
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # needs the engine to have a tokenizer
+    min_p: float = 0.0  # 0: off
 
     @property
     def truncated(self) -> bool:

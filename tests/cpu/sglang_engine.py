@@ -181,9 +181,9 @@ class Engine:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
-    def client(self) -> EngineClient:
+    def client(self, vocab_size: int = VOCABULARY) -> EngineClient:
         """Inside an event loop."""
-        return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing, vocab_size=VOCABULARY)
+        return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing, vocab_size=vocab_size)
 
     def died(self) -> str | None:
         return None if self.process.is_running() else "has ended"
