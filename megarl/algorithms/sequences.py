@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.config.schema import RunConfig
 from megarl.kept_sets import kept_metrics
 from megarl.rewards.failures import failure_metrics
+from megarl.rewards.shaping import length_penalty
 from megarl.types import Batch, Elsewhere, SampleNumbers, TrainSequence, Version
 
 
@@ -19,6 +21,12 @@ def batch_rewards(batch: Batch) -> Tensor:
     if len({len(group.samples) for group in batch.groups}) != 1:
         raise ValueError(f"groups of step {batch.step} have different numbers of samples")
     return torch.tensor([[sample.reward for sample in group.samples] for group in batch.groups], dtype=torch.float64)
+
+
+def length_penalties(batch: Batch, config: RunConfig) -> Tensor:
+    """[G, n], float64: what training takes off the rewards (rewards/shaping.py)."""
+    found = [[length_penalty(sample.tokens, sample.finish_reason, config) for sample in group.samples] for group in batch.groups]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dict[int, TrainSequence | Elsewhere]:
@@ -52,13 +60,14 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept)
 
 
-def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
-    """Metrics of a batch, used by a trainer at weight version `version`.
+def batch_metrics(batch: Batch, version: Version, penalties: Tensor | None = None) -> dict[str, float]:
+    """Metrics of a batch, used by a trainer at weight version `version`, which takes `penalties` [G, n] off the rewards.
 
     A token's staleness is `version` minus the version that produced it; the environment's tokens have none. reward/std is over all
     samples. rollout/<name> and reward/<name>/mean are means of Sample.metrics and reward_parts over the samples that have them.
     """
     rewards = batch_rewards(batch)
+    trained_on = rewards if penalties is None else rewards - penalties
     samples = batch.samples
     runs = [run for sample in samples for run in sample.policy_versions]
     tokens, own_tokens = sum(sample.tokens for sample in samples), sum(count for _, count in runs)
@@ -73,7 +82,8 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         "environment_tokens/fraction": 1 - own_tokens / tokens,
         "turns/mean": sum(sample.turns for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
-        "zero_advantage_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean().item(),
+        "zero_advantage_fraction": (trained_on == trained_on[:, :1]).all(dim=1).double().mean().item(),
+        **({} if penalties is None else {"reward/penalty/mean": penalties.mean().item()}),
         **kept_metrics((sample.kept for sample in samples), own_tokens),
         **failure_metrics(samples),
         **parts,

@@ -206,6 +206,16 @@ class RewardConfig:
     max_failed_fraction: float = setting(
         0.5, "the run ends if a larger share of a step's or an evaluation's scores failed; 1: never", between(0, 1)
     )
+    unfinished_penalty: float = setting(
+        0.0, "what a response that was cut at rollout.max_tokens loses of its reward in training", between(0, MAX_REWARD)
+    )
+    overlong_tokens: int = setting(
+        0,
+        "how many of the last tokens before rollout.max_tokens lower the reward in training, up to overlong_penalty for a response of "
+        "the full length (DAPO's soft overlong punishment); 0: none",
+        at_least(0),
+    )
+    overlong_penalty: float = setting(1.0, "see overlong_tokens", between(0, MAX_REWARD))
 
 
 @dataclass

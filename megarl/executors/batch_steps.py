@@ -16,8 +16,9 @@ from torch import Tensor
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.groups import GroupLoss, GroupWeights
 from megarl.algorithms.minibatches import MiniBatch, minibatches
-from megarl.algorithms.sequences import batch_rewards, to_train_sequences
+from megarl.algorithms.sequences import batch_rewards, length_penalties, to_train_sequences
 from megarl.config.schema import RunConfig
+from megarl.rewards.shaping import shapes
 from megarl.types import Batch, Elsewhere, TrainSequence
 
 if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
@@ -33,6 +34,14 @@ class BatchSteps:
     trainer: MegatronTrainer
     algorithm: Algorithm
     config: RunConfig
+
+    def penalties(self, batch: Batch) -> Tensor | None:
+        """[G, n] what is taken off the rewards; None if nothing ever is."""
+        return length_penalties(batch, self.config) if shapes(self.config) else None
+
+    def advantages(self, batch: Batch) -> Tensor:
+        rewards, penalties = batch_rewards(batch), self.penalties(batch)
+        return self.algorithm.advantages(rewards if penalties is None else rewards - penalties)
 
     def assign(self, batch: Batch) -> list[list[int]]:
         """[dp][…] which samples, by their places in the batch, each data-parallel rank needs: those of its share of any mini-batch."""
@@ -51,7 +60,7 @@ class BatchSteps:
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
         # With one optimizer step the proximal policy is the policy itself, which the loss knows.
         proximal = self._scores("policy", sequences, cut) if self.algorithm.needs_proximal and len(cut) > 1 else None
-        advantages = self.algorithm.advantages(batch_rewards(batch))
+        advantages = self.advantages(batch)
         for each in cut:
             chosen, weighed = [sequences[place] for place in each.places], None
             if self.algorithm.group_loss is not None:
@@ -91,7 +100,7 @@ class BatchSteps:
         return loss.weigh(used, log_ratio)
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
-        sequences = to_train_sequences(batch, self.algorithm.advantages(batch_rewards(batch)), self.algorithm.skip_zero)
+        sequences = to_train_sequences(batch, self.advantages(batch), self.algorithm.skip_zero)
         return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed)
 
     def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> dict[int, np.ndarray]:

@@ -143,7 +143,7 @@ class TrainerExecutor:
             batch.step,
             {
                 "wall_s": now - self._started,
-                **batch_metrics(batch, version=self.version - 1),
+                **batch_metrics(batch, self.version - 1, self.batch_steps.penalties(batch)),
                 **step_metrics(results, self.algorithm),
                 "weights/version": self.version,
                 **self._probe_metrics,

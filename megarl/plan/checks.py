@@ -19,6 +19,7 @@ from megarl.plan.quantisation import check_blackwell_blocks, check_evaluated_for
 from megarl.plan.resume import check_resume
 from megarl.plan.server_args import check_server_args
 from megarl.plan.weights import check_warm_start
+from megarl.rewards import shaping
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 MAX_RANKS = 100_000
@@ -72,6 +73,10 @@ def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
 
 
+def check_shaping(config: RunConfig) -> Iterable[str]:
+    return shaping.problems(config)
+
+
 def check_eval(config: RunConfig) -> Iterable[str]:
     if config.eval.every and not held_out(config):
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
@@ -114,6 +119,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_batch,
     check_partial_rollout,
     check_algorithm,
+    check_shaping,
     check_eval,
 )
 PLANNING_COMMANDS = ("plan", "reshard")

@@ -1,0 +1,29 @@
+"""What training takes off a response's score: penalties for length. Evaluations and the metric reward/mean are of scores alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megarl.config.schema import RunConfig
+
+
+def length_penalty(tokens: int, finish_reason: str, config: RunConfig) -> float:
+    """At least 0. A response that was cut costs `reward.unfinished_penalty`. Of the longest allowed response the last
+    `reward.overlong_tokens` cost `reward.overlong_penalty` in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
+    reward = config.reward
+    cut = reward.unfinished_penalty if finish_reason == "length" else 0.0
+    if not reward.overlong_tokens:
+        return cut
+    beyond = tokens - (config.rollout.max_tokens - reward.overlong_tokens)
+    return cut + reward.overlong_penalty * max(0, beyond) / reward.overlong_tokens
+
+
+def shapes(config: RunConfig) -> bool:
+    """Whether there are penalties at all."""
+    return config.reward.unfinished_penalty > 0 or config.reward.overlong_tokens > 0
+
+
+def problems(config: RunConfig) -> Iterable[str]:
+    reward, longest = config.reward, config.rollout.max_tokens
+    if reward.overlong_tokens > longest:
+        yield f"reward.overlong_tokens={reward.overlong_tokens}: must be at most rollout.max_tokens={longest}"

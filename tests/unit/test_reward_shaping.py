@@ -1,0 +1,69 @@
+"""Penalties for length: what they come to, what they change, what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from batches import batch_of
+
+from megarl.algorithms.registry import make_algorithm
+from megarl.algorithms.sequences import batch_metrics, length_penalties
+from megarl.config.schema import RewardConfig, RolloutConfig, RunConfig
+from megarl.executors.batch_steps import BatchSteps
+from megarl.plan.checks import check_shaping
+from megarl.rewards.shaping import length_penalty
+from megarl.types import Group, Prompt, Sample
+
+LONGEST = 100
+
+
+def config(**reward: Any) -> RunConfig:
+    return RunConfig(rollout=RolloutConfig(max_tokens=LONGEST), reward=RewardConfig(**reward))
+
+
+def sample(tokens: int, reward: float = 1.0, finish: str = "stop") -> Sample:
+    return Sample([3] * tokens, [-0.1] * tokens, [0] * tokens, "", reward, finish)
+
+
+def dapo(length: int, longest: int, cache: int) -> float:
+    """Equation 13 of the paper, as it is written."""
+    if length <= longest - cache:
+        return 0.0
+    return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+
+@pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100])
+def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
+    assert length_penalty(tokens, "stop", config(overlong_tokens=20)) == pytest.approx(-dapo(tokens, LONGEST, 20))
+    assert length_penalty(tokens, "stop", config(overlong_tokens=20, overlong_penalty=3.0)) == pytest.approx(-3 * dapo(tokens, LONGEST, 20))
+
+
+def test_a_cut_response_loses_besides() -> None:
+    both = config(unfinished_penalty=0.5, overlong_tokens=LONGEST)
+    assert length_penalty(LONGEST, "length", both) == 1.5
+    assert length_penalty(LONGEST, "stop", both) == 1.0
+    assert length_penalty(LONGEST, "length", config()) == 0.0
+
+
+def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
+    """Equal scores then are no longer equal, so that the group is trained on."""
+    samples = [sample(10), sample(LONGEST, finish="length")]
+    batch = batch_of([Group(Prompt(ordinal=0, token_ids=[1], text="", answer=""), samples)])
+    plain, shaping = config(), config(unfinished_penalty=0.5)
+    found = {}
+    for name, settings in (("plain", plain), ("shaped", shaping)):
+        steps = BatchSteps(SimpleNamespace(), make_algorithm(settings.algorithm), settings)  # type: ignore[arg-type]
+        found[name] = steps.advantages(batch).tolist(), batch_metrics(batch, 0, steps.penalties(batch))
+    assert found["plain"][0] == [[0.0, 0.0]] and found["shaped"][0] == [[0.25, -0.25]]
+    assert found["plain"][1]["zero_advantage_fraction"] == 1 and "reward/penalty/mean" not in found["plain"][1]
+    assert found["shaped"][1]["zero_advantage_fraction"] == 0 and found["shaped"][1]["reward/penalty/mean"] == 0.25
+    assert found["shaped"][1]["reward/mean"] == found["plain"][1]["reward/mean"] == 1.0
+    torch.testing.assert_close(length_penalties(batch, shaping), torch.tensor([[0.0, 0.5]], dtype=torch.float64))
+
+
+def test_more_overlong_tokens_than_a_response_may_have_are_refused() -> None:
+    assert [*check_shaping(config(overlong_tokens=101))] == ["reward.overlong_tokens=101: must be at most rollout.max_tokens=100"]
+    assert not [*check_shaping(config(overlong_tokens=100))]
