@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -235,7 +236,7 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
     run(
         plan,
-        arguments.config,
+        shlex.join([arguments.config, *arguments.overrides]),
         searching=arguments.search,
         theory=arguments.theory,
         gpus=arguments.gpus,

@@ -18,7 +18,7 @@ from megarl.plan.resolve import RunPlan, resolve
 
 def run(
     plan: RunPlan,
-    config_path: str,
+    command: str,
     *,
     searching: bool = False,
     theory: bool = False,
@@ -28,7 +28,8 @@ def run(
 ) -> None:
     """Prints the plan of the config; with `searching`, the plan of the best config on `gpus` GPUs.
 
-    `theory` adds the optimum of LlamaRL's section 7 beside the best config. Raises ConfigError for what cannot be planned.
+    `command` is the config and its overrides, as they were given. `theory` adds the optimum of LlamaRL's section 7 beside the best config.
+    Raises ConfigError for what cannot be planned.
     """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
@@ -48,13 +49,16 @@ def run(
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
+        facts["not_counted"] = report.not_counted(plan.config)
         facts |= {"search": report.search_details(found)} if searching and found else {}
         print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
         return
     _print_roles(plan, facts)
     print(*report.render(estimated, baseline, cures), sep="\n")
+    if left_out := report.not_counted(plan.config):
+        print(f"not counted: {', '.join(left_out)}")
     if searching and found:
-        print(*report.render_search(found, budget, asked, config_path), sep="\n")
+        print(*report.render_search(found, budget, asked, command), sep="\n")
     if optima:
         print(*report.render_theory(optima, budget), sep="\n")
 

@@ -23,6 +23,18 @@ def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy
     yield from _verdict(found, list(remedies))
 
 
+def not_counted(config: RunConfig) -> list[str]:
+    """The settings of Megatron and SGLang that no estimate depends on."""
+    trainer, counted = config.trainer, ("overlap_grad_reduce", "chunked_prefill_size", "disable_overlap_schedule")
+    mappings = {
+        "trainer.megatron": trainer.megatron,
+        "trainer.ddp": trainer.ddp,
+        "trainer.optimizer.megatron": trainer.optimizer.megatron,
+        "generator.server_args": config.generator.server_args,
+    }
+    return [f"{key}.{name}" for key, settings in mappings.items() for name in settings if name not in counted]
+
+
 def _memory(found: Estimate) -> Iterator[str]:
     """Both sides' memory, by parts."""
     sides = gib_parts(found.trainer), gib_parts(found.generator)
@@ -82,8 +94,8 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
             yield f"           no three settings of the {side} together make it fit: take more GPUs, or a smaller model"
 
 
-def render_search(found: Found, gpus: int, asked: RunConfig, config_path: str) -> Iterator[str]:
-    """What the search chose, what binds it, and the overrides that turn the config `asked` into it."""
+def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> Iterator[str]:
+    """What the search chose, what binds it, and the overrides that turn the config `asked`, given as `command`, into it."""
     settings = found.settings
     m_t, m_g = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], settings["generator.tp"]
     precision = settings["generator.quantization"] or "model.dtype"
@@ -98,7 +110,7 @@ def render_search(found: Found, gpus: int, asked: RunConfig, config_path: str) -
     ):  # fmt: skip
         yield f"           {name}: {chosen.seconds:.2f} s, {-chosen.over_gib:.1f} GiB to spare; {_beyond(chosen, larger)}"
     changed = {key: value for key, value in settings.items() if value_at(asked, key) != value}
-    yield f"           {config_path} {written(changed)}"
+    yield f"           {command} {written(changed)}"
 
 
 def render_theory(optima: Optima, gpus: int) -> Iterator[str]:

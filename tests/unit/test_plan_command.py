@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -91,16 +92,30 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.Captur
     assert again["fits"] is True and remedy.endswith(f"{again['trainer_gib_per_gpu']:.1f} GiB")
 
 
-def test_a_search_prints_overrides_that_plan_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["configs/8b_aipo.yaml", "--search", "--gpus", "16"]
+@pytest.mark.parametrize("given", [[], ["trainer.epochs=2", "trainer.tp=2", "rollout.stop=[a b]"]])
+def test_a_search_prints_overrides_that_plan_the_same(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["configs/8b_aipo.yaml", *given, "--search", "--gpus", "16"]
     facts = plan(capsys, *arguments)
     assert facts["fits"] and set(facts["search"]) == {"settings", "theta", "balanced_theta"}
     assert cli.main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     assert "search     16 GPUs" in out and "lemma B.3" in out
-    overrides = out.splitlines()[-1].split()
+    overrides = shlex.split(out.splitlines()[-1])
     again = plan(capsys, *overrides)
     assert again["step_s"] == pytest.approx(facts["step_s"]) and again["trainer"] == facts["trainer"]
+
+
+def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those whose absence would change the plan are not among them."""
+    counted = ["trainer.ddp.overlap_grad_reduce=false", "generator.server_args={chunked_prefill_size: 512, disable_overlap_schedule: true}"]
+    known, plain = (plan(capsys, "configs/405b_aipo.yaml", *given) for given in (counted, []))
+    assert known["not_counted"] == [] and known["train_s"] > plain["train_s"] and known["generate_s"] > plain["generate_s"]
+    assert known["generator_gib_per_gpu"] < plain["generator_gib_per_gpu"]
+    left_out = ["trainer.megatron.recompute_granularity", "generator.server_args.kv_cache_dtype"]
+    arguments = ["configs/405b_aipo.yaml", "trainer.recompute=false", f"{left_out[0]}=selective", f"{left_out[1]}=fp8_e4m3"]
+    assert plan(capsys, *arguments)["not_counted"] == left_out
+    assert cli.main(["plan", *arguments]) == 0
+    assert f"not counted: {', '.join(left_out)}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
