@@ -60,6 +60,15 @@ class Algorithm(Protocol):
         ...
 
     @property
+    def penalizes_rewards(self) -> bool:
+        """Whether `penalty` is taken off each response's reward before advantages are formed. It needs reference log-probs."""
+        ...
+
+    def penalty(self, policy: Tensor, reference: Tensor) -> float:
+        """From the log-probs [t] of a response's tokens, under the policy that the batch began with and under the reference."""
+        ...
+
+    @property
     def skip_zero(self) -> bool:
         """Whether samples of zero advantage have no gradient, so that they may be left out of training."""
         ...

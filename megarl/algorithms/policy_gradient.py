@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import LossOutput, Microbatch
 from megarl.algorithms.groups import GroupLoss
+from megarl.algorithms.kl import ESTIMATORS, k3
 from megarl.algorithms.segments import segment_counts, segment_sums
 from megarl.algorithms.weights import Rule
 
@@ -33,6 +34,9 @@ class PolicyGradient:
     `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do, whatever their length; "sequence_sum": a
     response's tokens are summed, and responses averaged, so that the policy's actions are whole responses.
 
+    `kl_coef` times an estimate of the KL divergence from the reference (kl.py) is added to the loss, token by token, or (`kl` "reward")
+    taken off the reward of the response, summed over its tokens (RLOO, arXiv:2402.14740, section 2.1).
+
     A batch of rollouts may make several optimizer steps. mu has sampled it, and prox, the proximal policy, is the policy before the first
     of them. `ratio` says which ratio r the rule bounds, and by what each token's weight is multiplied besides:
 
@@ -47,6 +51,8 @@ class PolicyGradient:
     baseline: Callable[[Tensor], Tensor]
     loss_mean: str = "token"
     kl_coef: float = 0.0
+    kl: str = "loss"
+    kl_estimator: str = "k2"
     ratio: str = "behavior"
     behavior_cap: float = math.inf
     skip_zero_advantage: bool = True
@@ -66,19 +72,26 @@ class PolicyGradient:
         penalty = self.kl_coef != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
         return self.skip_zero_advantage and not penalty
 
+    @property
+    def penalizes_rewards(self) -> bool:
+        return self.kl_coef != 0.0 and self.kl == "reward"
+
+    def penalty(self, policy: Tensor, reference: Tensor) -> float:
+        return self.kl_coef * ESTIMATORS[self.kl_estimator](policy.double() - reference.double()).sum().item()
+
     def advantages(self, rewards: Tensor) -> Tensor:
         return self.baseline(rewards)
 
     def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
-        """Loss whose gradient is -sum_t w A grad log pi, w as `weigh` and `ratio` give it, plus kl_coef times a KL penalty.
+        """Loss whose gradient is -sum_t w A grad log pi, with w of `weigh` and `ratio`, plus kl_coef times a KL penalty if `kl` is "loss".
 
         logprobs: [t], float32 or wider. Ratios are constants for autograd. A token that the trainer gives probability 0
         (log-prob -inf) adds nothing. NaN is not hidden: it reaches the loss.
 
-        KL penalty, per token: c (log pi - log ref)^2 / 2 with c = min(r, rho), times what `ratio` multiplies weights by. Its gradient is
-        c (log pi - log ref) grad log pi; with c = pi/mu and tokens from mu its expectation is exactly the gradient of
-        KL(pi || ref) at each position. (The usual "k3" estimate, differentiated, gives the gradient of KL(ref || pi)
-        instead.) The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), never negative and unbiased for the value.
+        KL penalty, per token, with k2: c (log pi - log ref)^2 / 2 with c = min(r, rho), times what `ratio` multiplies weights by. Its
+        gradient is c (log pi - log ref) grad log pi; with c = pi/mu and tokens from mu its expectation is exactly the gradient of
+        KL(pi || ref) at each position. With k3 it is c (1 - ref/pi) grad log pi, that of KL(ref || pi).
+        The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), never negative and unbiased for the value.
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
 
         Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if there is a reference. With a proximal
@@ -109,8 +122,9 @@ class PolicyGradient:
         if reference is not None:
             difference = log_pi - torch.where(possible, reference, 0.0)
             correction = factor * log_ratio.clamp(max=math.log(self.rho)).exp()
-            terms = terms + self.kl_coef * correction * difference.square() / 2
-            sums["kl"] = _kl(difference.detach(), correction)
+            if self.kl_coef and self.kl == "loss":
+                terms = terms + self.kl_coef * correction * ESTIMATORS[self.kl_estimator](difference)
+            sums["kl"] = (correction * k3(difference.detach())).sum()
         return LossOutput(self._sum(terms, mask, microbatch.boundaries), sums)
 
     def denominator(self, tokens: int, samples: int) -> float:
@@ -141,7 +155,3 @@ def _log_ratio(of: Tensor, to: Tensor) -> Tensor:
 
 def _reported(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=_MAX_REPORTED_LOG_RATIO).exp().sum()
-
-
-def _kl(difference: Tensor, correction: Tensor) -> Tensor:
-    return (correction * (torch.exp(-difference) - 1 + difference)).sum()

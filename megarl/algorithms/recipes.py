@@ -82,6 +82,7 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     recipe = recipe_of(config)
     if recipe.beta is not None and config.kl_coef:
         yield f"algorithm.kl_coef={config.kl_coef}: must be 0: algorithm.beta is {config.name}'s weight of the KL divergence"
+    yield from _kl_problems(config)
     if recipe.beta == 0 and config.name != "copg":
         yield f"algorithm.beta={recipe.beta}: must be above 0 with {config.name}"
     if config.ratio not in recipe.ratios:
@@ -92,3 +93,12 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"
     if config.dual_clip is not None and recipe.rho is not None and config.dual_clip < recipe.rho:
         yield f"algorithm.dual_clip={config.dual_clip}: must be at least algorithm.rho={recipe.rho}"
+
+
+def _kl_problems(config: AlgorithmConfig) -> Iterator[str]:
+    if not config.kl_coef:
+        for key, value in (("kl", config.kl if config.kl != "loss" else None), ("kl_estimator", config.kl_estimator)):
+            if value is not None:
+                yield f"algorithm.{key}={value}: needs algorithm.kl_coef above 0; it is {config.kl_coef}"
+    elif config.kl == "loss" and config.kl_estimator == "k1":
+        yield "algorithm.kl_estimator=k1: must be k2 or k3 with algorithm.kl=loss: the gradient of k1 is zero in the mean"

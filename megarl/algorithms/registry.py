@@ -56,6 +56,8 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         baseline=(ADVANTAGES | CHOICES)[recipe.advantage],
         loss_mean=recipe.loss_mean,
         kl_coef=config.kl_coef,
+        kl=config.kl,
+        kl_estimator=config.kl_estimator or ("k1" if config.kl == "reward" else "k2"),
         ratio=config.ratio,
         behavior_cap=config.behavior_cap or BEHAVIOR_CAP,
         skip_zero_advantage=config.skip_zero_advantage,

@@ -52,6 +52,18 @@ class AlgorithmConfig:
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)
     )
+    kl: str = setting(
+        "loss",
+        "where the divergence is counted. loss: token by token in the loss; reward: it is taken off a response's reward, summed over its "
+        "tokens, before advantages are formed",
+        one_of("loss", "reward"),
+    )
+    kl_estimator: str | None = setting(
+        None,
+        "how the divergence is estimated from d = log pi - log ref of a sampled token. k1: d, in the reward alone; k2: d^2/2; k3: "
+        "exp(-d) - 1 + d; null: k2 in the loss, k1 in the reward (docs/algorithms.md)",
+        one_of("k1", "k2", "k3"),
+    )
     beta: float | None = setting(
         None,
         "online_dpo, ipo and copg: the weight of the KL divergence from the frozen initial policy in their losses; null: 0.1, and for copg "

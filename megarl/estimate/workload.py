@@ -11,11 +11,12 @@ from megarl.config.schema import RunConfig
 
 
 def scoring_passes(config: RunConfig) -> int:
-    """Forward passes over a batch that train nothing: of the reference model, of the policy before the first of several optimizer steps,
-    and, for a loss of several responses, of the policy before each."""
-    proximal = config.algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1
-    groups = config.trainer.epochs if recipe_of(config.algorithm).beta else 0
-    return int(needs_reference(config.algorithm) is not None) + int(proximal) + groups
+    """Forward passes over a batch that train nothing: of the reference model; of the policy before the first optimizer step (of several, or
+    for a penalty in the reward); for a loss of several responses, of the policy before each."""
+    algorithm = config.algorithm
+    proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
+    groups = config.trainer.epochs if recipe_of(algorithm).beta else 0
+    return int(needs_reference(algorithm) is not None) + int(proximal) + groups
 
 
 @dataclass(frozen=True)

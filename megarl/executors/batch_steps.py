@@ -39,9 +39,10 @@ class BatchSteps:
         """[G, n] what is taken off the rewards; None if nothing ever is."""
         return length_penalties(batch, self.config) if shapes(self.config) else None
 
-    def advantages(self, batch: Batch) -> Tensor:
+    def rewards(self, batch: Batch) -> Tensor:
+        """[G, n], after `penalties`."""
         rewards, penalties = batch_rewards(batch), self.penalties(batch)
-        return self.algorithm.advantages(rewards if penalties is None else rewards - penalties)
+        return rewards if penalties is None else rewards - penalties
 
     def assign(self, batch: Batch) -> list[list[int]]:
         """[dp][…] which samples, by their places in the batch, each data-parallel rank needs: those of its share of any mini-batch."""
@@ -59,8 +60,17 @@ class BatchSteps:
         temperature, results = self.config.rollout.temperature, []
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
         # With one optimizer step the proximal policy is the policy itself, which the loss knows.
-        proximal = self._scores("policy", sequences, cut) if self.algorithm.needs_proximal and len(cut) > 1 else None
-        advantages = self.advantages(batch)
+        needed = (self.algorithm.needs_proximal and len(cut) > 1) or self.algorithm.penalizes_rewards
+        proximal, rewards = self._scores("policy", sequences, cut) if needed else None, self.rewards(batch)
+        if self.algorithm.penalizes_rewards:
+            assert proximal is not None and reference is not None
+            for place in sequences:  # all: none is left out where a penalty is to be taken off
+                both = torch.from_numpy(proximal[place]), torch.from_numpy(reference[place])
+                rewards.view(-1)[place] -= self.algorithm.penalty(*both)
+        advantages = self.algorithm.advantages(rewards)
+        if self.algorithm.penalizes_rewards:
+            of_each = advantages.flatten().tolist()
+            sequences = {place: _weighted(sequence, of_each[place]) for place, sequence in sequences.items()}
         for each in cut:
             chosen, weighed = [sequences[place] for place in each.places], None
             if self.algorithm.group_loss is not None:
@@ -100,7 +110,7 @@ class BatchSteps:
         return loss.weigh(used, log_ratio)
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
-        sequences = to_train_sequences(batch, self.advantages(batch), self.algorithm.skip_zero)
+        sequences = to_train_sequences(batch, self.algorithm.advantages(self.rewards(batch)), self.algorithm.skip_zero)
         return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed)
 
     def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> dict[int, np.ndarray]:

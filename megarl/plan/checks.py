@@ -51,7 +51,7 @@ def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
 def check_batch(config: RunConfig) -> Iterable[str]:
     rollout, dp, cuts = config.rollout, config.trainer.dp, config.trainer.minibatches
     if rollout.n < 2:
-        yield f"rollout.n={rollout.n}: must be at least 2: the baseline of {config.algorithm.name} is the mean over a prompt's samples"
+        yield f"rollout.n={rollout.n}: must be at least 2: {config.algorithm.name} compares a prompt's samples"
     if rollout.prompts_per_step % cuts:
         yield f"trainer.minibatches={cuts}: must divide rollout.prompts_per_step={rollout.prompts_per_step}"
     elif (sequences := rollout.prompts_per_step * rollout.n // cuts) < dp:

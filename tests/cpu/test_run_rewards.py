@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,16 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: Path, tmp_path: Path) -> None:
-    """Step 3 is the first with samples of version 2."""
+    """Step 3 is the first with samples of version 2. It learns by online DPO: a prompt's worst response is the one that failed."""
     run_dir, data = tmp_path / "run", tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1), "level": i % 2}) + "\n" for i in range(8)))
-    more = [f"data.train.source={data}", "data.eval=null", "reward.name=reward_functions:by_level", "reward.failed_score=-0.5"]
+    more = [
+        f"data.train.source={data}",
+        "data.eval=null",
+        "reward.name=reward_functions:by_level",
+        "reward.failed_score=-0.5",
+        "algorithm.name=online_dpo",
+    ]
     done = run(arguments(model, run_dir, *more))
     assert done.returncode == 1 and "step 3: " in done.stderr, done.stderr
     expected = "step 3: reward.name=reward_functions:by_level: of 16 samples 16 scores failed: 16 errors, more than"
@@ -33,6 +40,9 @@ def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: 
     table = rows(run_dir)
     assert [row["reward/errors"] for row in table] == [PROMPTS] * 3
     assert all(row["reward/failed_fraction"] == 1 / SAMPLES and row["reward/timeouts"] == 0 for row in table)
+    assert all(row["pairs/fraction"] == 1 and row["samples/trained"] == 2 * PROMPTS for row in table), "of each prompt best and worst"
+    assert table[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and table[0]["pairs/margin"] == pytest.approx(0, abs=1e-5)
+    assert table[2]["pairs/margin"] != 0 and all(row["sync/audit_ok"] for row in table)
     assert all(row["reward/level/mean"] in (0, 0.25, 0.5, 0.75, 1) and 1 <= row["reward/tokens/mean"] <= 16 for row in table)
     assert "step 1: 4 scores failed: 4 errors" in done.stdout
     assert f"The step's samples are in {run_dir}/rollouts/step_000003.txt" in told

@@ -67,7 +67,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.tp=64", "generator.tp=64: must divide the model's 32 attention heads"),
         ("trainer.pp=5", "trainer.pp=5: must divide the model's 32 layers"),
         ("trainer.sequence_parallel=true", "trainer.sequence_parallel=true: needs trainer.tp of at least 2; it is 1"),
-        ("rollout.n=1", "rollout.n=1: must be at least 2: the baseline of aipo is the mean over a prompt's samples"),
+        ("rollout.n=1", "rollout.n=1: must be at least 2: aipo compares a prompt's samples"),
         (
             "trainer.dp=16 rollout.prompts_per_step=3 rollout.n=5",
             "rollout.prompts_per_step=3 * rollout.n=5: 15 sequences an optimizer step must be at least trainer.dp=16",

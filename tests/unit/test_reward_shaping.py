@@ -56,7 +56,7 @@ def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
     found = {}
     for name, settings in (("plain", plain), ("shaped", shaping)):
         steps = BatchSteps(SimpleNamespace(), make_algorithm(settings.algorithm), settings)  # type: ignore[arg-type]
-        found[name] = steps.advantages(batch).tolist(), batch_metrics(batch, 0, steps.penalties(batch))
+        found[name] = steps.algorithm.advantages(steps.rewards(batch)).tolist(), batch_metrics(batch, 0, steps.penalties(batch))
     assert found["plain"][0] == [[0.0, 0.0]] and found["shaped"][0] == [[0.25, -0.25]]
     assert found["plain"][1]["zero_advantage_fraction"] == 1 and "reward/penalty/mean" not in found["plain"][1]
     assert found["shaped"][1]["zero_advantage_fraction"] == 0 and found["shaped"][1]["reward/penalty/mean"] == 0.25
