@@ -13,7 +13,7 @@ from megarl.algorithms.base import LossOutput, Microbatch
 from megarl.algorithms.groups import GroupLoss
 from megarl.algorithms.kl import ESTIMATORS, k3
 from megarl.algorithms.segments import segment_counts, segment_sums
-from megarl.algorithms.weights import Rule
+from megarl.algorithms.weights import Rule, lag_weights
 
 _MAX_REPORTED_LOG_RATIO = 20.0  # for metrics of ratios only: one absurd token must not make the mean infinite
 _METRICS = {
@@ -42,7 +42,8 @@ class PolicyGradient:
 
         behavior    r = pi/mu
         proximal    r = pi/prox            prox counts as what has sampled the tokens (PPO): the lag of prox behind mu is ignored
-        decoupled   r = pi/prox            times prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298)
+        decoupled   r = pi/prox            times prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298);
+                    `behavior_level` and `behavior_above` change this (weights.py)
     """
 
     weigh: Rule
@@ -55,6 +56,8 @@ class PolicyGradient:
     kl_estimator: str = "k2"
     ratio: str = "behavior"
     behavior_cap: float = math.inf
+    behavior_level: str = "token"
+    behavior_above: str = "drop"
     skip_zero_advantage: bool = True
     group_loss: GroupLoss | None = None
 
@@ -113,9 +116,9 @@ class PolicyGradient:
             log_ratio, lag = _log_ratio(pi, proximal), _log_ratio(proximal, microbatch.mu_logprobs)
             sums |= {"proximal_ratio": _reported(log_ratio), "behavior_ratio": _reported(lag)}
             if self.ratio == "decoupled":
-                capped = lag > math.log(self.behavior_cap)
-                factor = torch.where(capped, 0.0, lag.exp())
-                sums["behavior_ratio_capped"] = capped.sum()
+                lag_weight = (self.behavior_cap, self.behavior_level, self.behavior_above)
+                factor, capped = lag_weights(lag, mask, microbatch.boundaries, *lag_weight)
+                sums["behavior_ratio_capped"] = (capped & mask).sum()
         weight, clipped = self.weigh(log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho)
         sums["is_ratio_clipped"] = (clipped & mask).sum()
         terms = -factor * weight * torch.where(mask, advantages, 0.0) * log_pi

@@ -87,8 +87,9 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.beta={recipe.beta}: must be above 0 with {config.name}"
     if config.ratio not in recipe.ratios:
         yield f"algorithm.ratio={config.ratio}: {config.name} goes with {' and '.join(recipe.ratios)} only (docs/algorithms.md)"
-    if config.behavior_cap is not None and config.ratio != "decoupled":
-        yield f"algorithm.behavior_cap={config.behavior_cap}: must be null: only algorithm.ratio=decoupled has it"
+    for key in ("behavior_cap", "behavior_level", "behavior_above"):
+        if (value := getattr(config, key)) is not None and config.ratio != "decoupled":
+            yield f"algorithm.{key}={value}: must be null: only algorithm.ratio=decoupled has it"
     if recipe.rho_min is not None and recipe.rho is not None and recipe.rho_min >= recipe.rho:
         yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"
     if config.dual_clip is not None and recipe.rho is not None and config.dual_clip < recipe.rho:

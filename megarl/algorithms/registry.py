@@ -60,6 +60,8 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         kl_estimator=config.kl_estimator or ("k1" if config.kl == "reward" else "k2"),
         ratio=config.ratio,
         behavior_cap=config.behavior_cap or BEHAVIOR_CAP,
+        behavior_level=config.behavior_level or "token",
+        behavior_above=config.behavior_above or "drop",
         skip_zero_advantage=config.skip_zero_advantage,
         group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs) if recipe.beta else None,
     )

@@ -93,6 +93,16 @@ def uncorrected(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries:
     return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
 
 
+def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, cap: float, level: str, above: str) -> Weights:
+    """What tokens are weighted by besides, from log(prox/mu) [t]: their own prox/mu, or with `level` "sequence" the product of the
+    response's. Above `cap`, 0, or with `above` "truncate" the cap (truncated importance sampling)."""
+    if level == "sequence":
+        log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
+    beyond, high = log_lag > _log(cap), min(_log(cap), _MOST)
+    weight = log_lag.clamp(max=high).exp()
+    return Weights(weight if above == "truncate" else torch.where(beyond, 0.0, weight), beyond)
+
+
 def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
     """[n] sums over the unmasked tokens of each sequence."""
     return segment_sums(torch.where(mask, log_ratio.clamp(-_MOST, _MOST), 0.0), boundaries)

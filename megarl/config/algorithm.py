@@ -37,6 +37,17 @@ class AlgorithmConfig:
     behavior_cap: float | None = setting(
         None, "with ratio=decoupled, tokens whose prox/mu is above this do not count; null: 5", at_least(1)
     )
+    behavior_level: str | None = setting(
+        None,
+        "with ratio=decoupled, whether prox/mu is a token's own, or sequence: the product of its response's; null: token",
+        one_of("token", "sequence"),
+    )
+    behavior_above: str | None = setting(
+        None,
+        "with ratio=decoupled, what happens above behavior_cap. drop: tokens do not count; truncate: behavior_cap is their weight, as in "
+        "truncated importance sampling; null: drop",
+        one_of("drop", "truncate"),
+    )
     advantage: str | None = setting(
         None,
         "mean: the reward minus the mean of the prompt's samples; normalized: that divided by their standard deviation; leave_one_out: the "

@@ -58,6 +58,22 @@ def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(se
     torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.0))
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("above", ["drop", "truncate"])
+def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(above: str, level: str, seed: int, spread: float):
+    logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
+    logprobs = logprobs_of(logits, tokens)
+    lag = ((prox - mu) * mask).sum(1, keepdim=True).expand_as(mu).exp() if level == "sequence" else (prox - mu).exp()
+    factor = lag.clamp(max=CAP) if above == "truncate" else lag * (lag <= CAP)
+    objective = rows_mean(factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask).sum()
+    chosen = {"ratio": "decoupled", "behavior_cap": CAP, "behavior_level": level, "behavior_above": above}
+    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **chosen)
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    assert out.sums["behavior_ratio_capped"] == ((lag > CAP) & mask).sum()
+
+
 def test_aipo_decoupled_by_hand():
     """pi/prox: 2, 8, 0.5, 1; the bound makes 4 of the second. prox/mu: 2, 1, 3, 6; the last is above the cap."""
     pi = torch.log(torch.tensor([[0.5, 0.8, 0.1, 0.6]], dtype=F64)).requires_grad_()
@@ -137,6 +153,11 @@ def test_absurd_proximal_log_probs_stay_finite_and_nan_is_not_hidden(name: str, 
         (AlgorithmConfig(name="reinforce", ratio="proximal"), "algorithm.ratio=proximal: reinforce goes with behavior only"),
         (AlgorithmConfig(name="icepop", ratio="decoupled"), "algorithm.ratio=decoupled: icepop goes with behavior only"),
         (AlgorithmConfig(name="topr", ratio="decoupled"), "algorithm.ratio=decoupled: topr goes with behavior and proximal only"),
+        (
+            AlgorithmConfig(behavior_level="sequence"),
+            "algorithm.behavior_level=sequence: must be null: only algorithm.ratio=decoupled has it",
+        ),
+        (AlgorithmConfig(behavior_above="drop"), "algorithm.behavior_above=drop: must be null: only algorithm.ratio=decoupled has it"),
         (AlgorithmConfig(behavior_cap=5.0), "algorithm.behavior_cap=5.0: must be null: only algorithm.ratio=decoupled has it"),
         (
             AlgorithmConfig(ratio="proximal", behavior_cap=2.0),
