@@ -166,9 +166,12 @@ def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
 
 
 def test_what_is_scored_beside_training() -> None:
-    """The proximal policy only where it is not the policy itself."""
+    """The proximal policy only where it is not the policy itself; for pairs, policy and reference, the policy in every epoch."""
     decoupled, several, penalised = "algorithm.ratio=decoupled", "trainer.minibatches=2", "algorithm.kl_coef=0.1"
     passes = {(): 0, (several,): 0, (decoupled,): 0, (decoupled, several): 1, (penalised,): 1, (penalised, decoupled, several): 2}
+    in_reward, pairs = "algorithm.kl=reward", "algorithm.name=online_dpo"
+    passes |= {(penalised, in_reward): 2, (penalised, in_reward, decoupled, several): 2, (pairs,): 2, (pairs, "trainer.epochs=3"): 4}
+    passes |= {("algorithm.name=copg", "algorithm.beta=0"): 0}
     assert {overrides: scoring_passes(config("8b_aipo", *overrides)) for overrides in passes} == passes
     once, again = (estimate(config("8b_aipo", several, *more), LLAMA_8B) for more in ([], [decoupled]))
     assert again.train.compute > once.train.compute and again.trainer == once.trainer, "it takes time, and no memory"
