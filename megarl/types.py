@@ -53,6 +53,11 @@ def view(values: array[Any]) -> np.ndarray:
     return np.frombuffer(values, _DTYPES[values.typecode]) if values else np.empty(0, _DTYPES[values.typecode])
 
 
+def impossible_logprobs(logprobs: np.ndarray) -> np.ndarray:
+    """Which of them no token can have: NaN, infinite, or above 0 by more than an engine's arithmetic in bfloat16 can be off."""
+    return ~(np.isfinite(logprobs) & (logprobs <= 0.01))
+
+
 class Typed(msgspec.Struct, frozen=True):
     """Takes lists and NumPy's arrays for its arrays, and converts them when it is made."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.kept_sets import MOST_KEPT, KeptSets
 from megarl.models.routing import RoutingFormat
-from megarl.types import Typed, Version, typed, view
+from megarl.types import Typed, Version, impossible_logprobs, typed, view
 
 ABORT = "abort"  # finish reason of a request that was told to end
 
@@ -239,8 +239,8 @@ def _completion(
         raise EngineError(f"engine {engine} ended a request by {meta.finish_reason.type}: {meta.finish_reason.message}")
     tokens, versions, logprobs = read.tokens, read.versions, read.of_truncated if sampling.truncated else read.logprobs
     vocab_size = vocab_size if sampling.truncated else None
-    if not np.isfinite(view(logprobs)).all():
-        raise EngineError(f"engine {engine} answered with a log-prob that is infinite")
+    if (wrong := impossible_logprobs(view(logprobs))).any():
+        raise EngineError(f"engine {engine} answered with the log-prob {view(logprobs)[wrong][0]}")
     experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
         # The engine did not check whether the last token ends the response, so that token is sampled again. The same goes for tokens

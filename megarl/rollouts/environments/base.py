@@ -13,7 +13,7 @@ from megarl.config.schema import MAX_REWARD
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.types import Prompt, Sample, view
+from megarl.types import Prompt, Sample, impossible_logprobs, view
 
 
 class Generate(Protocol):
@@ -79,8 +79,8 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
         problems.append(f"{length} tokens, more than max_tokens={max_tokens}")
     if not _finite(sample.reward) or abs(sample.reward) > MAX_REWARD:
         problems.append(f"reward {sample.reward!r:.200}: must be a finite number of absolute value at most {MAX_REWARD:g}")
-    if (infinite := ~np.isfinite(logprobs := view(sample.logprobs))).any():
-        problems.append(f"log-prob {logprobs[infinite][0]}: must be a finite number")
+    if (wrong := impossible_logprobs(logprobs := view(sample.logprobs))).any():
+        problems.append(f"log-prob {logprobs[wrong][0]}: must be a finite number, at most 0")
     if (outside := ((ids := view(sample.token_ids)) < 0) | (ids >= vocab_size)).any():
         problems.append(f"token id {ids[outside][0]}: the vocabulary has 0 to {vocab_size - 1}")
     if replayed and not problems:
