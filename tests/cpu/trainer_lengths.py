@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 from trainer_reference import checkpoint_tensors, hf_loss, is_trained, load_float64
 from trainer_rig import TEMPERATURE, all_logprobs, make, one_step, plain_adam, sequences
 
+from megarl.types import TrainSequence
+
 
 def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
     """Batches of any lengths, with any room in a microbatch, or of `lengths` alone. Returns the worst errors of all, which are the same on
-    all ranks."""
+    all ranks. "gradient" is in units of its bound: 1e-6 relative, or twice what Hugging Face's own model is off in float32, if that is more
+    (it is 1.6e-6 for some batches of DeepSeek-V3)."""
     trainer, model = make(scenario, plain_adam(lr=0.0)), load_float64(Path(scenario["model"]))
+    rounded = load_float64(Path(scenario["model"])).float()
     trainer.load_hf(scenario["model"])
     worst = {"loss": 0.0, "logprobs": 0.0, "gradient": 0.0}
 
     def check(lengths: list[int], max_tokens: int, seed: int) -> None:
         batch, trainer.max_tokens = sequences(trainer.spec.vocab_size, lengths, seed), max_tokens
-        model.zero_grad()
-        loss, logprobs = hf_loss(model, batch, TEMPERATURE)
-        if any(length > 1 for length in lengths):
-            loss.backward()
+        loss, logprobs = backward(model, batch)
+        backward(rounded, batch)
         named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
         expected = checkpoint_tensors(Path(scenario["model"]), named)
         found = one_step(trainer, batch)
@@ -44,11 +46,11 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
         errors = {
             "loss": abs(found["loss"] - loss.item()) / max(1.0, abs(loss.item())),
             "logprobs": max(abs(a - b) for ours, theirs in zip(scored, logprobs, strict=True) for a, b in zip(ours, theirs, strict=True)),
-            "gradient": (squares[0] / squares[1].clamp(min=1e-12)).sqrt().item(),
+            "gradient": (squares[0] / squares[1].clamp(min=1e-12)).sqrt().item() / max(1e-6, 2 * difference(rounded, model)),
         }
         for kind, error in errors.items():
             worst[kind] = max(worst[kind], error)
-        assert errors["loss"] < 1e-6 and errors["logprobs"] < 1e-5 and errors["gradient"] < 1e-6, (errors, lengths)
+        assert errors["loss"] < 1e-6 and errors["logprobs"] < 1e-5 and errors["gradient"] < 1, (errors, lengths)
 
     if "lengths" in scenario:
         check(scenario["lengths"], scenario["max_tokens"], 0)
@@ -56,3 +58,22 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
     drawn = given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 100), st.integers(0, 99))(check)
     settings(max_examples=scenario["examples"], deadline=None, derandomize=True, database=None)(drawn)()  # all ranks draw the same
     return worst
+
+
+def backward(model: Any, batch: list[TrainSequence]) -> tuple[torch.Tensor, list[list[float]]]:
+    """Loss and log-probs; the gradients are the parameters'."""
+    model.zero_grad()
+    loss, logprobs = hf_loss(model, batch, TEMPERATURE)
+    if any(len(sequence) > 1 for sequence in batch):
+        loss.backward()
+    return loss, logprobs
+
+
+def difference(rounded: Any, model: Any) -> float:
+    """Of two models' gradients, relative to the second's."""
+    squares = [0.0, 0.0]
+    for (_, ours), (_, exact) in zip(rounded.named_parameters(), model.named_parameters(), strict=True):
+        if exact.grad is not None and ours.grad is not None:
+            squares[0] += (ours.grad.double() - exact.grad).square().sum().item()
+            squares[1] += exact.grad.square().sum().item()
+    return (squares[0] / max(squares[1], 1e-12)) ** 0.5
