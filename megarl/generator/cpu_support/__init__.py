@@ -16,6 +16,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from megarl.messaging.members import members_only
 
@@ -54,6 +55,8 @@ def register_hooks() -> None:
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+    paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+    HookRegistry.register(paused, _sleep_while_paused, HookType.AFTER)
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
@@ -71,6 +74,12 @@ def _fork_workers(result: None, server_args: object) -> None:
     """
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
+
+
+def _sleep_while_paused(result: None, scheduler: Any) -> None:
+    """Runs in each turn of a paused scheduler's loop, which SGLang lets spin: it sleeps on idle (`sleep_on_idle`), but not while paused. An
+    update would share the core that the spinning takes."""
+    scheduler.maybe_sleep_on_idle()
 
 
 def _not_pinned(*_: object) -> None:
