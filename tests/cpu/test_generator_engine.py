@@ -183,6 +183,22 @@ def test_server_listens_on_loopback_only(engine):
     assert {address for address, _ in listening} == {"127.0.0.1"}
 
 
+def test_a_paused_engine_leaves_the_cores_to_others_and_goes_on_with_its_requests(engine):
+    async def cpu_s_of_a_pause(client: EngineClient) -> tuple[float, Completion]:
+        long = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
+        request = asyncio.ensure_future(client.generate(PROMPTS[0], long))
+        await client.pause(60, "in_place")
+        before = sum(sum(process.cpu_times()[:2]) for process in engine.processes())
+        await asyncio.sleep(2)
+        spent = sum(sum(process.cpu_times()[:2]) for process in engine.processes()) - before
+        await client.resume(60)
+        return spent, (await request)[0]
+
+    spent_s, completion = with_client(engine, cpu_s_of_a_pause)
+    assert len(completion.token_ids) == 60
+    assert spent_s < 0.5
+
+
 def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, checkpoints, hub):
     """One engine, two trainer processes: layout check, direct writes, audit, prefix cache, corruption, worker errors."""
     map = reshard_map(checkpoints[1], "float32", TRAINER, 1)
