@@ -25,7 +25,7 @@ import torch
 from aiohttp import web
 
 from megarl.algorithms.sequences import batch_metrics, to_train_sequences
-from megarl.bench.channels import TIMEOUT_S, Trainer, asked, joined
+from megarl.bench.channel_samples import TIMEOUT_S, Trainer, asked, joined
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Hub, Peer, RunKey

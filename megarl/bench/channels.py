@@ -1,95 +1,19 @@
-"""`megarl bench channels`: what the rollouts channel costs per sample, with 1,000 to 100,000 samples in the trainer's buffer.
-
-Three processes use the real parts: hub and peer over encrypted loopback, messages, the buffer with bounded staleness, and a broadcast over
-gloo to a second trainer rank. Groups have the quickstart's size, 4 samples of 10 tokens. In every step the generator sends as many groups
-as the trainer uses, so the buffer stays equally full.
-
-Costs are CPU times of whole processes, so other work on the machine hardly counts: the generator encodes and sends; trainer rank 0
-receives, buffers, and makes and broadcasts a batch. `held up` is wall time: how long the trainer's loop stays in `recv` after everything
-it asks for has been sent. The quickstart's step is 0.35 s for 128 samples.
-
-What a token costs, in samples of 8k tokens, is measured beside it (`channel_tokens`).
-"""
+"""`megarl bench channels`: what the rollouts channel costs, per sample (channel_samples) and per token (channel_tokens)."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
 import os
-import statistics
-import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import asdict
 
 import torch
-import torch.distributed as dist
 
-from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.rollouts.buffer import RolloutBuffer
-from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
-from megarl.rollouts.packing import pack
-from megarl.types import Batch, Group, Prompt, Sample, typed
-
-BUFFERED = (1_000, 10_000, 100_000)  # samples
-PROMPTS_PER_STEP, N, TOKENS, PROMPT_TOKENS = 32, 4, 10, 11
-SAMPLES_PER_STEP = PROMPTS_PER_STEP * N
-STEP_S = 0.35  # the quickstart's, on two cores
-STEPS = 40
-TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Medians over the steps, with `buffered` samples in the buffer."""
-
-    buffered: int
-    send_us: float  # a sample
-    receive_us: float  # a sample
-    share_of_step: float  # of both together
-    held_up_ms: float  # a step
-    held_up_share: float
-    ledger_ms: float  # encoding the ledger for a checkpoint
-
-
-class Trainer:
-    """What the channel asks of an executor."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank: int, step: int):
-        self.rank, self.curr_step = rank, step
-        self.status = self.trace = self
-
-    @contextlib.contextmanager
-    def waiting(self, for_whom: str, for_what: str) -> Iterator[None]:
-        yield
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        yield
-
-    @property
-    def replicas(self) -> list[list[int]]:
-        return [[0], [1]]
-
-    def assign(self, batch: Batch) -> list[list[int]]:
-        places = range(SAMPLES_PER_STEP)
-        return [[*places[::2]], [*places[1::2]]]
-
-    def put_batch(self, batch: Batch, waited_s: float) -> None:
-        assert len(batch.groups) == PROMPTS_PER_STEP and batch.step == self.curr_step
-        self.curr_step += 1
+from megarl.bench.channel_samples import BUFFERED, SAMPLES_PER_STEP, STEP_S, measure, render
+from megarl.bench.channel_tokens import measure_tokens, render_tokens
 
 
 def run(as_json: bool) -> None:
     """Prints a table, or one JSON object. Raises RuntimeError, TimeoutError."""
-    from megarl.bench.channel_tokens import measure_tokens, render_tokens
-
     torch.set_num_threads(1)
     facts = {
         "hardware": f"{os.cpu_count()} CPU cores",
@@ -99,116 +23,3 @@ def run(as_json: bool) -> None:
         **measure_tokens().facts(),
     }
     print(json.dumps(facts) if as_json else f"{render(facts)}\n{render_tokens(facts)}")
-
-
-def measure(buffered: int, steps: int = STEPS) -> Cost:
-    """Starts processes for the generator and trainer rank 1; this process is trainer rank 0."""
-    depth = -(-buffered // SAMPLES_PER_STEP)  # steps' worth of groups in the buffer
-    context, key = multiprocessing.get_context("spawn"), RunKey.generate()
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, contextlib.ExitStack() as stack:
-        generator, theirs = context.Pipe()
-        jobs = [(_generate, (theirs, key)), (_follow, (f"{folder}/store", depth, steps))]
-        for target, arguments in jobs:
-            process = context.Process(target=target, args=arguments, daemon=True)
-            process.start()
-            stack.callback(process.join, 10)
-            stack.callback(process.kill)
-        theirs.close()
-        with joined(f"{folder}/store", 0):
-            receiver = _receiver(key, asked(generator), depth)
-            stack.callback(receiver.link.close)
-            sent_s = [_send(generator, step) for step in range(depth)]
-            held_up_s, receive_s = [], []
-            trainer: Any = Trainer(0, depth)
-            receiver.ledger()  # receives the groups that fill the buffer
-            for step in range(depth, depth + steps):
-                sent_s.append(_send(generator, step))
-                wall, cpu = time.monotonic(), time.process_time()
-                receiver.recv(trainer)
-                held_up_s.append(time.monotonic() - wall)
-                receive_s.append(time.process_time() - cpu)
-            ledger = time.process_time()
-            receiver.ledger()
-            ledger_s = time.process_time() - ledger
-    send_us = statistics.median(sent_s[depth:]) / SAMPLES_PER_STEP * 1e6
-    receive_us = statistics.median(receive_s) / SAMPLES_PER_STEP * 1e6
-    held_up = statistics.median(held_up_s)
-    share = (send_us + receive_us) * SAMPLES_PER_STEP / 1e6 / STEP_S
-    return Cost(buffered, send_us, receive_us, share, held_up * 1e3, held_up / STEP_S, ledger_s * 1e3)
-
-
-def _receiver(key: RunKey, address: str, depth: int) -> RolloutsReceiver:
-    buffer = RolloutBuffer(PROMPTS_PER_STEP, max_staleness=depth + 1)
-    return RolloutsReceiver(Peer("trainer.0", key, address), TIMEOUT_S, buffer)
-
-
-@contextlib.contextmanager
-def joined(store: str, rank: int) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _send(generator: Connection, step: int) -> float:
-    """Has the generator send one step's groups, of version `step`; returns its CPU seconds."""
-    generator.send(step)
-    return asked(generator)
-
-
-def asked(process: Connection) -> Any:
-    """What another process of the benchmark says next."""
-    if not process.poll(TIMEOUT_S):
-        raise TimeoutError(f"a process of the benchmark did not answer within {TIMEOUT_S:.0f} s")
-    try:
-        return process.recv()
-    except EOFError as error:
-        raise RuntimeError("a process of the benchmark has ended") from error
-
-
-def _generate(pipe: Connection, key: RunKey) -> None:
-    """The generator's process: sends a step's groups for each step number that it reads from `pipe`."""
-    hub = Hub("generator.0", key)
-    channel = RolloutsSender(hub)
-    pipe.send(hub.address)
-    hub.wait(TIMEOUT_S)  # for the trainer to say what is to be generated
-    with contextlib.suppress(EOFError):
-        while True:
-            step = pipe.recv()
-            ordinals = range(step * PROMPTS_PER_STEP, (step + 1) * PROMPTS_PER_STEP)
-            groups = [_group(ordinal, step) for ordinal in ordinals]
-            started = time.process_time()
-            channel.begun(list(ordinals), step)
-            for group in groups:
-                channel.finished(pack(group, started_s=1.0, ended_s=2.0))
-            pipe.send(time.process_time() - started)
-    hub.close()
-
-
-def _group(ordinal: int, version: int) -> Group:
-    ids, logprobs, versions = typed(range(TOKENS), "i"), typed([-0.25] * TOKENS, "f"), typed([version] * TOKENS, "i")
-    sample = Sample(ids, logprobs, versions, "7,7,6,7,2", 1.0, "stop")
-    return Group(Prompt(ordinal, list(range(PROMPT_TOKENS)), "7+0+9+1+5=", "7,7,6,7,2"), [sample] * N)
-
-
-def _follow(store: str, first: int, steps: int) -> None:
-    """Trainer rank 1: receives every batch."""
-    with joined(store, 1):
-        trainer: Any = Trainer(1, first)
-        no_link: Any = None  # only rank 0 speaks with the generator
-        receiver = RolloutsReceiver(no_link, TIMEOUT_S)
-        for _ in range(steps):
-            receiver.recv(trainer)
-
-
-def render(facts: dict[str, Any]) -> str:
-    header = ["samples buffered", "send us", "receive us", "of a step", "held up ms", "of a step", "ledger ms"]
-    rows = [header]
-    for cost in facts["costs"]:
-        rows.append([f"{cost['buffered']:,}", f"{cost['send_us']:.1f}", f"{cost['receive_us']:.1f}", f"{cost['share_of_step']:.2%}",
-                     f"{cost['held_up_ms']:.2f}", f"{cost['held_up_share']:.2%}", f"{cost['ledger_ms']:.1f}"])  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    head = (f"rollouts channel, CPU time per sample; a step is {facts['step_s']:g} s with {facts['samples_per_step']} samples; "
-            f"{facts['hardware']}")  # fmt: skip
-    return "\n".join([head, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)])
