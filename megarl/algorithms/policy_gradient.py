@@ -35,7 +35,7 @@ class PolicyGradient:
     response's tokens are summed, and responses averaged, so that the policy's actions are whole responses.
 
     `kl_coef` times an estimate of the KL divergence from the reference (kl.py) is added to the loss, token by token, or (`kl` "reward")
-    taken off the reward of the response, summed over its tokens (RLOO, arXiv:2402.14740, section 2.1).
+    taken off the reward of the response, summed over its tokens (as in RLOO, arXiv:2402.14740).
 
     A batch of rollouts may make several optimizer steps. mu has sampled it, and prox, the proximal policy, is the policy before the first
     of them. `ratio` says which ratio r the rule bounds, and by what each token's weight is multiplied besides:
