@@ -24,7 +24,9 @@ from megarl.types import Batch, Elsewhere, TrainSequence
 if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
     from megarl.trainer.step import MegatronTrainer, StepResult
 
-Sequences = Mapping[int, TrainSequence | Elsewhere]  # by their places in the batch
+# By samples' places in the batch.
+Sequences = Mapping[int, TrainSequence | Elsewhere]
+Scores = Mapping[int, np.ndarray]  # log-probs of their tokens
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,6 @@ class BatchSteps:
         """Makes the optimizer steps. Where nothing of a mini-batch is trained on, the gradient is zero and the step is made all the same:
         learning rate, moments and weight decay go on as after any other."""
         sequences, cut = self._cut(batch)
-        temperature, results = self.config.rollout.temperature, []
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
         # With one optimizer step the proximal policy is the policy itself, which the loss knows.
         needed = (self.algorithm.needs_proximal and len(cut) > 1) or self.algorithm.penalizes_rewards
@@ -71,26 +72,31 @@ class BatchSteps:
         if self.algorithm.penalizes_rewards:
             of_each = advantages.flatten().tolist()
             sequences = {place: _weighted(sequence, of_each[place]) for place, sequence in sequences.items()}
-        for each in cut:
-            chosen, weighed = [sequences[place] for place in each.places], None
-            if self.algorithm.group_loss is not None:
-                assert reference is not None
-                weighed = self._weigh(self.algorithm.group_loss, each, chosen, advantages, reference)
-                chosen = [_weighted(*pair) for pair in zip(chosen, weighed.weights.flatten()[each.places].tolist(), strict=True)]
-            result = self.trainer.train_step(
-                chosen,
-                self.algorithm.loss,
-                each.denominator,
-                temperature=temperature,
-                reference_logprobs=None if reference is None else [reference[place] for place in each.places],
-                proximal_logprobs=None if proximal is None else [proximal[place] for place in each.places],
-            )
-            result.check_tokens(each.tokens)
-            if weighed is not None:  # the weighted log-probs have its gradient, but not its value
-                prompts = each.denominator / advantages.shape[1]
-                result = replace(result, loss=weighed.loss / prompts, sums={**result.sums, **weighed.sums, "prompts": prompts})
-            results.append(result)
-        return results
+        return [self._step(each, sequences, advantages, reference, proximal) for each in cut]
+
+    def _step(
+        self, minibatch: MiniBatch, sequences: Sequences, advantages: Tensor, reference: Scores | None, proximal: Scores | None
+    ) -> StepResult:
+        """Makes one optimizer step. `reference`, `proximal`: the log-probs that the algorithm needs of the batch's tokens."""
+        chosen, weighed = [sequences[place] for place in minibatch.places], None
+        if self.algorithm.group_loss is not None:
+            assert reference is not None
+            weighed = self._weigh(self.algorithm.group_loss, minibatch, chosen, advantages, reference)
+            weights = weighed.weights.flatten()[minibatch.places].tolist()
+            chosen = [_weighted(sequence, weight) for sequence, weight in zip(chosen, weights, strict=True)]
+        result = self.trainer.train_step(
+            chosen,
+            self.algorithm.loss,
+            minibatch.denominator,
+            temperature=self.config.rollout.temperature,
+            reference_logprobs=_at(minibatch.places, reference),
+            proximal_logprobs=_at(minibatch.places, proximal),
+        )
+        result.check_tokens(minibatch.tokens)
+        if weighed is None:
+            return result
+        prompts = minibatch.denominator / advantages.shape[1]  # the weighted log-probs have the loss's gradient, but not its value
+        return replace(result, loss=weighed.loss / prompts, sums={**result.sums, **weighed.sums, "prompts": prompts})
 
     def _weigh(
         self,
@@ -98,7 +104,7 @@ class BatchSteps:
         minibatch: MiniBatch,
         chosen: list[TrainSequence | Elsewhere],
         advantages: Tensor,
-        reference: Mapping[int, np.ndarray],
+        reference: Scores,
     ) -> GroupWeights:
         """Weights [G, n] of all samples of the batch; those of the mini-batch's from the current weights' log-probs of them."""
         log_ratio, used = torch.zeros_like(advantages), torch.zeros_like(advantages)
@@ -113,7 +119,7 @@ class BatchSteps:
         sequences = to_train_sequences(batch, self.algorithm.advantages(self.rewards(batch)), self.algorithm.skip_zero)
         return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed)
 
-    def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> dict[int, np.ndarray]:
+    def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> Scores:
         """Log-probs of all sequences, by their places. They are scored by the mini-batches of the first epoch, of which every
         data-parallel rank has its share."""
         found: dict[int, np.ndarray] = {}
@@ -121,6 +127,10 @@ class BatchSteps:
             scored = self.trainer.token_logprobs([sequences[place] for place in places], model, self.config.rollout.temperature)
             found |= zip(places, scored, strict=True)
         return found
+
+
+def _at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
+    return None if scores is None else [scores[place] for place in places]
 
 
 def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequence | Elsewhere:
