@@ -15,6 +15,7 @@ from trainer_reference import load_float64
 from transformers import AutoModelForCausalLM, PreTrainedModel  # after trainer_reference, which makes it importable without CUDA
 
 from megarl.algorithms.minibatches import cut
+from megarl.config.errors import RunError
 from megarl.types import Batch, Group, Prompt, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -214,3 +215,13 @@ def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(runs: Pa
         assert scored["sums"]["behavior_ratio_capped"] > 0
         for name, grad in scored["grads"].items():
             torch.testing.assert_close(grad, left_out["grads"][name], rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def test_a_step_that_was_not_made_of_its_samples_tokens_is_refused() -> None:
+    """That the count itself is right, every optimizer step of these tests checks."""
+    from megarl.trainer.step import StepResult
+
+    result = StepResult(loss=0.0, grad_norm=0.0, sums={}, sequences=2, tokens=36, entropy=0.0, learning_rate=0.0, padded=0, routing={})
+    result.check_tokens(36)
+    with pytest.raises(RunError, match="made of 36 tokens, but its samples have 37; its weights are not used"):
+        result.check_tokens(37)
