@@ -140,25 +140,3 @@ def test_prompts_and_samples_may_be_permuted(name: str, seed: int):
     other = algorithm.group_loss.weigh(algorithm.advantages(moved[0]), moved[1])
     torch.testing.assert_close(other.weights, plain.weights[prompts][:, samples], rtol=1e-12, atol=1e-15)
     assert other.loss == pytest.approx(plain.loss, rel=1e-12) and other.sums == pytest.approx(plain.sums)
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        (AlgorithmConfig(beta=0.1), "algorithm.beta=0.1: must be null: aipo has no such setting"),
-        (AlgorithmConfig(name="ipo", beta=0.0), "algorithm.beta=0.0: must be above 0 with ipo"),
-        (AlgorithmConfig(name="online_dpo", beta=0.0), "algorithm.beta=0.0: must be above 0 with online_dpo"),
-        (
-            AlgorithmConfig(name="copg", kl_coef=0.1),
-            "algorithm.kl_coef=0.1: must be 0: algorithm.beta is copg's weight of the KL divergence",
-        ),
-        (AlgorithmConfig(name="online_dpo", advantage="mean"), "algorithm.advantage=mean: must be null: online_dpo has its own"),
-        (AlgorithmConfig(name="ipo", loss_mean="sequence"), "algorithm.loss_mean=sequence: must be null: ipo has its own"),
-        (
-            AlgorithmConfig(name="online_dpo", ratio="proximal"),
-            "algorithm.ratio=proximal: online_dpo goes with behavior only (docs/algorithms.md)",
-        ),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(config: AlgorithmConfig, problem: str):
-    assert list(problems(config)) == [problem]

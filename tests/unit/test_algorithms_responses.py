@@ -13,7 +13,6 @@ from losses import F64, gradient, loss_of
 from test_algorithms_relatives import logprobs_of, ppo_objective, random_batch
 
 from megarl.algorithms.advantages import best
-from megarl.algorithms.recipes import problems
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.schema import AlgorithmConfig
 
@@ -121,25 +120,6 @@ def test_prompts_and_samples_may_be_permuted(name: str, seed: int):
         return gradient(loss_of(logprobs[order], mu[order], advantages, mask[order], name=name).loss, logits)
 
     torch.testing.assert_close(found(order), found(list(range(6))), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        (AlgorithmConfig(dual_clip=3.0), "algorithm.dual_clip=3.0: must be null: aipo has no such setting"),
-        (AlgorithmConfig(name="grpo", dual_clip=1.1), "algorithm.dual_clip=1.1: must be at least algorithm.rho=1.2"),
-        (AlgorithmConfig(name="rloo", rho=2.0), "algorithm.rho=2.0: must be null: rloo has no such setting"),
-        (AlgorithmConfig(name="best_of_n", advantage="mean"), "algorithm.advantage=mean: must be null: best_of_n has its own"),
-        (AlgorithmConfig(name="best_of_n", loss_mean="token"), "algorithm.loss_mean=token: must be null: best_of_n has its own"),
-        (AlgorithmConfig(name="rloo", ratio="proximal"), "algorithm.ratio=proximal: rloo goes with behavior only (docs/algorithms.md)"),
-        (
-            AlgorithmConfig(name="proximal_rloo", ratio="decoupled"),
-            "algorithm.ratio=decoupled: proximal_rloo goes with behavior and proximal only (docs/algorithms.md)",
-        ),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(config: AlgorithmConfig, problem: str):
-    assert list(problems(config)) == [problem]
 
 
 def test_a_ratio_without_a_bound_stays_finite():

@@ -1,84 +1,23 @@
-"""Rollouts by name: what is refused before anything starts, what a transcript keeps, and turns with a tool, against a scripted policy."""
+"""What a transcript keeps, what samples are refused, and turns with a tool, against a scripted policy."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from batches import batch_of
 from msgspec.structs import replace
+from scripted_policy import EOS, SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt, sample_of
 
-from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
-from megarl.config.schema import ModelConfig, RunConfig
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.completions import Completion, Sampling
-from megarl.rewards.score import Score, ScoreRequest, score_of
-from megarl.rollouts.environments.base import RolloutContext, ToolError, sample_problems
-from megarl.rollouts.environments.loading import check_rollout, load_rollout
+from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.single_turn import single_turn
-from megarl.rollouts.environments.tool_calls import ToolCalls
 from megarl.rollouts.environments.transcript import Transcript
 from megarl.rollouts.rollout import CheckedRollout
 from megarl.types import Group, Prompt, Sample
-
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "configs/models/tiny-llama")
-TOKENIZER = load_tokenizer(ModelConfig(path=TINY))
-EOS = TOKENIZER.eos_id
-VOCABULARY = 500
-
-
-class ScriptedPolicy:
-    """A fake policy: the texts that it says, turn by turn; "$" at the end stands for end-of-text. Remembers what it was asked."""
-
-    def __init__(self, *turns: str):
-        self._turns = list(turns)
-        self.asked: list[tuple[list[int], Sampling]] = []
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        self.asked.append((prompt_ids, sampling))
-        return [self._say(self._turns.pop(0), sampling, version=len(self.asked)) for _ in range(n)]
-
-    def _say(self, text: str, sampling: Sampling, version: int) -> Completion:
-        ids = TOKENIZER.encode_text(text.removesuffix("$")) + [EOS] * text.endswith("$")
-        ended = ids[-1] in sampling.stop_token_ids
-        assert len(ids) <= sampling.max_tokens and not set(ids[:-1]) & set(sampling.stop_token_ids)
-        return Completion(ids, [-0.5 * version] * len(ids), [version] * len(ids), "stop" if ended else "length")
-
-    def context(self) -> RolloutContext:
-        async def score(request: ScoreRequest) -> Score:
-            return Score(float(request.response == request.answer), {"index": request.sample_index})
-
-        async def run_in_worker(function: Any, *arguments: Any) -> Any:
-            try:
-                return function(*arguments)
-            except ValueError as error:
-                raise ToolError(str(error)) from error
-
-        return RolloutContext(TOKENIZER, self.generate, score, run_in_worker, tool_timeout_s=0.05)
-
-
-def prompt(text: str = "12*12=", answer: str = "144") -> Prompt:
-    return Prompt(ordinal=7, token_ids=TOKENIZER.encode_prompt(text), text=text, answer=answer)
-
-
-SAMPLING = Sampling(max_tokens=64, stop_token_ids=(EOS,))
-MARKS: dict[str, Any] = {"call_open": "<", "call_close": ">", "result": "{result};"}
-
-
-def sample_of(policy: ScriptedPolicy, sampling: Sampling = SAMPLING, **arguments: Any) -> Sample:
-    [sample] = asyncio.run(ToolCalls(TOKENIZER, **{**MARKS, **arguments})(policy.context(), prompt(), sampling, 1))
-    assert sample_problems([sample], 1, sampling.max_tokens, VOCABULARY) == []
-    return sample
-
-
-# --- turns with a tool ---
 
 
 def test_a_call_is_answered_and_the_answer_is_the_environments():
@@ -216,133 +155,6 @@ def test_a_rollout_that_hangs_is_named():
     checked = CheckedRollout("mine:rollout", rollout, ScriptedPolicy().context(), timeout_s=0.02, vocab_size=VOCABULARY)
     with pytest.raises(TimeoutError, match="rollout mine:rollout, prompt 7: not finished within timeouts.samples_s=0.02"):
         asyncio.run(checked(prompt(), SAMPLING, 1))
-
-
-# --- by name ---
-
-
-def config(name: str, **arguments: Any) -> RunConfig:
-    config = RunConfig()
-    config.model.path = TINY
-    config.rollout.name, config.rollout.args = name, arguments
-    return config
-
-
-async def no_annotation(context, prompt, sampling, n, *, depth=1): ...
-
-
-async def needs_depth(context, prompt, sampling, n, *, depth: int): ...
-
-
-async def three(context, prompt, sampling): ...
-
-
-def not_async(context, prompt, sampling, n): ...
-
-
-class NotCallable:
-    def __init__(self, tokenizer: Tokenizer): ...
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "problem"),
-    [
-        ("no_such_module_here:f", {}, "rollout.name=no_such_module_here:f: cannot be imported: No module named 'no_such_module_here'"),
-        (f"{__name__}:need_depth", {}, f"{__name__} has no function or class need_depth; did you mean needs_depth?"),
-        (f"{__name__}:needs_depth", {}, "rollout.args.depth: must be set"),
-        (f"{__name__}:needs_depth", {"depth": "3"}, "rollout.args.depth=3: expected `int`, got `str`"),
-        (f"{__name__}:needs_depth", {"depth": 3, "dept": 1}, "rollout.args.dept=1: unknown argument; did you mean depth?"),
-        (f"{__name__}:no_annotation", {}, "its argument depth has no type annotation"),
-        (f"{__name__}:three", {}, "must take 4 positional arguments, and all others by keyword only"),
-        (f"{__name__}:not_async", {}, "must be an async function or a class"),
-        (f"{__name__}:NotCallable", {}, "must be callable by an async __call__"),
-        ("single_turn", {"x": 1}, "rollout.args.x=1: unknown argument; there is none"),
-        ("tool_calls", {**MARKS, "max_calls": 0}, "rollout.args.max_calls=0: expected `int` >= 1"),
-        ("tool_calls", {**MARKS, "call_close": "</call>"}, f"rollout.args.call_close=</call>: must be one token of {TINY}"),
-        ("tool_calls", {**MARKS, "call_open": "\u00e9"}, "rollout.args.call_open=\u00e9: must be one token"),
-        ("tool_calls", {**MARKS, "result": "{}"}, "rollout.args.result={}: must contain {result} once"),
-        ("tool_calls", {**MARKS, "tool": "abacus"}, "rollout.args.tool=abacus: must be calculator, package.module:function"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_starts(name: str, arguments: dict[str, Any], problem: str):
-    with pytest.raises(ConfigError) as error:
-        check_rollout(config(name, **arguments))
-    assert any(problem in line for line in error.value.problems), error.value.problems
-
-
-def same_length(text: str, answer: str) -> float:
-    return float(len(text) == len(answer))
-
-
-def misspelt(text: str, anwser: str) -> float: ...
-
-
-def nameless(text: str, *rest: str) -> float: ...
-
-
-async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any) -> float: ...
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("no_such_module_here:f", "cannot be imported: No module named 'no_such_module_here'"),
-        (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
-        (f"{__name__}:NotCallable", "must be a function; see docs/own_run.md"),
-        (
-            f"{__name__}:misspelt",
-            "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
-            "sample_index, truncated; did you mean answer?",
-        ),
-        (f"{__name__}:nameless", "its parameter *rest must be one that can be passed by name"),
-        (f"{__name__}:same_length", ""),
-        (f"{__name__}:judge", ""),
-    ],
-)
-def test_a_reward_function_of_ones_own_is_looked_at_before_anything_starts(name: str, problem: str):
-    found = config("single_turn")
-    found.reward.name = name
-    if not problem:
-        return check_rollout(found)
-    with pytest.raises(ConfigError) as error:
-        check_rollout(found)
-    assert error.value.problems == [f"reward.name={name}: {problem}"]
-
-
-def test_arguments_reach_the_rollout():
-    assert load_rollout(config(f"{__name__}:needs_depth", depth=3), TOKENIZER).keywords == {"depth": 3}
-    assert isinstance(load_rollout(config("tool_calls", **MARKS), TOKENIZER), ToolCalls)
-
-
-# --- the example of docs/environments.md ---
-
-
-def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
-    (tmp_path / "games.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    rollout = load_rollout(config("games:higher_or_lower", max_guesses=3), TOKENIZER)
-    [sample] = asyncio.run(rollout(ScriptedPolicy("5", "x", "144").context(), prompt("?"), SAMPLING, 1))
-    assert sample.text == "5 higher\nx a number!\n144" and sample.reward == 1.0 and sample.metrics == {"guesses": 3}
-    assert sample_problems([sample], 1, SAMPLING.max_tokens, VOCABULARY) == [] and sample.summary().turns == 3
-    [lost] = asyncio.run(rollout(ScriptedPolicy("145", "1", "2").context(), prompt("?"), SAMPLING, 1))
-    assert lost.text == "145 lower\n1 higher\n2 higher\n" and lost.reward == 0.0
-    with pytest.raises(ConfigError, match="rollout.args.max_guess=3: unknown argument; did you mean max_guesses"):
-        load_rollout(config("games:higher_or_lower", max_guess=3), TOKENIZER)
-
-
-def test_the_documented_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = (ROOT / "docs/own_run.md").read_text()
-    codes, [settings] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
-    (tmp_path / "graders.py").write_text("\n".join(codes))
-    (tmp_path / "run.yaml").write_text(settings)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "graders", raising=False)
-    check_rollout(load_config("run.yaml", [f"model.path={TINY}"]))
-    assert sys.modules["graders"].share_right(" a,b,d\n", "a,b,c") == pytest.approx(2 / 3)
-    check_rollout(load_config("run.yaml", [f"model.path={TINY}", "reward.name=graders:graded"]))
-    found = score_of(sys.modules["graders"].graded("so 42\n", "42", {"weight": 2}, truncated=True))
-    assert found == Score(pytest.approx(1.9), {"right": 1.0})
 
 
 def test_environment_text_is_never_the_policys_even_at_the_ends():
