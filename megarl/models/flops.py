@@ -7,13 +7,14 @@ import math
 from dataclasses import replace
 
 from megarl.models.registry import family
-from megarl.models.spec import ModelSpec
+from megarl.models.spec import LM, ModelSpec
 
 
 def flops_per_token(spec: ModelSpec, length: float) -> float:
     """FLOPs per token of a forward pass over the whole model, for sequences of `length` tokens."""
     dense, expert = active_elements(spec)
-    return 2 * (dense + expert + spec.vocab_size * spec.hidden_size) + spec.num_layers * attention_flops(spec, length)
+    outputs = spec.vocab_size if spec.head == LM else 1
+    return 2 * (dense + expert + outputs * spec.hidden_size) + spec.num_layers * attention_flops(spec, length)
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:

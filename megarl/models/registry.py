@@ -20,6 +20,8 @@ from megarl.config.named import find_module
 from megarl.hub import HubError, hub_file
 from megarl.models.spec import ModelSpec
 
+CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # how names of architectures end: head LM, head SCALAR
+
 # What a family's module declares: see the docstring of the package.
 FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters", "sglang_parameters", "quantised_parameters")
 
@@ -117,13 +119,23 @@ def _read(source: str, values: Mapping[str, Any], own_family: str | None) -> Mod
     names = values.get("architectures")
     if not names:
         raise ConfigError(f"{source}: architectures is missing")
+    if not names[0].endswith(CLASSIFICATION):
+        return _read_decoder(source, values, names[0], own_family)
+    spec = _read_decoder(source, values, names[0].removesuffix(CLASSIFICATION) + CAUSAL_LM, own_family)
+    labels = values.get("num_labels", len(values.get("id2label") or range(2)))  # Hugging Face's default is two
+    if labels != 1:
+        raise ConfigError(f"{source}: {names[0]} has {labels} labels (num_labels, id2label); only one, a score, is supported")
+    return spec.with_scalar_head()
+
+
+def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own_family: str | None) -> ModelSpec:
     if own_family is not None:
-        return _read_own(source, values, names[0], own_family)
+        return _read_own(source, values, architecture, own_family)
     known = architectures()
-    if names[0] not in known:
-        allowed = f"{', '.join(sorted(known))}, or one of your own (model.family)"
-        raise ConfigError(f"{source}: architectures = {names!r} is not supported; supported: {allowed}")
-    return known[names[0]].read_spec(ConfigReader(source, values))
+    if architecture not in known:
+        allowed = f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your own (model.family)"
+        raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported; supported: {allowed}")
+    return known[architecture].read_spec(ConfigReader(source, values))
 
 
 def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: str) -> ModelSpec:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+LM, SCALAR = "lm", "scalar"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class ModelSpec:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None = None
+    head: str = LM  # what the last layer maps hidden states to: LM, the vocabulary; SCALAR, one number (reward models, critics)
 
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
@@ -46,6 +49,10 @@ class ModelSpec:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+
+    def with_scalar_head(self) -> ModelSpec:
+        """The same decoder with the other head, which shares no weights with the embedding."""
+        return replace(self, head=SCALAR, tie_word_embeddings=False)
 
     @property
     def rope_type(self) -> str:

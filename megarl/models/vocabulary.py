@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from megarl.models.parameters import FIRST, LAST, LogicalTensor, Parameter, Part, padded_vocab_size, round_up, whole
-from megarl.models.spec import ModelSpec
+from megarl.models.spec import SCALAR, ModelSpec
 from megarl.topology import GeneratorTopology, TrainerTopology
 
-EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBED, NORM, HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
 SGLANG_PADDING = 64  # rows; sglang/srt/layers/vocab_parallel_embedding.py
 
 
 def logical(spec: ModelSpec, layers: list[LogicalTensor]) -> tuple[LogicalTensor, ...]:
-    """All logical tensors of the model, including `layers`. A tied model has no `lm_head.weight`."""
+    """All logical tensors of the model, including `layers`. A tied model has no `lm_head.weight`; a scalar head is `score.weight`."""
     embed = LogicalTensor(EMBED, (spec.vocab_size, spec.hidden_size), FIRST)
     tensors = [embed, *layers, LogicalTensor(NORM, (spec.hidden_size,), LAST)]
-    if not spec.tie_word_embeddings:
+    if spec.head == SCALAR:
+        tensors.append(LogicalTensor(SCORE, (1, spec.hidden_size), LAST))
+    elif not spec.tie_word_embeddings:
         tensors.append(LogicalTensor(HEAD, embed.shape, LAST))
     return tuple(tensors)
 
@@ -24,7 +26,9 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]
     tp, padded = topology.tp, padded_vocab_size(spec.vocab_size, topology.tp)
     parameters = [Parameter("embedding.word_embeddings.weight", FIRST, (Part(EMBED, padded),), dim=0, groups=tp)]
     parameters += [*layers, whole("decoder.final_layernorm.weight", LAST, NORM)]
-    if not spec.tie_word_embeddings or topology.pp > 1:
+    if spec.head == SCALAR:
+        parameters.append(whole("output_layer.weight", LAST, SCORE))
+    elif not spec.tie_word_embeddings or topology.pp > 1:
         output = EMBED if spec.tie_word_embeddings else HEAD
         parameters.append(Parameter("output_layer.weight", LAST, (Part(output, padded),), dim=0, groups=tp))
     return tuple(parameters)
@@ -38,6 +42,8 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, layers: li
     units = (("vocabulary rows, padded", padded),)
     embed = Parameter(EMBED, FIRST, (Part(EMBED, padded),), dim=0, groups=topology.attention_tp, of_attention=True, units=units)
     parameters = [embed, *layers, whole(NORM, LAST, NORM)]
-    if not spec.tie_word_embeddings:  # if tied, lm_head is embed_tokens: one parameter under its first name
+    if spec.head == SCALAR:
+        parameters.append(whole(SCORE, LAST, SCORE))
+    elif not spec.tie_word_embeddings:  # if tied, lm_head is embed_tokens: one parameter under its first name
         parameters.append(Parameter(HEAD, LAST, (Part(HEAD, padded),), dim=0, groups=tp, units=units))
     return tuple(parameters)

@@ -11,6 +11,8 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
+from megarl.models.registry import CLASSIFICATION
+from megarl.models.spec import SCALAR
 from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS, check_batch
 from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS, check_sizes
 from megarl.plan.topologies import generator_topology, trainer_topology
@@ -62,6 +64,8 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
     problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
+    if spec.head == SCALAR and command is not None:
+        problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
         of_warm_start = _in_keys_of("sft", config, list(check_sizes(as_warm_start(config), spec)))
         problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return dict.fromkeys(_header(file), file.name)
 
 
-def check_checkpoint(spec: ModelSpec, folder: Path) -> dict[str, str]:
-    """Checks all tensors of the model, and returns `tensor_files`. Raises ConfigError naming every tensor that is missing, quantised, or of
-    another shape than config.json says, and every damaged file."""
+def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
+    """Checks all tensors of the model, except `without`, and returns `tensor_files`. Raises ConfigError naming every tensor that is
+    missing, quantised, or of another shape than config.json says, and every damaged file."""
     files = tensor_files(folder)
-    if problems := list(_problems(spec, folder, files)):
+    if problems := list(_problems(spec, folder, files, without)):
         raise ConfigError(problems)
     return files
 
@@ -95,8 +95,8 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _problems(spec: ModelSpec, folder: Path, files: dict[str, str]) -> Iterator[str]:
-    expected = {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32").tensors(0)}
+def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]) -> Iterator[str]:
+    expected = {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32").tensors(0) if tensor.name not in without}
     yield from (f"{folder}: tensor {name} is missing" for name in expected if name not in files)
     headers: dict[str, dict[str, Any]] = {}
     for file in sorted({files[name] for name in expected if name in files}):

@@ -15,27 +15,36 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megarl.box import Box
 from megarl.config.errors import ConfigError
-from megarl.models.spec import ModelSpec
+from megarl.models.registry import CAUSAL_LM, CLASSIFICATION
+from megarl.models.spec import SCALAR, ModelSpec
+from megarl.models.vocabulary import SCORE
 from megarl.plan.weights import WARM_START
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
 from megarl.trainer.folders import Writing, together
 from megarl.trainer.hf_files import INDEX, check_checkpoint, not_finite
 
+NewHead = Literal["zeros", "random"]
 INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 2**30
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
 
 
-def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str) -> None:
+def load_hf(
+    spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], path: str, new_head: NewHead | None = None, seed: int = 0
+) -> None:
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
+
+    `new_head`: the scalar head is not in the checkpoint, and begins with zeros, or with numbers of variance 1 / (hidden size + 1) by `seed`
+    (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
 
     Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError
     (`check_checkpoint`). A rank that reads a value which is not finite raises ConfigError too, naming file and tensor.
@@ -43,13 +52,17 @@ def load_hf(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tens
     from safetensors import safe_open  # compiled, and needed here alone: a trainer that starts from random weights runs without it
 
     folder = _local_folder(path, ("*.safetensors", INDEX))
-    files = check_checkpoint(spec, folder)
-    names = (piece.logical_name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces)
+    files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
+    names = (piece.logical_name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces if piece.logical_name in files)
     opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in names})}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = _parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
+            if new_head and piece.logical_name == SCORE:
+                if new_head == "random":
+                    parameter.copy_(_random_rows(piece, spec.hidden_size, seed) / INIT_STD / math.sqrt(spec.hidden_size + 1))
+                continue
             source = opened[files[piece.logical_name]].get_slice(piece.logical_name)
             parameter[piece.local.slices()].copy_(source[piece.logical.slices()])
             if not parameter[piece.local.slices()].isfinite().all():
@@ -107,7 +120,7 @@ def export_hf(
     def conclude(folder: Path, written: None) -> None:
         def on_one_rank() -> None:
             if dist.get_rank() == 0:
-                _write_headers(folder, places, headers, hf_config_dir, dtype, files)
+                _write_headers(folder, places, headers, hf_config_dir, spec, dtype, files)
 
         together(on_one_rank, failures=(OSError, RuntimeError, ValueError))  # ValueError: `hf_config_dir` is gone, or not JSON
 
@@ -115,7 +128,13 @@ def export_hf(
 
 
 def _write_headers(
-    folder: Path, places: dict[str, _Place], headers: dict[str, bytes], hf_config_dir: str, dtype: str, files: Mapping[str, str]
+    folder: Path,
+    places: dict[str, _Place],
+    headers: dict[str, bytes],
+    hf_config_dir: str,
+    spec: ModelSpec,
+    dtype: str,
+    files: Mapping[str, str],
 ) -> None:
     """Writes everything except the tensors."""
     for name, header in headers.items():
@@ -127,7 +146,7 @@ def _write_headers(
         sizes = {"total_size": sum(p.nbytes for p in places.values())}
         index = {"metadata": sizes, "weight_map": {n: p.file for n, p in places.items()}}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
-    _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype)
+    _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype, spec.head == SCALAR)
     for name, text in files.items():
         (folder / name).write_text(text)
 
@@ -209,13 +228,20 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _copy_configuration(source: Path, folder: Path, dtype: str) -> None:
+def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) -> None:
+    """`scores`: the model has a scalar head, whatever that of `source` has."""
     for file in sorted(source.iterdir()):
         if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # its name before transformers 5
     config["dtype"] = dtype
+    if scores:
+        config["architectures"] = [config["architectures"][0].replace(CAUSAL_LM, CLASSIFICATION)]
+        config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        ends = config.get("eos_token_id")
+        if config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]):
+            config["pad_token_id"] = None  # Hugging Face reads the score at the last token that is not padding: it would skip the end
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 

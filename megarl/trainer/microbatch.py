@@ -81,6 +81,8 @@ class MicroBatch:
     advantages: torch.Tensor  # [t] float32, 0 where masked
     reference_logprobs: torch.Tensor | None  # [t] float32, if train_step was given them
     proximal_logprobs: torch.Tensor | None  # the same
+    old_values: torch.Tensor | None  # the same
+    returns: torch.Tensor | None  # the same
     routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
@@ -159,6 +161,8 @@ def build(
     device: torch.device,
     reference_logprobs: Sequence[np.ndarray] | None = None,
     proximal_logprobs: Sequence[np.ndarray] | None = None,
+    old_values: Sequence[np.ndarray] | None = None,
+    returns: Sequence[np.ndarray] | None = None,
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
     """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
@@ -175,6 +179,9 @@ def build(
     def laid(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
         return torch.from_numpy(on_host(values, dtype, part)).to(device)
 
+    def given(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
+        return None if rows is None else laid(lambda i: rows[i], np.float32)
+
     scored = on_host(lambda i: held[i].loss_mask, np.bool_)
     return MicroBatch(
         inputs=laid(lambda i: held[i].token_ids, np.int64, slice(-1)),
@@ -184,8 +191,10 @@ def build(
         scored=scored,
         mu_logprobs=laid(lambda i: held[i].mu_logprobs, np.float32),
         advantages=laid(lambda i: held[i].advantages, np.float32),
-        reference_logprobs=None if reference_logprobs is None else laid(lambda i: reference_logprobs[i], np.float32),
-        proximal_logprobs=None if proximal_logprobs is None else laid(lambda i: proximal_logprobs[i], np.float32),
+        reference_logprobs=given(reference_logprobs),
+        proximal_logprobs=given(proximal_logprobs),
+        old_values=given(old_values),
+        returns=given(returns),
         routing=None if routing is None else _routing(plan, held, routing).to(device),
         kept=_kept(plan, held, scored),
         plan=plan,

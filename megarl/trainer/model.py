@@ -24,11 +24,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
 from megarl.config.schema import TrainerConfig
 from megarl.models.parameters import padded_vocab_size
-from megarl.models.spec import ModelSpec
+from megarl.models.spec import SCALAR, ModelSpec
 from megarl.topology import TrainerTopology
 from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
 from megarl.trainer.marks import mend_marks
+from megarl.trainer.values import ScalarHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 YARN_KEYS = {  # MLATransformerConfig's → those of config.json
@@ -187,7 +188,9 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
             high_freq_factor=scaling["high_freq_factor"],
             original_max_position_embeddings=scaling["original_max_position_embeddings"],
         )
-    if model.post_process:
+    if model.post_process and spec.head == SCALAR:
+        model.output_layer = ScalarHead(config)  # type: ignore[assignment]
+    elif model.post_process:
         # Log-probs are made from hidden states (logprobs.py). The layer is still called, and so are DDP's hooks on it.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     return model if not torch.cuda.is_available() else model.cuda()

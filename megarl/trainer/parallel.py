@@ -20,13 +20,18 @@ from megarl.topology import TrainerTopology
 from megarl.trainer.distributed import groups_closed
 from megarl.trainer.groups import data_group, pipeline_group
 
+_made_for: list[Any] = []  # the topology of this process's groups, and the group that all of them are parts of
+
 
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
     """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and seeds its generators.
 
-    `timeout_s` bounds every collective of these groups.
+    `timeout_s` bounds every collective of these groups. A second model of the same topology shares the groups of the first, which Megatron
+    keeps as globals of the process.
     """
     if parallel_state.model_parallel_is_initialized():
+        if _made_for == [topology, dist.group.WORLD]:
+            return
         parallel_state.destroy_model_parallel()
     with groups_closed():
         parallel_state.initialize_model_parallel(
@@ -42,6 +47,7 @@ def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
     for group in distributed_c10d._world.pg_map:  # Megatron sets no timeout for the gloo group of experts' replicas
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     model_parallel_cuda_manual_seed(seed)
+    _made_for[:] = [topology, dist.group.WORLD]
 
 
 def data_parallel(

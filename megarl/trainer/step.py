@@ -27,7 +27,7 @@ from megarl.config.errors import RunError
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.flops import flops_per_token
 from megarl.models.routing import RoutingFormat
-from megarl.models.spec import ModelSpec
+from megarl.models.spec import LM, SCALAR, ModelSpec
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
@@ -41,11 +41,13 @@ from megarl.trainer.optimizer import LearningRate, build_optimizer
 from megarl.trainer.packing import packed_sequences
 from megarl.trainer.routing_replay import RoutingReplay
 from megarl.trainer.supported import check_transformer_engine
+from megarl.trainer.values import token_values
 from megarl.trainer.vendor_warnings import refuse_corruption
 from megarl.types import Elsewhere, TrainSequence
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
-"""(logprobs [t] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step."""
+"""(outputs [t] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step. The outputs are the
+log-probs of the tokens of `loss_mask` or, with a scalar head, values: what the head makes of the tokens before each of these."""
 
 # Among a step's sums, beside the loss function's own.
 ENTROPY, ENTROPY_TOKENS, POSITIONS = "entropy", "entropy tokens", "positions"
@@ -60,7 +62,7 @@ class StepResult:
     sums: dict[str, float]  # the loss function's sums over the global batch
     sequences: int
     tokens: int  # of `loss_mask` that the loss was taken of
-    entropy: float  # the policy's mean over the tokens of `loss_mask`, in nats, before the step; NaN without any
+    entropy: float  # the policy's mean over the tokens of `loss_mask`, in nats, before the step; NaN without any, and of a scalar head
     learning_rate: float
     padded: int  # positions that the model computed beside those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
@@ -137,11 +139,13 @@ class MegatronTrainer:
         temperature: float = 1.0,
         reference_logprobs: Sequence[np.ndarray] | None = None,
         proximal_logprobs: Sequence[np.ndarray] | None = None,
+        old_values: Sequence[np.ndarray] | None = None,
+        returns: Sequence[np.ndarray] | None = None,
     ) -> StepResult:
         """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
-        `temperature` is that of the behaviour policy; `reference_logprobs` and `proximal_logprobs`, one array per sequence, become
-        MicroBatch's fields of these names. Without sequences the gradient is zero and the optimizer still steps.
+        `temperature` is that of the behaviour policy; `reference_logprobs`, `proximal_logprobs`, `old_values` and `returns`, one array per
+        sequence, become MicroBatch's fields of these names. Without sequences the gradient is zero and the optimizer still steps.
         Raises RuntimeError if the gradient is not finite.
         """
         assert denominator > 0
@@ -151,6 +155,7 @@ class MegatronTrainer:
         if self.replay is not None:
             self.replay.reset()
         given = {"reference_logprobs": reference_logprobs, "proximal_logprobs": proximal_logprobs}
+        given |= {"old_values": old_values, "returns": returns}
         outputs = self._run(
             self._plan(sequences),
             partial(build, sequences=sequences, device=self.device, **given, routing=self.routing),
@@ -174,8 +179,8 @@ class MegatronTrainer:
     def _loss(
         self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        logprobs, entropy = self._logprobs(hidden, microbatch, temperature)
-        out = loss(logprobs, microbatch)
+        outputs, entropy = self._outputs(hidden, microbatch, temperature)
+        out = loss(outputs, microbatch)
         computed = hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
         counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.tensor(computed, device=self.device)}
         sums = {"loss": out.loss.detach(), ENTROPY: entropy.detach().sum(), **counted, **out.sums}
@@ -189,23 +194,33 @@ class MegatronTrainer:
     ) -> list[np.ndarray]:
         """The log-prob of every token of `loss_mask` given those before it, one array per sequence, with 0 for the other tokens; the same
         on every rank."""
+        assert self.spec.head == LM
+        with self._reference_weights() if model == "reference" else contextlib.nullcontext():
+            return self._scored(sequences, temperature)
+
+    def token_values(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[np.ndarray]:
+        """What a scalar head makes of the tokens before every token of `loss_mask`, one array per sequence, with 0 for the other tokens;
+        the same on every rank."""
+        assert self.spec.head == SCALAR
+        return self._scored(sequences, temperature=1.0)
+
+    def _scored(self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float) -> list[np.ndarray]:
         plan = self._plan(sequences)
-        weights = self._reference_weights() if model == "reference" else contextlib.nullcontext()
-        with torch.no_grad(), weights:
+        with torch.no_grad():
             scored = self._run(
                 plan,
                 partial(build, sequences=sequences, device=self.device, routing=self.routing),
-                lambda microbatch, hidden, non_loss_data: self._logprobs(hidden, microbatch, temperature)[0],
+                lambda microbatch, hidden, non_loss_data: self._outputs(hidden, microbatch, temperature)[0],
                 forward_only=True,
             )
         lengths = [len(s) for s in sequences]
         flat = torch.zeros(sum(lengths), dtype=torch.float32)
         slices = flat.split(lengths)  # views
         if self.coordinate.tp == self.coordinate.cp == 0:
-            for microbatch, logprobs in zip(plan, scored):
-                logprobs = logprobs.cpu()
+            for microbatch, outputs in zip(plan, scored):
+                outputs = outputs.cpu()
                 for start, index in zip(microbatch.boundaries, microbatch.indices):
-                    slices[index][1:] = logprobs[start : start + lengths[index] - 1]
+                    slices[index][1:] = outputs[start : start + lengths[index] - 1]
         if self.topology.world_size > 1:
             flat = flat.to(self.device)
             dist.all_reduce(flat)
@@ -241,7 +256,11 @@ class MegatronTrainer:
         lengths, stages = [len(s) for s in sequences], self.topology.pp if self.topology.vpp > 1 else 1
         return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)
 
-    def _logprobs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _outputs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a loss is taken of, and the entropies."""
+        if self.spec.head == SCALAR:
+            values = token_values(hidden[0], microbatch, sequence_parallel=self.sequence_parallel)
+            return values, torch.full_like(values, math.nan)
         return token_logprobs(
             hidden[0],
             output_weight(self.chunks[-1]),
@@ -257,7 +276,8 @@ class MegatronTrainer:
     ) -> list[Any]:
         """Runs Megatron's schedule over the microbatches and returns what `head` returned, on the last stage.
 
-        `head(microbatch, hidden)` is given hidden states [1, t / cp, h], or [1, t / cp / tp, h] under sequence parallelism.
+        `head(microbatch, hidden)` is given hidden states [1, t / cp, h], or [1, t / cp / tp, h] under sequence parallelism; h is 1 with a
+        scalar head, which GPTModel has applied.
         """
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -296,9 +316,11 @@ class MegatronTrainer:
         hf_io.init_random(self.spec, self.layout, self.local_parameters(), seed)
         self.optimizer.reload_model_params()
 
-    def load_hf(self, path: str) -> None:
-        """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes."""
-        hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path)
+    def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
+        """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
+
+        `new_head`: what a scalar head begins with, of which the checkpoint has none; None: it has one."""
+        hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path, new_head, self.seed)
         self.optimizer.reload_model_params()
 
     def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:

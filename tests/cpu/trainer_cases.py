@@ -9,6 +9,7 @@ import torch
 import trainer_reference  # noqa: F401  makes transformers importable without CUDA
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
@@ -107,10 +108,13 @@ CHECKPOINTS = {
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
 
 
-def save_model(name: str, folder: Path, **changed: Any) -> None:
-    """Random weights; also of norms and biases, which would else be ones and zeros. `changed`: of the model's configuration."""
+def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) -> None:
+    """Random weights; also of norms and biases, which would else be ones and zeros. `changed`: of the model's configuration; `scores`: with
+    a scalar head."""
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(type(MODELS[name]).from_dict(MODELS[name].to_dict() | changed))
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    changed |= {"num_labels": 1} if scores else {}
+    model = kind.from_config(type(MODELS[name]).from_dict(MODELS[name].to_dict() | changed))
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") else 1.0, 0.1)

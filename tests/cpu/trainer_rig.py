@@ -15,6 +15,7 @@ from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.kept_sets import KeptSets
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
+from megarl.models.spec import ModelSpec
 from megarl.topology import TrainerTopology
 from megarl.types import TrainSequence
 
@@ -80,11 +81,11 @@ def plain_adam(lr: float) -> OptimizerConfig:
     return OptimizerConfig(lr=lr, clip_grad=0.0, weight_decay=0.01, eps=1e-4)
 
 
-def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10) -> Any:
+def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10, spec: ModelSpec | None = None) -> Any:
     from megarl.trainer.step import MegatronTrainer
 
     return MegatronTrainer(
-        load_spec(scenario["model"]),
+        spec or load_spec(scenario["model"]),
         TrainerTopology(**scenario["topology"]),
         TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})}),  # several chunks of a microbatch
         scenario.get("dtype", "float32"),

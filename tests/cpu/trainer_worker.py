@@ -23,10 +23,11 @@ import saving_scenarios
 import torch
 import torch.distributed as dist
 import trainer_scenarios
+import value_scenarios
 
 from megarl.trainer import cpu_support
 
-SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios)
+SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios, value_scenarios)
 
 
 def main() -> None:

@@ -169,3 +169,23 @@ def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
     config = json.loads((Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text())
     with pytest.raises(ConfigError, match=message):
         load_spec({**config, **change})
+
+
+@pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
+def test_a_sequence_classification_with_one_label_has_a_scalar_head(labels):
+    """And no weights in common with the embedding, whatever config.json says of tying."""
+    spec = load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
+    assert spec == load_spec(CONFIG).with_scalar_head() and (spec.head, spec.tie_word_embeddings) == ("scalar", False)
+    tensors = {t.name: t.shape for t in family(spec).logical_tensors(spec)}
+    assert tensors.pop("score.weight") == (1, 128)
+    tied = load_spec(CONFIG)
+    assert tensors == {t.name: t.shape for t in family(tied).logical_tensors(tied)}
+    heads = [t for rank in range(4) for t in trainer_layout(spec, TrainerTopology(tp=2, pp=2), "float32").tensors(rank)]
+    heads = [t.shape for t in heads if t.name == "output_layer.weight"]
+    assert heads == [(1, 128), (1, 128)], "whole, on both tensor ranks of the last stage alone"
+
+
+@pytest.mark.parametrize("labels", [{}, {"num_labels": 3}, {"id2label": {"0": "bad", "1": "good"}}])
+def test_more_than_one_label_is_refused(labels):
+    with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification has [23] labels"):
+        load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
