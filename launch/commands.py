@@ -86,8 +86,9 @@ def note_beginning(plan: RunPlan, resume: Resume) -> None:
 
 def mend_records(run_dir: Path, resume: Resume) -> None:
     """Prints what a resumed run's records have lost, and restores what the checkpoint knows."""
-    consumed = Ledger.load(resume.checkpoint).consumed()
-    for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recover_ordinals(run_dir, resume.step, consumed)):
+    ledger = Ledger.load(resume.checkpoint)
+    recovered = recover_ordinals(run_dir, resume.step, ledger.trained(), ledger.told())
+    for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recovered):
         if lost:
             print(lost, flush=True)
 

@@ -33,14 +33,18 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     from megarl.rollouts.buffer import RolloutBuffer
     from megarl.rollouts.channel import RolloutsReceiver
     from megarl.rollouts.ledger import Ledger
+    from megarl.rollouts.packing import judged
     from megarl.trainer.deadlines import naming_peers
     from megarl.weight_sync.sender import WeightsSender
 
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
-    buffer = RolloutBuffer(config.rollout.prompts_per_step, config.async_.max_staleness, ledger) if rank == 0 else None
+    rollout, judge = config.rollout, partial(judged, config=config)
+    buffer = RolloutBuffer(rollout.prompts_per_step, config.async_.max_staleness, ledger, judge) if rank == 0 else None
+    max_generated = rollout.max_num_gen_batches and rollout.max_num_gen_batches * rollout.prompts_per_step
     weights = WeightsSender(plan, link, stop)
-    rollouts = RolloutsReceiver(link, config.timeouts.rollouts_s, buffer, stop, partial(weights.send, again=True))
+    resend = partial(weights.send, again=True)
+    rollouts = RolloutsReceiver(link, config.timeouts.rollouts_s, buffer, stop, resend, max_generated)
     with naming_peers("trainer", rank):
         executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger)
         Controller(executor, incoming=[rollouts], outgoing=[weights], max_steps=config.max_steps).run()

@@ -216,7 +216,8 @@ class SampleNumbers(NamedTuple):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The input of one step: `prompts_per_step` groups, in the order of their ordinals."""
+    """The input of one step: `prompts_per_step` groups, in the order of their ordinals. Without groups, too many prompts were dropped for
+    it, and the run ends."""
 
     step: int
     groups: list[GroupSummary]
@@ -227,11 +228,18 @@ class Batch(msgspec.Struct, frozen=True):
     buffered: int = 0  # finished groups left for later batches
     numbers: dict[int, SampleNumbers] = {}  # of the samples that this rank trains on, by their place in `samples`
     texts: list[msgspec.Raw] = []  # of each group an encoded GroupTexts, on trainer rank 0
+    dropped: list[GroupSummary] = []  # by dynamic sampling: generated like `groups`, but not trained on
+    dropped_texts: list[msgspec.Raw] = []  # as `texts`
 
     @property
     def samples(self) -> list[SampleSummary]:
         """Of all groups, one group after the other."""
         return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def generated(self) -> list[SampleSummary]:
+        """The samples of all groups, and of those that were dropped."""
+        return [sample for group in [*self.groups, *self.dropped] for sample in group.samples]
 
 
 class TrainSequence(msgspec.Struct, frozen=True, eq=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from megarl.config.schema import RunConfig
 from megarl.kept_sets import kept_metrics
 from megarl.rewards.failures import failure_metrics
+from megarl.rewards.score import CORRECT
 from megarl.rewards.shaping import length_penalty
 from megarl.types import Batch, Elsewhere, SampleNumbers, TrainSequence, Version
 
@@ -63,20 +65,22 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
 def batch_metrics(batch: Batch, version: Version, penalties: Tensor | None = None) -> dict[str, float]:
     """Metrics of a batch, used by a trainer at weight version `version`, which takes `penalties` [G, n] off the rewards.
 
-    A token's staleness is `version` minus the version that produced it; the environment's tokens have none. reward/std is over all
-    samples. rollout/<name> and reward/<name>/mean are means of Sample.metrics and reward_parts over the samples that have them.
+    They are of all groups that were generated for the step, those that were dropped among them, but staleness, penalties and
+    zero_advantage_fraction are of what is trained on. A token's staleness is `version` minus the version that produced it; the
+    environment's tokens have none. reward/std is over all samples. rollout/<name> and reward/<name>/mean are means of Sample.metrics and
+    reward_parts over the samples that have them.
     """
-    rewards = batch_rewards(batch)
-    trained_on = rewards if penalties is None else rewards - penalties
-    samples = batch.samples
-    runs = [run for sample in samples for run in sample.policy_versions]
-    tokens, own_tokens = sum(sample.tokens for sample in samples), sum(count for _, count in runs)
+    trained_on = batch_rewards(batch) if penalties is None else batch_rewards(batch) - penalties
+    samples = batch.generated
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    runs = [run for sample in batch.samples for run in sample.policy_versions]
+    tokens, own_tokens = sum(sample.tokens for sample in samples), sum(sample.policy_tokens for sample in samples)
     counted = {f"rollout/{name}": value for name, value in _means([sample.metrics for sample in samples]).items()}
     parts = {f"reward/{name}/mean": value for name, value in _means([sample.reward_parts for sample in samples]).items()}
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
-        "staleness/mean": sum((version - sampled_by) * count for sampled_by, count in runs) / own_tokens,
+        "staleness/mean": sum((version - sampled_by) * count for sampled_by, count in runs) / sum(count for _, count in runs),
         "staleness/max": float(version - min(sampled_by for sampled_by, _ in runs)),
         "response_tokens/mean": tokens / len(samples),
         "environment_tokens/fraction": 1 - own_tokens / tokens,
@@ -89,6 +93,32 @@ def batch_metrics(batch: Batch, version: Version, penalties: Tensor | None = Non
         **parts,
         **counted,
     }
+
+
+def dropped_metrics(batch: Batch) -> dict[str, float]:
+    """What dynamic sampling has dropped; prompts/dropped_right and _wrong are those whose samples are all right, and all wrong."""
+    dropped = [[sample.reward for sample in group.samples] for group in batch.dropped]
+    return {
+        "prompts/dropped": len(dropped),
+        "prompts/dropped_right": sum(min(rewards) >= CORRECT for rewards in dropped),
+        "prompts/dropped_wrong": sum(max(rewards) < CORRECT for rewards in dropped),
+        **({"reward/dropped_mean": fmean(chain(*dropped))} if dropped else {}),
+        **({"reward/trained_mean": fmean(sample.reward for sample in batch.samples)} if batch.groups else {}),
+    }
+
+
+def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
+    """Why the run must stop, if so many prompts were dropped that there is no batch to train on."""
+    if batch.groups:
+        return None
+    found, rollout = dropped_metrics(batch), config.rollout
+    generated = f"{rollout.max_num_gen_batches} times rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
+    same = f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward {found['reward/dropped_mean']:.3f}; "
+    same += f"{found['prompts/dropped_right']} all right, {found['prompts/dropped_wrong']} all wrong)"
+    return (
+        f"{generated}, and too few are left for a batch: {same}. Nothing is learned from those. Look whether the task is too hard or too "
+        "easy for the model, or the reward wrong; or raise rollout.n or rollout.max_num_gen_batches"
+    )
 
 
 def _means(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -219,7 +219,7 @@ class FaultRun:
             return 0
         step, folder = found[-1]
         ledger = Ledger.load(folder)
-        consumed = {*range(ledger.consumed_below), *ledger.consumed_beyond}
+        consumed = ledger.trained()
         trained = set(itertools.chain(*self.trained()[:step]))
         held = {group.ordinal for group in ledger.groups}
         return len(consumed ^ trained) + len(consumed & held)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.limits import above, at_least, one_of, seconds, setting
+from megarl.config.limits import above, at_least, between, one_of, seconds, setting
 
 
 @dataclass
@@ -88,3 +88,8 @@ class PlanConfig:
 
     prompt_tokens: int = setting(256, "mean length of a prompt", at_least(1))
     response_tokens: int | None = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))
+    dropped_share: float | None = setting(
+        None,
+        "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and not counted",
+        between(0, 1, open_high=True),
+    )

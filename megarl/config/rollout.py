@@ -23,6 +23,17 @@ class RolloutConfig:
         at_least(1),
     )
     n: int = setting(4, "samples per prompt", at_least(1))
+    dynamic_sampling: bool = setting(
+        False,
+        "drop a prompt whose samples all have the same reward, since nothing is learned from it, and take the next one in its place "
+        "(DAPO; docs/algorithms.md)",
+    )
+    max_num_gen_batches: int | None = setting(
+        10,
+        "with dynamic_sampling, the run ends if of so many times prompts_per_step prompts, generated for one step, fewer than "
+        "prompts_per_step are left; null: no limit",
+        at_least(1),
+    )
     max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
     temperature: float = setting(1.0, "sampling temperature", above(0))
     top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))

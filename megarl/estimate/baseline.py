@@ -61,7 +61,7 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             if spare < 0:
                 continue
             train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config))
-            generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(workload)
+            generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(Workload.generated(config))
         except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
             continue
         times.append(train.total + generate.total + constants.glue_s)

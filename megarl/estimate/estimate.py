@@ -27,6 +27,7 @@ class Estimate:
     """Times in seconds; memory in bytes on the fullest rank."""
 
     workload: Workload
+    generated: Workload  # the same and what is dropped
     cluster: Cluster
     trainer: TrainerMemory
     generator: GeneratorMemory
@@ -73,19 +74,20 @@ class Estimate:
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError if the parallel sizes do not divide the model."""
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
-    constants = constants_of(cluster.gpu.name)
+    constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
     reference = needs_reference(config)
     ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
     landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
     return Estimate(
         workload=workload,
+        generated=generated,
         cluster=cluster,
         trainer=trainer_memory(spec, config.trainer, dtype, cluster.gpu, reference=reference),
         generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing),
         saving=_saving_bytes(config, spec, cluster),
         static_limit=usable_static(config.generator, cluster.gpu),
         train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config)),
-        generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(workload, **unfinished(config)),
+        generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(generated, **unfinished(config)),
         sync_s=sync_s(spec, config, cluster),
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),

@@ -14,6 +14,7 @@ from megarl.estimate.knobs import Settings, written
 from megarl.estimate.remedies import Remedy
 from megarl.estimate.search import Found, Side
 from megarl.estimate.theory import Optima
+from megarl.estimate.workload import dropped_share
 
 
 def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:
@@ -24,7 +25,7 @@ def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy
 
 
 def not_counted(config: RunConfig) -> list[str]:
-    """The settings of Megatron and SGLang that no estimate depends on."""
+    """The settings of Megatron and SGLang that no estimate depends on, and dynamic sampling if the share that it drops is unknown."""
     trainer, counted = config.trainer, ("overlap_grad_reduce", "chunked_prefill_size", "disable_overlap_schedule")
     mappings = {
         "trainer.megatron": trainer.megatron,
@@ -32,7 +33,8 @@ def not_counted(config: RunConfig) -> list[str]:
         "trainer.optimizer.megatron": trainer.optimizer.megatron,
         "generator.server_args": config.generator.server_args,
     }
-    return [f"{key}.{name}" for key, settings in mappings.items() for name in settings if name not in counted]
+    unknown = ["rollout.dynamic_sampling (set plan.dropped_share)"] if dropped_share(config) is None else []
+    return unknown + [f"{key}.{name}" for key, settings in mappings.items() for name in settings if name not in counted]
 
 
 def _memory(found: Estimate) -> Iterator[str]:
@@ -54,7 +56,8 @@ def _memory(found: Estimate) -> Iterator[str]:
 def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
     w = found.workload
     lengths = f"{w.response_tokens:g} tokens on average, {w.max_response_tokens:g} at most, to prompts of {w.prompt_tokens:g}"
-    yield f"time       seconds a step; {w.sequences} responses of {lengths}"
+    dropped = f" (and {more} that are dropped)" if (more := found.generated.sequences - w.sequences) else ""
+    yield f"time       seconds a step; {w.sequences} responses{dropped} of {lengths}"
     for name, seconds, parts in (
         ("training", found.train.total, train_parts(found.train)),
         ("generation", found.generate.total, generate_parts(found.generate)),

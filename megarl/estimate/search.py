@@ -158,7 +158,7 @@ class Search:
             over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
             if (over <= 0) == fitting:
                 model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
-                time = model.seconds(self.workload, **unfinished(self.config)).total
+                time = model.seconds(Workload.generated(self.config), **unfinished(self.config)).total
                 yield Side(_generator_settings(generator), time, over)
 
     def _landing(self, shape: GeneratorConfig) -> int:

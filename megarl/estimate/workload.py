@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.algorithms.recipes import needs_reference, recipe_of
@@ -17,6 +17,11 @@ def scoring_passes(config: RunConfig) -> int:
     proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
     groups = config.trainer.epochs if recipe_of(algorithm).beta else 0
     return int(needs_reference(algorithm) is not None) + int(proximal) + groups
+
+
+def dropped_share(config: RunConfig) -> float | None:
+    """The share of generated prompts that are not trained on; None: unknown."""
+    return config.plan.dropped_share if config.rollout.dynamic_sampling else 0.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,13 @@ class Workload:
             response_tokens=min(plan.response_tokens or rollout.max_tokens / 2, rollout.max_tokens),
             max_response_tokens=rollout.max_tokens,
         )
+
+    @classmethod
+    def generated(cls, config: RunConfig) -> Workload:
+        """With the prompts that dynamic sampling is expected to drop, if that is known (plan.dropped_share)."""
+        trained, share = cls.of(config), dropped_share(config) or 0.0
+        more = {name: math.ceil(getattr(trained, name) / (1 - share)) for name in ("sequences", "prompts")}
+        return replace(trained, **more)
 
     @property
     def tokens_per_sequence(self) -> float:

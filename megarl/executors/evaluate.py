@@ -18,11 +18,10 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.failures import failure_metrics, too_many_failures
+from megarl.rewards.score import CORRECT
 from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rollout
 from megarl.trainer.hf_files import check_finite
 from megarl.types import Group, Prompt, Sample
-
-CORRECT = 1.0  # the lowest reward that counts as right
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from megarl.plan.asynchrony import run_ahead
 from megarl.plan.resolve import RunPlan
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.channel import RolloutsSender
+from megarl.rollouts.packing import judged
 from megarl.rollouts.rollout import open_fleet, open_rollout, train_sampling
 from megarl.rollouts.stream import RolloutStream
 from megarl.types import Group, Ordinal, Version
@@ -70,7 +72,8 @@ class GeneratorExecutor:
         self.start(watch_returns(self.fleet, logs, restarted, config.generator.startup_timeout_s), "lost engines")
         self.start(show_engines(self.fleet, Path(config.run_dir)), "status of the engines")
         self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
-        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
+        judge = partial(judged, config=config)
+        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse, judge)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
 
     def _admission(self) -> Admission:

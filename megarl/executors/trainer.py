@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics
+from megarl.algorithms.sequences import batch_metrics, dropped_metrics, too_many_dropped
 from megarl.config.errors import RunError
 from megarl.executors.batch_steps import BatchSteps, step_metrics
 from megarl.executors.export import load_checkpoint
@@ -35,6 +35,8 @@ from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer, StepResult
 from megarl.types import Batch, TrainSequence, Version
 from megarl.weight_sync.sender import SyncReport
+
+DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> field of a sample
 
 
 @dataclass
@@ -124,14 +126,18 @@ class TrainerExecutor:
         return self.batch_steps.assign(batch)
 
     def _check_scores(self, batch: Batch) -> None:
-        """Raises RunError, on all ranks alike, if scoring failed for too many samples of the batch. Writes its rollouts first."""
-        if problem := too_many_failures(self.plan.config.reward, batch.samples):
+        """Raises RunError, on all ranks alike, if scoring failed for too many samples, or too many prompts were dropped. Writes the
+        rollouts first."""
+        problem = too_many_failures(self.plan.config.reward, batch.generated)
+        if problem := problem or too_many_dropped(batch, self.plan.config):
             written = self._write_rollouts(batch) if self.rank == 0 else None
             raise RunError(f"step {batch.step}: {problem}" + (f"\nThe step's samples are in {written}" if written else ""))
 
     def _write_rollouts(self, batch: Batch) -> Path | None:
-        shown = zip(batch.groups, map(texts_of, batch.texts[: self.plan.config.observe.rollouts_per_step]))
-        return write_rollouts(self.plan.config.run_dir, batch.step, shown)
+        shown = self.plan.config.observe.rollouts_per_step
+        groups, dropped = zip(batch.groups, batch.texts[:shown]), zip(batch.dropped, batch.dropped_texts[:shown])
+        of_groups, of_dropped = ([(group, texts_of(texts)) for group, texts in some] for some in (groups, dropped))
+        return write_rollouts(self.plan.config.run_dir, batch.step, of_groups, of_dropped, len(batch.dropped))
 
     def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
@@ -144,6 +150,7 @@ class TrainerExecutor:
             {
                 "wall_s": now - self._started,
                 **batch_metrics(batch, self.version - 1, self.batch_steps.penalties(batch)),
+                **(dropped_metrics(batch) if self.plan.config.rollout.dynamic_sampling or batch.dropped else {}),
                 **step_metrics(results, self.algorithm),
                 "weights/version": self.version,
                 **self._probe_metrics,
@@ -159,11 +166,11 @@ class TrainerExecutor:
                 "prompts/last": batch.groups[-1].ordinal,
                 **self._evaluations.metrics(),
             },
-            {"reward": [sample.reward for sample in samples], "response_tokens": [sample.tokens for sample in samples]},
+            {name: [getattr(sample, field) for sample in batch.generated] for name, field in DISTRIBUTIONS.items()},
         )
         self._probe_metrics = {}
         self._write_rollouts(batch)
-        self.ordinals.write(batch.step, [group.ordinal for group in batch.groups])
+        self.ordinals.write(batch.step, *([group.ordinal for group in some] for some in (batch.groups, batch.dropped)))
 
     @property
     def layout(self) -> Layout:

@@ -72,10 +72,13 @@ class WeightsWanted(_Message, frozen=True):
 
 
 class GenerateFrom(_Message, frozen=True):
-    """Trainer rank 0's first order: generate all prompts from `first` on except `skip`, which are trained on or held here."""
+    """Trainer rank 0's first order: generate all prompts from `first` on except `skip`, which are trained on, dropped or held here.
+
+    `dropped`: how many have been dropped so far, each of which another prompt replaces."""
 
     first: Ordinal
     skip: list[Ordinal]
+    dropped: int = 0
 
 
 class GroupsStarted(_Message, frozen=True):
@@ -99,6 +102,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     summary: msgspec.Raw  # an encoded GroupSummary, for every trainer rank
     texts: msgspec.Raw  # an encoded GroupTexts, for trainer rank 0
     pieces: list[memoryview]  # the numbers (rollouts/packing.py): of the prompt, then of each sample, for the ranks that train on it
+    dropped: bool = False  # by dynamic sampling: it is not trained on, so it has no pieces
 
 
 class Regenerate(_Message, frozen=True):

@@ -43,6 +43,7 @@ def _staleness(row: Row) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "step": ("step", _one("step", "d")),
     "reward": ("reward/mean", _one("reward/mean", ".3f")),
+    "dropped": ("prompts/dropped", _one("prompts/dropped", ".0f")),
     "stale": ("staleness/mean", _staleness),
     "loss": ("loss", _one("loss", "+.4f")),
     "samples/s": ("samples_per_s", _one("samples_per_s", ".0f")),

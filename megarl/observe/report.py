@@ -52,6 +52,8 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     lines = [("reward", _reward(rows))]
     if failed := describe_failures(rows):
         lines.append(("scores", f"{failed}; rollouts/ marks them"))
+    if _values(rows, "prompts/dropped"):
+        lines.append(("prompts dropped", _dropped(rows)))
     lines += _held_out(evaluations)
     turns = _values(rows, "turns/mean")
     if turns and max(turns) > 1:
@@ -85,6 +87,14 @@ def _reward(rows: list[Row]) -> str:
     count = min(ENDS, len(rows))
     first, last = _mean(rows[:count], "reward/mean"), _mean(rows[-count:], "reward/mean")
     return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count} ({last - first:+.3f})"
+
+
+def _dropped(rows: list[Row]) -> str:
+    """Of all that were generated; a prompt's samples that are all right, or all wrong, teach nothing."""
+    dropped, right, wrong = (sum(_values(rows, f"prompts/dropped{kind}")) for kind in ("", "_right", "_wrong"))
+    trained = _mean(rows[-min(ENDS, len(rows)) :], "reward/trained_mean")
+    text = f"{dropped:.0f}, of which {right:.0f} were all right and {wrong:.0f} all wrong"
+    return f"{text}; the reward above is of these too, that of what was trained on is {trained:.3f} at the end"
 
 
 def _ends(rows: list[Row], key: str, unit: str) -> str:

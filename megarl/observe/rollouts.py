@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from megarl.files import write_whole
-from megarl.observe.metrics import cut_from, lost_lines, read_metrics
+from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
 from megarl.types import GroupSummary, GroupTexts, Ordinal, SampleSummary
 
 ORDINALS_FILE = "ordinals.jsonl"
@@ -58,27 +58,39 @@ def format_sample(number: int, sample: SampleSummary, text: str, environment_spa
     return f"{head}\n{reason}{_quoted_turns(text, environment_spans)}\n"
 
 
-def format_group(group: GroupSummary, texts: GroupTexts) -> str:
-    head = f"prompt {group.ordinal}\n{_quoted(texts.prompt)}\n\nreference answer\n{_quoted(texts.answer)}\n"
+def format_group(group: GroupSummary, texts: GroupTexts, dropped: bool = False) -> str:
+    why = ", dropped: its samples all have the same reward in training" if dropped else ""
+    head = f"prompt {group.ordinal}{why}\n{_quoted(texts.prompt)}\n\nreference answer\n{_quoted(texts.answer)}\n"
     pairs = zip(group.samples, texts.samples, strict=True)
     return "\n".join([head, *(format_sample(number, sample, *text) for number, (sample, text) in enumerate(pairs))])
 
 
-def write_rollouts(run_dir: Path | str, step: int, groups: Iterable[tuple[GroupSummary, GroupTexts]]) -> Path | None:
-    """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if there are none."""
-    formatted = [format_group(*group) for group in groups]
+def write_rollouts(
+    run_dir: Path | str,
+    step: int,
+    groups: Iterable[tuple[GroupSummary, GroupTexts]],
+    dropped: Iterable[tuple[GroupSummary, GroupTexts]] = (),
+    dropped_prompts: int = 0,
+) -> Path | None:
+    """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if there are none.
+
+    `dropped`: some of the groups that dynamic sampling has dropped for it, of `dropped_prompts` in all.
+    """
+    formatted = [format_group(*group) for group in groups] + [format_group(*group, dropped=True) for group in dropped]
     if not formatted:
         return None
     folder = Path(run_dir) / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.txt"
     rule = "\n" + "=" * 80 + "\n\n"
-    path.write_text(f"step {step}\n{rule}" + rule.join(formatted), encoding="utf-8")
+    head = f"step {step}" + (f", {dropped_prompts} prompts dropped" if dropped_prompts else "")
+    path.write_text(f"{head}\n{rule}" + rule.join(formatted), encoding="utf-8")
     return path
 
 
 class OrdinalsWriter:
-    """`run_dir`/rollouts/ordinals.jsonl: a line per step with the prompts it was trained on, by which exactly-once can be checked.
+    """`run_dir`/rollouts/ordinals.jsonl: a line per step with the prompts it was trained on and those dropped for it, by which exactly-once
+    can be checked.
 
     A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut off, as in the metrics.
     """
@@ -89,8 +101,8 @@ class OrdinalsWriter:
         cut_from(path, resume_step)
         self._file = open(path, "ab", buffering=0)
 
-    def write(self, step: int, ordinals: Sequence[int]) -> None:
-        self._file.write(json.dumps({"step": step, "ordinals": ordinals}).encode() + b"\n")
+    def write(self, step: int, ordinals: Sequence[int], dropped: Sequence[int] = ()) -> None:
+        self._file.write(json.dumps(_line(step, ordinals, dropped)).encode() + b"\n")
 
     def sync(self) -> None:
         """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
@@ -100,8 +112,13 @@ class OrdinalsWriter:
         self._file.close()
 
 
-def recover_ordinals(run_dir: Path | str, step: int, consumed: Iterable[Ordinal]) -> str:
-    """Restores a line that ordinals.jsonl lacks, from `consumed`: all prompts that the steps before `step` were trained on.
+def _line(step: int, ordinals: Sequence[Ordinal], dropped: Sequence[Ordinal]) -> Row:
+    return {"step": step, "ordinals": ordinals} | ({"dropped": dropped} if dropped else {})
+
+
+def recover_ordinals(run_dir: Path | str, step: int, trained: Set[Ordinal], dropped: Set[Ordinal] = frozenset()) -> str:
+    """Restores a line that ordinals.jsonl lacks. `trained`, `dropped`: all prompts that the steps before `step` were trained on, and that
+    were dropped for them.
 
     Returns a sentence about it; empty if no line is missing. Several missing lines cannot be restored, since it is not known which prompts
     belong to which step; the sentence then says so.
@@ -115,8 +132,8 @@ def recover_ordinals(run_dir: Path | str, step: int, consumed: Iterable[Ordinal]
     lost = lost_lines(path, missing)
     if len(missing) > 1:
         return f"{lost}; which of these steps was trained on which prompts is no longer known (the checkpoint knows the prompts)"
-    known = {ordinal for row in rows.values() for ordinal in row["ordinals"]}
-    rows[missing[0]] = {"step": missing[0], "ordinals": sorted(set(consumed) - known)}
+    known = {ordinal for row in rows.values() for ordinal in [*row["ordinals"], *row.get("dropped", ())]}
+    rows[missing[0]] = _line(missing[0], sorted(trained - known), sorted(dropped - known))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(rows[number]) + "\n" for number in sorted(rows)))
     return f"{lost}; it has been restored from the checkpoint's ledger"

@@ -73,6 +73,12 @@ def check_algorithm(config: RunConfig) -> Iterable[str]:
     return recipes.problems(config.algorithm)
 
 
+def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
+    if config.rollout.dynamic_sampling and recipes.recipe_of(config.algorithm).advantage == "best":
+        name = config.algorithm.name
+        yield f"rollout.dynamic_sampling=true: {name} trains on the best sample of every prompt, also where all have the same reward"
+
+
 def check_shaping(config: RunConfig) -> Iterable[str]:
     return shaping.problems(config)
 
@@ -119,6 +125,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_batch,
     check_partial_rollout,
     check_algorithm,
+    check_dynamic_sampling,
     check_shaping,
     check_eval,
 )

@@ -18,6 +18,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import MAX_REWARD
 from megarl.types import Failure
 
+CORRECT = 1.0  # the lowest reward that counts as right
 SCORE = "score"  # in a result with named parts, the key or field that is the reward
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 200

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megarl.config.schema import RunConfig
+from megarl.types import SampleSummary
 
 
 def length_penalty(tokens: int, finish_reason: str, config: RunConfig) -> float:
@@ -16,6 +17,12 @@ def length_penalty(tokens: int, finish_reason: str, config: RunConfig) -> float:
         return cut
     beyond = tokens - (config.rollout.max_tokens - reward.overlong_tokens)
     return cut + reward.overlong_penalty * max(0, beyond) / reward.overlong_tokens
+
+
+def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
+    """Whether the rewards of a prompt's samples, after penalties, are not all the same."""
+    rewards = {sample.reward - length_penalty(sample.tokens, sample.finish_reason, config) for sample in samples}
+    return len(rewards) > 1
 
 
 def shapes(config: RunConfig) -> bool:

@@ -11,9 +11,10 @@ from megarl.types import Ordinal, Version
 class Admission:
     """Pure logic: nothing waits here. Prompts begin in the order of their ordinals, rejected ones first.
 
-    Depth bound: with c = `run_ahead`, the j-th prompt (j = 0, 1, …; rejected ones do not count) may begin under weights of version v if
-    j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under version s - c or newer: c = 0 is the synchronous loop, 1 is
-    LlamaRL's one step behind, K a bounded queue.
+    Depth bound: with c = `run_ahead`, the j-th prompt (j = 0, 1, …; rejected and dropped ones do not count) may begin under weights of
+    version v if j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under version s - c or newer: c = 0 is the synchronous
+    loop, 1 is LlamaRL's one step behind, K a bounded queue. A dropped prompt gives its place to the next one, which may begin at once,
+    and the run ends one prompt later: `end` is where it would end without any.
     """
 
     def __init__(self, prompts_per_step: int, run_ahead: int | None, max_in_flight: int, end: Ordinal):
@@ -21,13 +22,14 @@ class Admission:
         self._again: list[Ordinal] = []  # heap
         self._next: Ordinal = end
         self._skip: frozenset[Ordinal] = frozenset()
-        self.begun = 0  # prompts, not counting rejected ones
+        self.begun = 0  # prompts, not counting rejected and dropped ones
         self.in_flight = 0
 
-    def generate_from(self, first: Ordinal, skip: Iterable[Ordinal]) -> None:
-        """Generates every ordinal from `first` to the end of the run, except those in `skip`."""
+    def generate_from(self, first: Ordinal, skip: Iterable[Ordinal], dropped: int = 0) -> None:
+        """Generates every ordinal from `first` to the end of the run, except those in `skip`. `dropped`: how many of the others were."""
         self._skip = frozenset(skip)
-        self.begun = first + len(self._skip)
+        self.begun = first + len(self._skip) - dropped
+        self._end += dropped
         self._next = self._after(first)
 
     @property
@@ -55,6 +57,12 @@ class Admission:
 
     def finish(self) -> None:
         self.in_flight -= 1
+
+    def drop(self) -> None:
+        """A prompt has finished, but is not trained on: another is to replace it."""
+        self.in_flight -= 1
+        self.begun -= 1
+        self._end += 1
 
     def again(self, ordinals: Iterable[Ordinal]) -> None:
         """Queues prompts to be generated again, because they finished too late."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -29,10 +29,21 @@ class RolloutBuffer:
     rejected nor due, and every group that is waited for is already being generated. So a batch is full after finitely many rollouts,
     whatever was rejected before.
 
+    A group that the generator has dropped (`GroupReady.dropped`) is done: it is neither in a batch nor generated again. `report_dropped`
+    gives it out once a prompt beyond it has been trained on, so that each step reports the prompts dropped between its own. (None stays
+    unreported, since the last prompt of a run is not dropped: another would follow it.)
+
     Time: each event costs one look at its group, and a heap keeps the order; nothing is scanned.
     """
 
-    def __init__(self, prompts_per_step: int, max_staleness: int | None, ledger: Ledger = Ledger()):
+    def __init__(
+        self,
+        prompts_per_step: int,
+        max_staleness: int | None,
+        ledger: Ledger = Ledger(),
+        judge: Callable[[GroupReady], GroupReady] = lambda group: group,
+    ):
+        """`judge`: what the generator judges by, for the groups in the ledger, of which earlier settings may have held another opinion."""
         self._prompts_per_step, self._max_staleness = prompts_per_step, max_staleness
         self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
         self._running: dict[Ordinal, Version] = {}
@@ -41,8 +52,13 @@ class RolloutBuffer:
         self._finished_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
         self._order: list[Ordinal] = []  # heap of finished ordinals; may hold some that were removed since
         self._rejected: set[Ordinal] = set()  # until they begin again
+        self._dropped = list(ledger.dropped)
+        self._untold = [(group.ordinal, group) for group in ledger.untold]  # heap
+        heapq.heapify(self._untold)
+        self._highest: Ordinal = max(ledger.trained(), default=-1)
+        self._dropped_since = 0  # the last batch
         for group in ledger.groups:
-            self._add(group)
+            self._take_in(judge(group))
 
     def begin(self, ordinals: Iterable[Ordinal], version: Version) -> None:
         """Notes that the rollouts of `ordinals` have begun under `version`."""
@@ -58,7 +74,7 @@ class RolloutBuffer:
         if version is None:
             raise RuntimeError(f"prompt {group.ordinal} came without having been begun; it is {self._state(group.ordinal)}")
         _discard(self._running_by_version, version, group.ordinal)
-        self._add(group)
+        self._take_in(group)
 
     def reject(self, step: int) -> list[Ordinal]:
         """Drops the finished groups that are too old for the batch of `step`. Returns their ordinals, to be generated again."""
@@ -85,12 +101,31 @@ class RolloutBuffer:
             ordinal = heapq.heappop(self._order)
             if ordinal in self._finished:
                 chosen.add(ordinal)
+        self._highest, self._dropped_since = max(self._highest, *chosen), 0
         return [self._consume(ordinal) for ordinal in sorted(chosen)]
+
+    def report_dropped(self) -> list[GroupReady]:
+        """The dropped groups below the highest prompt that was trained on, each once, sorted by ordinal."""
+        found = []
+        while self._untold and self._untold[0][0] < self._highest:
+            found.append(heapq.heappop(self._untold)[1])
+        return found
+
+    def give_up(self, most: int | None) -> list[GroupReady]:
+        """The dropped groups that no batch has reported, if at least `most` prompts were generated for the next batch and are not enough
+        for it; otherwise none."""
+        generated = len(self._finished) + self._dropped_since
+        if most is None or not self._dropped_since or self.full() or generated < most:
+            return []
+        return [group for _, group in sorted(self._untold)]
 
     def ledger(self) -> Ledger:
         """The ledger for a checkpoint taken now."""
-        groups = [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0) for group in self._finished.values()]
-        return Ledger(self._consumed.below, sorted(self._consumed.beyond), groups)
+        groups, untold = (
+            [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0) for group in some]
+            for some in (self._finished.values(), (group for _, group in self._untold))
+        )
+        return Ledger(self._consumed.below, sorted(self._consumed.beyond), groups, sorted(self._dropped), untold)
 
     @property
     def finished(self) -> int:
@@ -98,6 +133,8 @@ class RolloutBuffer:
 
     def __str__(self) -> str:
         parts = [f"{len(self._finished)} of {self._prompts_per_step} groups finished", f"{len(self._running)} in flight"]
+        if self._dropped_since:
+            parts[0] += f", and {self._dropped_since} dropped"
         if self._running:
             ordinal = min(self._running, key=lambda ordinal: (self._running[ordinal], ordinal))
             parts[1] += f", the oldest being prompt {ordinal}, begun under version {self._running[ordinal]}"
@@ -111,7 +148,13 @@ class RolloutBuffer:
             return []
         return [ordinals for version, ordinals in by_version.items() if version <= step - self._max_staleness]
 
-    def _add(self, group: GroupReady) -> None:
+    def _take_in(self, group: GroupReady) -> None:
+        if group.dropped:
+            self._consumed.add(group.ordinal)
+            self._dropped.append(group.ordinal)
+            self._dropped_since += 1
+            heapq.heappush(self._untold, (group.ordinal, group))
+            return
         self._finished[group.ordinal] = group
         self._finished_by_version[group.oldest].add(group.ordinal)
         heapq.heappush(self._order, group.ordinal)
@@ -123,7 +166,8 @@ class RolloutBuffer:
         return group
 
     def _state(self, ordinal: Ordinal) -> str:
-        states = {"trained on": self._consumed, "finished": self._finished, "in flight": self._running, "rejected": self._rejected}
+        done = "dropped" if ordinal in self._dropped else "trained on"
+        states = {done: self._consumed, "finished": self._finished, "in flight": self._running, "rejected": self._rejected}
         return next((state for state, ordinals in states.items() if ordinal in ordinals), "unknown")
 
 

@@ -1,9 +1,9 @@
 """The rollouts channel: groups from the generator as they finish, batches to every trainer rank.
 
     generator                                   trainer rank 0
-    begins where the ledger ends       ←        GenerateFrom(first, skip), once
+    begins where the ledger ends       ←        GenerateFrom(first, skip, dropped), once
     GroupsStarted(ordinals, version)   →
-    GroupReady(group)                  →        buffers it; makes a batch when asked for one
+    GroupReady(group)                  →        buffers it, or counts it as dropped; makes a batch when asked for one
     generates them again               ←        Regenerate(ordinals) of groups found too old
 
 The sending end decides how far the generator may run ahead, when it begins prompts (`admission`). The receiving end decides which groups
@@ -92,6 +92,7 @@ class _Header(msgspec.Struct, frozen=True, tag=True):
     due_wait_s: float
     rejected: int
     buffered: int
+    dropped: list[msgspec.Raw]  # as `groups`
 
 
 class _Received(msgspec.Struct, frozen=True, tag="_Header"):
@@ -104,6 +105,7 @@ class _Received(msgspec.Struct, frozen=True, tag="_Header"):
     due_wait_s: float
     rejected: int
     buffered: int
+    dropped: list[GroupSummary]
 
 
 _decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
@@ -130,9 +132,12 @@ class RolloutsReceiver:
         buffer: RolloutBuffer | None = None,
         stop: StopRequest | None = None,
         resend: Callable[[Any], None] = lambda executor: None,
+        max_generated: int | None = None,
     ):
+        """`max_generated`: from so many prompts of which too few are left for a batch, one without groups is made of those dropped."""
         self.link = link
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
+        self._max_generated = max_generated
         self._resend = resend  # sends the weights again, for an engine that has come back
         self._idle_s = 0.0  # of the generator, up to the previous batch
         self._groups: _Groups | None = None  # None until the first batch is asked for
@@ -140,7 +145,7 @@ class RolloutsReceiver:
             link.read_ahead()
             ledger = buffer.ledger()
             held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
-            link.send(GenerateFrom(ledger.consumed_below, held))
+            link.send(GenerateFrom(ledger.consumed_below, held, len(ledger.dropped)))
 
     def recv(self, executor: BatchExecutor) -> None:
         """Hands the executor the batch of `executor.curr_step` and the seconds it waited for it. Time spent sending weights again is not
@@ -159,15 +164,18 @@ class RolloutsReceiver:
         """Rank 0's answer; of a batch's numbers, this rank's share. Collective."""
         if self._groups is None:  # rank 0's own deadline comes first, and says what it waits for
             self._groups = _Groups(executor.rank, executor.replicas, self._timeout_s + LATER_S)
-        groups, body = [], b""
+        groups, dropped, body = [], [], b""
         if executor.rank == 0:
             found = self._next_batch(executor)
-            header, groups = found if isinstance(found, tuple) else (found, [])
+            header, groups, dropped = found if isinstance(found, tuple) else (found, [], [])
             body = msgspec.msgpack.encode(header)
         answer = _decode_agreed(self._groups.broadcast(body))
         if not isinstance(answer, _Received):
             return answer
-        batch = Batch(**msgspec.structs.asdict(answer), texts=[group.texts for group in groups])
+        texts, dropped_texts = ([group.texts for group in some] for some in (groups, dropped))
+        batch = Batch(**msgspec.structs.asdict(answer), texts=texts, dropped_texts=dropped_texts)
+        if not batch.groups:
+            return batch
         shares = executor.assign(batch)
         sizes = [len(group.samples) for group in batch.groups]
         own = shares[self._groups.dp]
@@ -184,8 +192,9 @@ class RolloutsReceiver:
         assert self._buffer is not None, "only rank 0 has a buffer"
         return self._buffer
 
-    def _next_batch(self, executor: BatchExecutor) -> tuple[_Header, list[GroupReady]] | _Resend | None:
-        """Waits for the batch of this step, and has groups that are too old generated again. Returns None when the run is to stop."""
+    def _next_batch(self, executor: BatchExecutor) -> tuple[_Header, list[GroupReady], list[GroupReady]] | _Resend | None:
+        """Waits for the batch of this step, and has groups that are too old generated again. Returns its groups and those dropped, and
+        None when the run is to stop."""
         step, buffer = executor.curr_step, self._rank_0_buffer
         deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
         awaited = f"batch {step} from generator.0"
@@ -202,6 +211,10 @@ class RolloutsReceiver:
                     rejected += len(stale)
                 groups = buffer.take(step)
                 if groups is not None:
+                    dropped = buffer.report_dropped()
+                    break
+                if dropped := buffer.give_up(self._max_generated):
+                    groups = []
                     break
                 if full_since is None and buffer.full():
                     full_since = time.monotonic()
@@ -210,7 +223,7 @@ class RolloutsReceiver:
                     raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {buffer}")
         now = time.monotonic()
         due_wait_s = now - full_since if full_since is not None else 0.0
-        return self._header(step, groups, due_wait_s, rejected), groups
+        return self._header(step, groups, dropped, due_wait_s, rejected), groups, dropped
 
     def _take_in(self) -> None:
         """Puts everything that has arrived into the buffer. A group is announced before it finishes, and messages go on arriving: so
@@ -221,13 +234,14 @@ class RolloutsReceiver:
         for group in ready:
             self._rank_0_buffer.finish(group)
 
-    def _header(self, step: int, groups: list[GroupReady], due_wait_s: float, rejected: int) -> _Header:
+    def _header(self, step: int, groups: list[GroupReady], dropped: list[GroupReady], due_wait_s: float, rejected: int) -> _Header:
         timed = [group for group in groups if group.ended_s > 0]
         generate_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
         idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
         waited_s, self._idle_s = idle_s - self._idle_s, idle_s
         buffered = self._rank_0_buffer.finished
-        return _Header(step, [group.summary for group in groups], generate_s, waited_s, due_wait_s, rejected, buffered)
+        summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
+        return _Header(step, summaries, generate_s, waited_s, due_wait_s, rejected, buffered, of_dropped)
 
 
 class _Groups:

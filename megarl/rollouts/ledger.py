@@ -1,12 +1,12 @@
-"""Records the state of every prompt of a run: trained on, finished and held for training, or neither.
+"""Records the state of every prompt of a run: trained on, dropped, finished and held for training, or none of these.
 
 Each checkpoint holds the ledger beside the weights that it belongs to. After a resume, prompts that are not in it are generated (again),
-so nothing else has to be saved for each prompt to be trained on exactly once.
+so nothing else has to be saved for each prompt to be trained on, or dropped, exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,14 +18,19 @@ LEDGER_FILE = "ledger.msgpack"
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    consumed_below: Ordinal = 0  # all prompts below it have been trained on
+    consumed_below: Ordinal = 0  # all prompts below it have been trained on or dropped
     consumed_beyond: list[Ordinal] = []  # and so have these
     groups: list[GroupReady] = []  # finished, but not yet trained on
+    dropped: list[Ordinal] = []  # all those of the run
+    untold: list[GroupReady] = []  # of these, the ones that no batch has reported yet
 
-    def consumed(self) -> Iterator[Ordinal]:
+    def trained(self) -> set[Ordinal]:
         """All prompts that have been trained on."""
-        yield from range(self.consumed_below)
-        yield from self.consumed_beyond
+        return {*range(self.consumed_below), *self.consumed_beyond}.difference(self.dropped)
+
+    def told(self) -> set[Ordinal]:
+        """The dropped prompts that batches have reported."""
+        return set(self.dropped).difference(group.ordinal for group in self.untold)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -41,7 +46,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class Consumed:
-    """The set of ordinals that have been trained on. It stays small, since they come nearly in order."""
+    """The set of ordinals that have been trained on or dropped. It stays small, since they come nearly in order."""
 
     def __init__(self, below: Ordinal = 0, beyond: Sequence[Ordinal] = ()):
         self.below = below

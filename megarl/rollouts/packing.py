@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from megarl.config.schema import RunConfig
 from megarl.kept_sets import KeptSets
 from megarl.messaging.messages import GroupReady
+from megarl.rewards.shaping import has_signal
 from megarl.types import Group, GroupSummary, GroupTexts, Sample, SampleNumbers, SampleSummary, Version, typed
 
 _ALIGNED = 4
@@ -42,6 +44,13 @@ def pack(group: Group, begun: Version = 0, started_s: float = 0.0, ended_s: floa
 
 def summary_of(group: GroupReady) -> GroupSummary:
     return _decode_summary(group.summary)
+
+
+def judged(group: GroupReady, config: RunConfig) -> GroupReady:
+    """The group, or if dynamic sampling drops it what is left: all but its numbers."""
+    if not config.rollout.dynamic_sampling or has_signal(summary_of(group).samples, config):
+        return group
+    return msgspec.structs.replace(group, dropped=True, pieces=[])
 
 
 def texts_of(raw: msgspec.Raw) -> GroupTexts:

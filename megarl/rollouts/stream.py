@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from megarl.messaging.background import Background
+from megarl.messaging.messages import GroupReady
 from megarl.messaging.pulse import Pulse
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.channel import RolloutsSender
@@ -17,8 +18,9 @@ class RolloutStream:
     """Begins a prompt whenever `admission` allows it, under the weights that the engines serve then.
 
     It waits for a free place in flight, and for weights that are new enough (`put_version`). It sends groups in the order in which they
-    finish; `sent` counts them. Idle time is measured by place: a place in flight is idle while a prompt could begin there only under newer
-    weights, or while an update keeps prompts from beginning or engines from running. It counts by its share of all places.
+    finish; `sent` counts them. Those that `judge` drops are replaced by further prompts. Idle time is measured by place: a place in flight
+    is idle while a prompt could begin there only under newer weights, or while an update keeps prompts from beginning or engines from
+    running. It counts by its share of all places.
     """
 
     def __init__(
@@ -28,8 +30,9 @@ class RolloutStream:
         channel: RolloutsSender,
         background: Background,
         pulse: Pulse,
+        judge: Callable[[GroupReady], GroupReady] = lambda group: group,
     ):
-        self.admission, self._roll_out, self._channel = admission, roll_out, channel
+        self.admission, self._roll_out, self._channel, self._judge = admission, roll_out, channel, judge
         self._background, self._pulse = background, pulse
         self.version: Version = -1
         self.sent = 0
@@ -40,7 +43,7 @@ class RolloutStream:
     async def run(self, timeout_s: float) -> None:
         """Runs until its task is cancelled. `timeout_s` bounds the wait for the ledger."""
         start = await self._channel.first(timeout_s)
-        self.admission.generate_from(start.first, start.skip)
+        self.admission.generate_from(start.first, start.skip, start.dropped)
         self._background.start(self._take_back(), "rejected groups")
         while True:
             self._begin()
@@ -66,7 +69,7 @@ class RolloutStream:
 
     @property
     def finished(self) -> int:
-        """How many prompts of the run have finished, including those before a resume, but not rejected ones."""
+        """How many prompts of the run have finished, including those before a resume, but not rejected and dropped ones."""
         return self.admission.begun - self.admission.in_flight
 
     @property
@@ -89,8 +92,12 @@ class RolloutStream:
         version, started = self.version, time.monotonic()
         group = await self._roll_out(ordinal)
         ended = time.monotonic()
-        self._channel.finished(pack(group, version, started, ended, self._idle_s))
-        self.admission.finish()
+        ready = self._judge(pack(group, version, started, ended, self._idle_s))
+        self._channel.finished(ready)
+        if ready.dropped:
+            self.admission.drop()
+        else:
+            self.admission.finish()
         self.sent += 1
         self._pulse.beat()
 

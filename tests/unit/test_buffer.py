@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
+from itertools import chain
 
 import msgspec
 import pytest
@@ -19,8 +20,8 @@ from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.ledger import Consumed, Ledger
 
 
-def ready(ordinal: int, oldest: int = 0) -> GroupReady:
-    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [])
+def ready(ordinal: int, oldest: int = 0, dropped: bool = False) -> GroupReady:
+    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [], dropped)
 
 
 def filled(buffer: RolloutBuffer, *groups: tuple[int, int]) -> RolloutBuffer:
@@ -109,6 +110,56 @@ def test_a_broken_ledger_is_an_error_that_names_the_file(tmp_path):
         Ledger.load(tmp_path)
 
 
+def test_what_is_dropped_is_done_and_reported_once_with_what_is_trained_on_around_it():
+    buffer = RolloutBuffer(2, None)
+    buffer.begin(range(9), 0)
+    for ordinal, dropped in ((4, True), (1, True), (0, False), (7, True), (2, True), (3, False), (5, False)):
+        buffer.finish(ready(ordinal, 0, dropped))
+    assert str(buffer).startswith("3 of 2 groups finished, and 4 dropped; 2 in flight")
+    assert ordinals(buffer.take(0)) == [0, 3] and ordinals(buffer.report_dropped()) == [1, 2] and buffer.report_dropped() == []
+    with pytest.raises(RuntimeError, match="prompt 4 was begun a second time; it is dropped"):
+        buffer.begin([4], 0)
+    ledger = buffer.ledger()
+    assert (ledger.consumed_below, ledger.consumed_beyond, ledger.dropped) == (5, [7], [1, 2, 4, 7])
+    assert (ledger.trained(), ledger.told(), ordinals(ledger.untold)) == ({0, 3}, {1, 2}, [4, 7])
+    again = RolloutBuffer(2, None, msgspec.msgpack.decode(ledger.encode(), type=Ledger))
+    again.begin([6, 8], 0)
+    again.finish(ready(8))
+    assert ordinals(again.take(1)) == [5, 8] and ordinals(again.report_dropped()) == [4, 7]
+
+
+def test_a_late_prompt_that_is_dropped_is_reported_by_whatever_batch_comes_next_also_after_a_resume():
+    buffer = RolloutBuffer(1, None)
+    buffer.begin(range(4), 0)
+    buffer.finish(ready(3))
+    assert ordinals(buffer.take(0)) == [3]
+    buffer.finish(ready(2, dropped=True))
+    again = RolloutBuffer(1, None, buffer.ledger())
+    filled(again, (0, 0))
+    assert ordinals(again.take(1)) == [0] and ordinals(again.report_dropped()) == [2]
+
+
+def test_held_groups_are_judged_again_after_a_resume():
+    ledger = Ledger(groups=[ready(0), ready(1)])
+    buffer = RolloutBuffer(1, None, ledger, lambda group: msgspec.structs.replace(group, dropped=group.ordinal == 0))
+    assert ordinals(buffer.take(0)) == [1] and ordinals(buffer.report_dropped()) == [0]
+
+
+def test_it_gives_up_when_enough_were_generated_for_a_batch_and_too_few_are_left():
+    buffer = RolloutBuffer(2, None)
+    buffer.begin(range(20), 0)
+    for ordinal in range(5):
+        buffer.finish(ready(ordinal, dropped=ordinal != 2))
+        assert buffer.give_up(None) == []
+        assert ordinals(buffer.give_up(6)) == []
+    buffer.finish(ready(5, dropped=True))
+    assert ordinals(buffer.give_up(6)) == [0, 1, 3, 4, 5]
+    buffer.finish(ready(6))
+    assert buffer.give_up(6) == [], "there is a batch"
+    buffer.take(0)
+    assert buffer.give_up(1) == [], "the next batch's are counted anew"
+
+
 @settings(deadline=None)
 @given(st.permutations(range(12)))
 def test_consumed_is_a_set(order):
@@ -150,26 +201,44 @@ def test_admission_after_a_resume_leaves_out_what_is_done():
     assert admission.begin(1) == [4, 6, 8] and admission.exhausted
 
 
+def test_a_dropped_prompt_is_replaced_at_once_and_the_run_ends_later():
+    admission = Admission(prompts_per_step=2, run_ahead=0, max_in_flight=2, end=2)
+    admission.generate_from(0, [])
+    assert admission.begin(0) == [0, 1] and admission.exhausted
+    admission.drop()
+    assert not admission.exhausted and admission.begin(0) == [2]
+    admission.finish()
+    admission.drop()
+    assert admission.begin(0) == [3]
+    again = Admission(prompts_per_step=2, run_ahead=0, max_in_flight=2, end=4)
+    again.generate_from(2, [3], dropped=2)
+    assert again.begun == 1 and again.begin(0) == [2], "of 0, 1 and 3 two were dropped"
+    assert again.begin(1) == [4], "there is one more place"
+    again.finish()
+    assert again.begin(1) == [5] and again.exhausted
+
+
 class Simulation:
     """A run without engines: rollouts take random times, the trainer trains, both ends by the real rules. Killed and resumed at will.
 
     Old weights can live on in a rollout (in flight) or not (block): `mixed` says whether an update waits for running rollouts.
-    An `eager` generator also begins what is bound to be rejected.
+    An `eager` generator also begins what is bound to be rejected. A finished group is dropped with the probability `dropping`.
     """
 
-    def __init__(self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False):
-        self.random = random.Random(seed)
+    def __init__(self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False, dropping=0.0):
+        self.random, self.dropping = random.Random(seed), dropping
         self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
         self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
-        self.trained, self.ages, self.rejected = [], [], 0
+        self.trained, self.dropped, self.ages, self.rejected = [], [], [], 0
         self.start(Ledger(), 0)
 
     def start(self, ledger: Ledger, step: int) -> None:
         self.now, self.step, self.running = 0.0, step, []
-        self.trained = self.trained[:step]
+        self.trained, self.dropped = self.trained[:step], self.dropped[:step]
         self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger)
         self.admission = Admission(self.per_step, self.capacity, self.in_flight, self.per_step * self.steps)
-        self.admission.generate_from(ledger.consumed_below, sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)]))
+        held = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
+        self.admission.generate_from(ledger.consumed_below, held, len(ledger.dropped))
         self.saved = (ledger, step)
 
     def run(self, kill_at: int | None = None) -> None:
@@ -193,8 +262,9 @@ class Simulation:
 
     def finish_one(self) -> None:
         self.now, ordinal, version = heapq.heappop(self.running)
-        self.admission.finish()
-        self.buffer.finish(ready(ordinal, version))
+        dropped = bool(self.dropping) and self.random.random() < self.dropping
+        self.admission.drop() if dropped else self.admission.finish()
+        self.buffer.finish(ready(ordinal, version, dropped))
 
     def train(self) -> None:
         while True:
@@ -208,7 +278,9 @@ class Simulation:
             assert self.running, f"a deadlock: {self.buffer}"
             self.finish_one()
             self.begin()
+        assert not any(group.dropped for group in batch)
         self.trained.append([group.ordinal for group in batch])
+        self.dropped.append([group.ordinal for group in self.buffer.report_dropped()])
         self.ages += [self.step - group.oldest for group in batch]
         self.step += 1
         if self.random.random() < 0.5:
@@ -231,24 +303,29 @@ some_or_none = st.one_of(st.none(), st.integers(0, 5))
     mixed=st.booleans(),
     eager=st.booleans(),
     kills=st.lists(st.integers(0, 14), max_size=3),
+    dropping=st.sampled_from((0.0, 0.0, 0.1, 0.5, 0.9)),
 )
-def test_every_prompt_is_trained_on_once_none_too_old_whatever_happens(
-    seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills
+def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happens(
+    seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping
 ):
     steps = 15
-    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager)
+    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping)
     for kill_at in sorted(kills):
         run.run(kill_at)
         run.kill_and_resume()
     run.run()
     assert [len(batch) for batch in run.trained] == [per_step] * steps
-    assert Counter(ordinal for batch in run.trained for ordinal in batch) == Counter(range(per_step * steps))
+    prompts = per_step * steps + sum(map(len, run.dropped))
+    assert Counter(chain(*run.trained, *run.dropped)) == Counter(range(prompts)), "each is trained on or reported as dropped"
+    assert run.dropping or prompts == per_step * steps
+    assert run.admission.exhausted and not run.running and not run.buffer.ledger().untold, "nothing is left over"
     if max_staleness is not None:
         assert max(run.ages) <= max_staleness
     if not mixed and run.capacity is not None:
         assert max(run.ages) <= run.capacity, "an update that waits for rollouts bounds their age by the capacity"
     if run.capacity == 0:
-        assert run.trained == [list(range(s * per_step, (s + 1) * per_step)) for s in range(steps)], "the synchronous loop"
+        in_order = [ordinal for step in zip(run.trained, run.dropped) for ordinal in sorted(chain(*step))]
+        assert in_order == list(range(prompts)), "the synchronous loop"
 
 
 def test_rejection_of_everything_is_no_deadlock():

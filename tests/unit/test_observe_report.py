@@ -162,16 +162,16 @@ def test_the_record_of_a_step_that_is_torn_is_written_again_from_the_ledger(dama
         writer.write(step, [2 * step, 2 * step + 1])
     writer.close()
     path, ledger = tmp_path / "rollouts/ordinals.jsonl", Ledger(consumed_below=5, consumed_beyond=[5])
-    assert recover_ordinals(tmp_path, 3, ledger.consumed()) == ""
+    assert recover_ordinals(tmp_path, 3, ledger.trained()) == ""
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
     path.write_text(lines[0] + {"torn": lines[1] + lines[2][:-4], "gone": lines[1], "garbage": "garbage\n" + lines[2]}[damage])
     step = 1 if damage == "garbage" else 2
     lost = f"{path}: the record of step {step} was torn or lost"
-    assert recover_ordinals(tmp_path, 3, ledger.consumed()) == f"{lost}; it has been restored from the checkpoint's ledger"
+    assert recover_ordinals(tmp_path, 3, ledger.trained()) == f"{lost}; it has been restored from the checkpoint's ledger"
     assert path.read_text() == whole
     path.write_text(lines[0])
-    assert "the record of 2 steps from 1 to 2 was torn or lost; which of these steps" in recover_ordinals(tmp_path, 3, ledger.consumed())
+    assert "the record of 2 steps from 1 to 2 was torn or lost; which of these steps" in recover_ordinals(tmp_path, 3, ledger.trained())
 
 
 def test_what_is_damaged_is_left_out_of_the_report_and_named(tmp_path: Path) -> None:
