@@ -84,7 +84,7 @@ class ClusterConfig:
 
 @dataclass
 class PlanConfig:
-    """Lengths that megarl plan assumes. Runs ignore them."""
+    """What megarl plan assumes. Runs ignore it."""
 
     prompt_tokens: int = setting(256, "mean length of a prompt", at_least(1))
     response_tokens: int | None = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))

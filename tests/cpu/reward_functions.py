@@ -1,7 +1,8 @@
-"""What test_run_rewards.py and test_rewards_pool.py score responses with, in worker processes."""
+"""What test_run_rewards.py, test_run_dynamic_sampling.py and test_rewards_pool.py score responses with, in worker processes."""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 
@@ -22,3 +23,13 @@ def patient(text: str, answer: str) -> float:
     while text == "slow":
         pass
     return float(text == answer)
+
+
+def by_chance(response: str, prompt: str) -> float:
+    """0 or 1 by the response's text; for a third of the prompts always the same."""
+    of_prompt = zlib.crc32(prompt.encode())
+    return float(of_prompt // 3 % 2 if of_prompt % 3 == 0 else zlib.crc32(response.encode()) % 2)
+
+
+def constant(response: str) -> float:
+    return 0.5

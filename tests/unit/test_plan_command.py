@@ -16,7 +16,7 @@ from megarl.config.load import load_config
 from megarl.estimate.hardware import GPUS
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/examples").glob("*.yaml")])
 KEYS = [
     "fits",
     "trainer_gib_per_gpu",

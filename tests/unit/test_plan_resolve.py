@@ -248,7 +248,7 @@ def test_problems_of_the_warm_starts_sizes_name_its_own_keys(tmp_path: Path) -> 
     assert resolve(config(tmp_path, weights, "sft.pp=5"), "dry-run")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted([*CONFIGS.glob("*.yaml"), *CONFIGS.glob("examples/*.yaml")]), ids=lambda path: path.stem)
 def test_every_shipped_config_resolves(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(CONFIGS.parent)
     plan = resolve(load_config(path, [f"run_dir={tmp_path}"]))

@@ -217,6 +217,32 @@ def test_what_is_too_old_is_sent_back_and_counted(alone, link):
     assert asyncio.run(link[0].arrival(Regenerate, 5, "rejected"))[1].ordinals == [0, 1]
 
 
+def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator_is_told_how_many(alone, link):
+    hub, peer = link
+    gone = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in range(7)]
+    ledger = Ledger(1, [], [], dropped=[0], untold=[gone[0]])
+    sender, receiver = RolloutsSender(hub), RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None, ledger), max_generated=4)
+    assert asyncio.run(sender.first(5)) == GenerateFrom(1, [], 1)
+    sender.begun(list(range(1, 8)), 0)
+    for each in (ready(1), gone[2], ready(3), gone[4], gone[5], ready(7), gone[6]):
+        sender.finished(each)
+    trainer = FakeTrainer()
+    until_held(receiver, [1, 3, 7])
+    receiver.recv(trainer)
+    [batch] = trainer.batches
+    assert [group.ordinal for group in batch.groups] == [1, 3] and batch.dropped == summaries(group(0), group(2))
+    assert [texts_of(texts) for texts in batch.dropped_texts] == [GroupTexts("x", "y", [("é", []), ("é", [])])] * 2
+    again = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in (8, 9, 10)]
+    sender.begun([8, 9, 10], 0)
+    for each in again:
+        sender.finished(each)
+    trainer.curr_step = 1
+    receiver.recv(trainer)
+    given_up = trainer.batches[1]
+    assert given_up.groups == given_up.texts == [] and given_up.numbers == {}
+    assert [group.ordinal for group in given_up.dropped] == [4, 5, 6, 8, 9, 10] and len(given_up.dropped_texts) == 6
+
+
 def test_a_deadline_names_both_sides_and_says_how_things_stand(alone, link):
     sender, receiver = ends(link, max_staleness=1, ledger=Ledger(0, [], [ready(0)]), timeout_s=0.3)
     asyncio.run(sender.first(5))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from loops import DEADLINE_S, settle
+from msgspec.structs import replace
 
 from megarl.messaging.background import Background
 from megarl.messaging.messages import GenerateFrom, GroupReady
@@ -55,11 +56,11 @@ class FakeRollouts:
         self.running.pop(ordinal).set_result(versions or [0])
 
 
-def with_stream(body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, [])):
+def with_stream(body, run_ahead=1, max_in_flight=3, start=GenerateFrom(0, []), judge=lambda group: group):
     async def run():
         background, channel, rollouts, pulse = Background(), FakeChannel(start), FakeRollouts(), Pulse()
         admission = Admission(prompts_per_step=2, run_ahead=run_ahead, max_in_flight=max_in_flight, end=12)
-        stream = RolloutStream(admission, rollouts, channel, background, pulse)
+        stream = RolloutStream(admission, rollouts, channel, background, pulse, judge)
 
         async def main():
             background.start(stream.run(DEADLINE_S), "rollout stream")
@@ -159,6 +160,24 @@ def test_a_resumed_stream_leaves_out_what_the_ledger_has():
         assert stream.finished == 5, "4 are trained on, and 5 is held by the trainer"
 
     with_stream(body, start=GenerateFrom(4, [5]))
+
+
+def test_a_dropped_prompt_is_sent_as_such_and_the_next_takes_its_place_under_the_same_weights():
+    async def body(stream, channel, rollouts):
+        stream.put_version(0)
+        await settle()
+        assert channel.started == [(0, [0, 1])]
+        rollouts.finish(0)
+        rollouts.finish(1)
+        await settle()
+        assert [(group.ordinal, group.dropped) for group in channel.ready] == [(0, False), (1, True)]
+        assert channel.started[1:] == [(0, [2])] and (stream.finished, stream.sent) == (1, 2)
+        drained = asyncio.create_task(stream.drain())
+        rollouts.finish(2)
+        await settle()
+        assert drained.done() and stream.finished == 2 and stream.held_back
+
+    with_stream(body, run_ahead=0, judge=lambda group: replace(group, dropped=group.ordinal == 1))
 
 
 def test_a_rollout_that_dies_fails_what_is_being_done_with_its_own_error():
