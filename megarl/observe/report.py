@@ -90,11 +90,10 @@ def _reward(rows: list[Row]) -> str:
 
 
 def _dropped(rows: list[Row]) -> str:
-    """Of all that were generated; a prompt's samples that are all right, or all wrong, teach nothing."""
     dropped, right, wrong = (sum(_values(rows, f"prompts/dropped{kind}")) for kind in ("", "_right", "_wrong"))
     trained = _mean(rows[-min(ENDS, len(rows)) :], "reward/trained_mean")
-    text = f"{dropped:.0f}, of which {right:.0f} were all right and {wrong:.0f} all wrong"
-    return f"{text}; the reward above is of these too, that of what was trained on is {trained:.3f} at the end"
+    text = f"{dropped:.0f}, {right:.0f} all right and {wrong:.0f} all wrong"
+    return f"{text}; without them the reward was {trained:.3f} in the last {min(ENDS, len(rows))} steps"
 
 
 def _ends(rows: list[Row], key: str, unit: str) -> str:
