@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
+from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
 from megarl.launch.first_lines import headline, sampling_lines, sizes, weights_lines
 from megarl.launch.inputs import check_inputs
@@ -111,6 +112,33 @@ def sft(plan: RunPlan) -> None:
     _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps)
     if node.is_head:
         print(f"Supervised weights are in {config.sft.output}")
+
+
+def reward_model(plan: RunPlan) -> None:
+    """Trains a reward model on pairs of responses, and writes it as an HF checkpoint to `reward_model.output`."""
+    config, settings, run_dir, node = plan.config, plan.config.reward_model, Path(plan.config.run_dir) / "reward_model", this_node()
+    steps = settings.steps or training_steps(config, len(load_pairs(config, settings.data, "reward_model.data")))
+
+    def prepare(_: Path) -> None:
+        check_inputs(config, "reward-model", plan)
+        print(f"Reward model: {steps} steps of {settings.batch_size} pairs, trainer {sizes(plan)}, in {run_dir}")
+        print(f"Weights: {plan.weights if plan.weights.are_there else f'random, by seed {config.seed}'}", flush=True)
+
+    job = Job("reward-model", run_dir / "logs", trainer_role="reward_model", driver_role=None)
+    _launch_showing(plan, job, node, prepare, run_dir, steps)
+    if node.is_head:
+        print(held_out_pairs((run_dir / METRICS_FILE).read_text()), end="")
+        print(f"The reward model is in {settings.output}")
+
+
+def held_out_pairs(metrics: str) -> str:
+    """A line on the held-out pairs, from metrics.jsonl of a reward model; empty without any."""
+    rows = [json.loads(line) for line in metrics.splitlines()]
+    first, last = rows[0], rows[-1]
+    if "eval/accuracy" not in last:
+        return ""
+    before, after = (f"{row[f'{key}accuracy']:.3f} (loss {row[f'{key}loss']:.4f})" for row, key in ((first, "before/"), (last, "eval/")))
+    return f"Held-out pairs in the right order: {before} before, {after} after\n"
 
 
 def evaluate(plan: RunPlan, json_output: bool) -> None:

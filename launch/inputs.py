@@ -14,7 +14,15 @@ from megarl.plan.resolve import RunPlan
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.trainer.hf_files import check_checkpoint, check_config
 
-COMMANDS = {"train": "train", "dry-run": "train", "sft": "sft", "eval": "eval"}  # command → the command whose inputs it reads
+COMMANDS = {
+    "train": "train",
+    "dry-run": "train",
+    "sft": "sft",
+    "reward-model": "reward-model",
+    "eval": "eval",
+}  # command → the command whose inputs it reads
+
+_MAY_BEGIN_RANDOM = ("sft", "reward-model")
 
 
 def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand: bool = False) -> list[Checked]:
@@ -26,9 +34,9 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
     datasets: list[Checked] = []
     reads = COMMANDS[command]
     checks = [lambda: datasets.extend(check_data(config, plan and plan.spec, reads, at_hand))]
-    if plan is not None and not (reads == "sft" and config.model.random_init):
+    if plan is not None and not (reads in _MAY_BEGIN_RANDOM and config.model.random_init and not plan.weights.are_there):
         checks.append(lambda: check_weights(plan))
-    if reads != "sft":
+    if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))

@@ -38,7 +38,7 @@ from megarl.plan.resolve import RunPlan
 class Job:
     """The processes of a command."""
 
-    command: str  # as on the command line: train | sft | eval | export
+    command: str  # as on the command line: train | sft | reward-model | eval | export
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines

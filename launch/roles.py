@@ -82,6 +82,17 @@ def sft(rank: int, launch_dir: Path) -> None:
         run_sft_rank(plan, rank)
 
 
+def reward_model(rank: int, launch_dir: Path) -> None:
+    """One trainer rank of the training of a reward model."""
+    plan = load_plan(launch_dir, "reward-model")
+    prepare_megatron(plan)
+    from megarl.executors.reward_model import run_reward_model_rank
+    from megarl.trainer.deadlines import naming_peers
+
+    with naming_peers("reward_model", rank):
+        run_reward_model_rank(plan, rank)
+
+
 def evaluate(rank: int, launch_dir: Path) -> None:
     """Evaluates the weights that the engines were started with; writes result.json to the launch folder."""
     from megarl.executors.evaluate import evaluate_engines
@@ -135,6 +146,7 @@ ROLES: dict[str, Callable[[int, Path], None]] = {
     "trainer": train_on_trainer,
     "generator": train_on_generator,
     "sft": sft,
+    "reward_model": reward_model,
     "evaluate": evaluate,
     "export": export,
 }

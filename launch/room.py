@@ -20,6 +20,8 @@ def check_room(plan: RunPlan, command: str) -> None:
         check_room_for_checkpoints(plan)
     elif command == "sft":
         check_room_for_weights(plan, "sft.output=", plan.config.sft.output)
+    elif command == "reward-model":
+        check_room_for_weights(plan, "reward_model.output=", plan.config.reward_model.output)
 
 
 def check_room_for_checkpoints(plan: RunPlan) -> None:

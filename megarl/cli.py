@@ -31,6 +31,7 @@ CONFIG is a YAML file; dotted.key=value after it overrides its settings. docs/co
 
 COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
+    "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
     "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k and avg@k of eval.samples",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
@@ -39,6 +40,7 @@ COMMANDS = {
 }
 EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
+    "reward-model": ["megarl reward-model configs/examples/reward_model.yaml"],
     "train": [
         "megarl train configs/quickstart.yaml",
         "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
@@ -219,6 +221,12 @@ def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
     sft(plan)
 
 
+def _reward_model(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.commands import reward_model
+
+    reward_model(plan)
+
+
 def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.launch.commands import evaluate
 
@@ -284,6 +292,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,
+    "reward-model": _reward_model,
     "train": _train,
     "eval": _eval,
     "export": _export,

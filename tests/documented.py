@@ -22,7 +22,9 @@ QUICK = re.compile(r"megarl (plan|reshard|--help)\b.*|megarl train .*--dry-run|p
 STAMP = ".megarl-setup"  # of the Makefile
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#\s.*$")
-MENTION = re.compile(r"(megarl( \w+)?( CONFIG)?|megarl bench \w+|pip|pytest|sbatch|torchrun)(…| …)?")  # of a program, not a command of it
+MENTION = re.compile(
+    r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|pip|pytest|sbatch|torchrun)(…| …)?"
+)  # of a program, not a command of it
 
 SHORT = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 eval.limit=8"
 OWN = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 rollout.max_tokens=16"
@@ -56,6 +58,8 @@ LONG = {
     'make quickstart ARGS="seed=1 run_dir=runs/q1"': f'ARGS+="{SHORT}"',
     "megarl train configs/quickstart.yaml run_dir=runs/sync sft.output=runs/quickstart/sft/hf async.capacity=0": SHORT,
     "megarl sft configs/calculator.yaml": SHORT,
+    "megarl sft configs/examples/reward_model.yaml": SHORT,
+    "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 reward_model.every=0 reward_model.eval.size=8",
     "megarl train configs/calculator.yaml": SHORT,
     "megarl bench overlap": "--steps 6 --step-s 0.2",
     "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",

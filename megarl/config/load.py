@@ -167,6 +167,7 @@ _FREE = tuple(  # mappings whose names are another's
         "trainer.ddp",
         "trainer.optimizer.megatron",
         "sft.optimizer.megatron",
+        "reward_model.optimizer.megatron",
     )
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.data import DataConfig, DatasetConfig, PreferenceConfig
 from megarl.config.limits import IMPORT_PATH, above, at_least, between, each, one_of, seconds, setting
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
 from megarl.config.rollout import RolloutConfig
@@ -31,31 +32,6 @@ class ModelConfig:
     family: str | None = setting(None, "a module of your own that knows the tensors of another architecture; null: one of megarl/models")
     dtype: str = setting("bfloat16", "dtype of the trainer's parameters and of weights on the wire", one_of("float32", "bfloat16"))
     random_init: bool = setting(False, "megarl sft starts from random weights; `path` then only needs config and tokenizer")
-
-
-@dataclass
-class DatasetConfig:
-    source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name")
-    split: str = setting("train", "which split of the source")
-    subset: str | None = setting(None, 'hub configuration name, such as "main" of gsm8k')
-    prompt_key: str = setting("question", "column of the prompt, or column.field for a field inside a column")
-    answer_key: str = setting("answer", "column of the reference answer, written like prompt_key")
-    demonstration_key: str | None = setting(
-        None, "column that SFT learns: a text, or a list of texts by policy and environment in turn; null: answer_key"
-    )
-    prompt_template: str = setting(
-        "{prompt}",
-        "what the model sees; {prompt} stands for the column. chat: apply the model's chat template to the column, a user's message or a "
-        "list of messages",
-    )
-    size: int | None = setting(None, "use only so many first rows; null: all", at_least(1))
-
-
-@dataclass
-class DataConfig:
-    train: DatasetConfig = field(default_factory=DatasetConfig)
-    eval: DatasetConfig | None = setting(None, "the held-out set; null: none")
-    shuffle: bool = setting(True, "shuffle the training prompts in every epoch, depending on the seed")
 
 
 @dataclass
@@ -286,6 +262,30 @@ class SftConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    steps: int | None = setting(None, "optimizer steps of megarl reward-model; null: as many as `epochs` takes", at_least(1))
+    epochs: int = setting(1, "passes over the pairs, if `steps` is null", at_least(1))
+    tp: int | None = setting(None, "tensor parallel size; null: trainer.tp, or 1 if reward_model sets pp or dp", at_least(1))
+    pp: int | None = setting(None, "pipeline parallel size; null: trainer.pp, or 1 if reward_model sets tp or dp", at_least(1))
+    dp: int | None = setting(None, "data parallel size; null: trainer.dp, or 1 if reward_model sets tp or pp", at_least(1))
+    batch_size: int = setting(64, "pairs per optimizer step", at_least(1))
+    max_tokens_per_microbatch: int | None = setting(
+        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
+    )
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    head: str = setting(
+        "random",
+        "what the head of a causal model's checkpoint begins with: numbers of variance 1 / (hidden size + 1) by `seed`, or zeros. A reward "
+        "model in model.path keeps its own",
+        one_of("random", "zeros"),
+    )
+    data: PreferenceConfig | None = setting(None, "the pairs of responses to learn from")
+    eval: PreferenceConfig | None = setting(None, "held-out pairs, scored before the first and after the last step; null: none")
+    every: int = setting(0, "steps between further evaluations of the held-out pairs; 0: none", at_least(0))
+    output: str = setting("${run_dir}/reward_model/hf", "folder of the HF checkpoint that megarl reward-model makes")
+
+
+@dataclass
 class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -300,6 +300,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import DatasetConfig, RunConfig
-from megarl.data.datasets import answers_of, is_local, read_rows
+from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
 from megarl.data.held_out import held_out, held_out_tokens
+from megarl.data.pairs import pair_sets, pair_tokens
 from megarl.data.rows import Rows
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
@@ -39,7 +41,8 @@ class Checked:
 
 
 def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False) -> list[Checked]:
-    """Reads what `command` ("train", "sft", "eval") will read, and checks it against tokenizer and model; without `spec` only the rows.
+    """Reads what `command` ("train", "sft", "reward-model", "eval") will read, and checks it against tokenizer and model; without `spec`
+    only the rows.
 
     `at_hand`: checks only what is on this machine, and at most a thousand prompts per dataset against the model's context.
     Raises ConfigError with all problems: in the files (see load_rows), a tokenizer that does not fit the model, characters that the
@@ -69,6 +72,20 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
         if tokenizer is not None and spec is not None:
             problems += _prompt_problems(dataset, rows, tokenizer, _room(config, spec, command, response_tokens))
         checked.append(Checked(key, dataset.source, count, len(rows) if fits else 0))
+    for key, dataset in pair_sets(config) if command == "reward-model" else ():
+        if at_hand and not is_local(dataset.source):
+            checked.append(Checked(key, dataset.source, None))
+            continue
+        most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
+        try:
+            pairs, count = read_pairs(dataset, key, config.seed, config.model.tokenizer or config.model.path, most)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if tokenizer is not None and tokenizer.eos_ids and spec is not None:
+            tokens = spec.max_position_embeddings
+            problems += _first(problems_of(*(partial(pair_tokens, pair, tokenizer, tokens) for pair in pairs)), dataset.source)
+        checked.append(Checked(key, dataset.source, count))
     if problems:
         raise ConfigError(problems)
     return checked
@@ -76,6 +93,8 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
 
 def _datasets(config: RunConfig, command: str) -> list[tuple[str, DatasetConfig, int]]:
     """(key, dataset, most tokens of a response) of all datasets that the command reads. SFT checks lengths while it runs."""
+    if command == "reward-model":
+        return []
     if command == "sft":
         return [("sft.data", config.sft.data, 1)] if config.sft.data else [("data.train", config.data.train, 1)]
     evaluation = [(key, dataset, held_out_tokens(config, own)) for _, key, dataset, own in held_out(config)]
@@ -99,9 +118,12 @@ def _room(config: RunConfig, spec: ModelSpec, command: str, response_tokens: int
 
 def _prompt_problems(dataset: DatasetConfig, rows: Rows, tokenizer: Tokenizer, room: tuple[int, str]) -> list[str]:
     found = (_prompt_problem(row.where, row.prompt, tokenizer, *room) for row in rows)
-    problems = [problem for problem in found if problem]
+    return _first([problem for problem in found if problem], dataset.source)
+
+
+def _first(problems: list[str], source: str) -> list[str]:
     hidden = len(problems) - _MAX_PROBLEMS
-    return problems if hidden <= 0 else [*problems[:_MAX_PROBLEMS], f"{dataset.source}: {hidden} more such prompts"]
+    return problems if hidden <= 0 else [*problems[:_MAX_PROBLEMS], f"{source}: {hidden} more such prompts"]
 
 
 def _prompt_problem(where: str, prompt: str, tokenizer: Tokenizer, room: int, reckoned: str) -> str | None:

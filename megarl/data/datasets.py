@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from megarl.config.data import SourceConfig
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig, RunConfig
+from megarl.config.schema import DatasetConfig, PreferenceConfig, RunConfig
 from megarl.data.chat import CHAT, Render, load_chat_template
-from megarl.data.rows import Answers, Row, Rows
-from megarl.data.synthetic import PREFIX, synthetic_rows
+from megarl.data.rows import Answers, Pair, Row, Rows
+from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.hub import unreachable
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 
+T = TypeVar("T")
 _MAX_PROBLEMS = 10  # shown at once
 _MISSING = object()
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -44,15 +47,30 @@ def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "fi
 
 def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, tokenizer: str, kept: int | None = None) -> tuple[Rows, int]:
     """Like `load_rows`, checks all rows, but returns only the first `kept` of them, and the number of all rows."""
+    if config.source.startswith(PREFIX):
+        return _synthetic(synthetic_rows(config.source, config.split, seed, key), config, kept)
+    chat = _template(config, key, tokenizer)
+    return _checked_rows(config, key, lambda where, record: _row(where, record, config, key, answers, chat), kept)
+
+
+def read_pairs(config: PreferenceConfig, key: str, seed: int, tokenizer: str, kept: int | None = None) -> tuple[Sequence[Pair], int]:
+    """As `read_rows`, of pairs of responses."""
+    if config.source.startswith(PREFIX):
+        return _synthetic(synthetic_pairs(config.source, config.split, seed, key), config, kept)
+    chat = _template(config, key, tokenizer)
+    return _checked_rows(config, key, lambda where, record: _pair(where, record, config, key, chat), kept)
+
+
+def _template(config: SourceConfig, key: str, tokenizer: str) -> Render | None:
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
-    if config.source.startswith(PREFIX):
-        made: Rows = synthetic_rows(config.source, config.split, seed, key)
-        count = len(made) if config.size is None else min(config.size, len(made))
-        wanted = count if kept is None else min(kept, count)
-        return made if wanted == len(made) else [made[i] for i in range(wanted)], count
-    chat = load_chat_template(tokenizer, key) if config.prompt_template == CHAT else None
-    return _checked_rows(_records(config, key), config, key, answers, chat, kept)
+    return load_chat_template(tokenizer, key) if config.prompt_template == CHAT else None
+
+
+def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tuple[Sequence[T], int]:
+    count = len(made) if config.size is None else min(config.size, len(made))
+    wanted = count if kept is None else min(kept, count)
+    return made if wanted == len(made) else [made[i] for i in range(wanted)], count
 
 
 def answers_of(config: RunConfig) -> Answers:
@@ -60,16 +78,19 @@ def answers_of(config: RunConfig) -> Answers:
     return "whole" if ":" in config.reward.name else "final"
 
 
-def _checked_rows(
-    records: Iterator[tuple[str, Any]], config: DatasetConfig, key: str, answers: Answers, chat: Render | None, kept: int | None
-) -> tuple[list[Row], int]:
-    rows: list[Row] = []
+def _checked_rows(config: SourceConfig, key: str, make: Callable[[str, dict[str, Any]], T], kept: int | None) -> tuple[list[T], int]:
+    """What `make` makes of every row, given where it is and its record."""
+    rows: list[T] = []
     bad: dict[str, list[str]] = {}  # problem → where
     count = 0
-    for where, record in islice(records, config.size):
+    for where, record in islice(_records(config, key), config.size):
         count += 1
         try:
-            row = _row(where, record, config, key, answers, chat)
+            if isinstance(record, _Problem):
+                raise record
+            if not isinstance(record, dict):
+                raise _Problem(f"a row must be an object with fields, not {_kind(record)}")
+            row = make(where, record)
             if kept is None or len(rows) < kept:
                 rows.append(row)
         except _Problem as problem:
@@ -88,12 +109,33 @@ def _as_in(others: int) -> str:
     return f" (as in {others} more row{'s' * (others > 1)})" if others else ""
 
 
-def _row(where: str, record: Any, config: DatasetConfig, key: str, answers: Answers, chat: Render | None) -> Row:
-    if isinstance(record, _Problem):
-        raise record
-    if not isinstance(record, dict):
-        raise _Problem(f"a row must be an object with fields, not {_kind(record)}")
-    _check_columns(record, config, key, answers)
+def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Render | None) -> Pair:
+    named = {"prompt_key": config.prompt_key, "chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
+    _check_columns(record, named | ({"margin_key": config.margin_key} if config.margin_key else {}), key)
+    margin = _dig(record, config.margin_key) if config.margin_key else 0.0
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        raise _Problem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
+    chosen, rejected = (_response(record, field) for field in (config.chosen_key, config.rejected_key))
+    if chosen == rejected:
+        raise _Problem(f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is preferred")
+    return Pair(_prompt(record, config, chat), chosen, rejected, float(margin), where)
+
+
+def _response(record: dict[str, Any], field: str) -> str:
+    """A text, or the last of a list of messages."""
+    value = _dig(record, field)
+    if not isinstance(value, list):
+        return _text(record, field)
+    last = value[-1] if value else None
+    if not isinstance(last, dict) or not isinstance(last.get("content"), str) or last.get("role") == "user":
+        raise _Problem(f"field {field!r} must be text, or messages of which the last is the response")
+    return last["content"]
+
+
+def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Render | None) -> Row:
+    named = ["prompt_key", *(["answer_key"] if answers != "none" or not config.demonstration_key else [])]
+    named += ["demonstration_key"] if config.demonstration_key else []
+    _check_columns(record, {setting: getattr(config, setting) for setting in named}, key)
     prompt = _prompt(record, config, chat)
     if answers == "none":
         return Row(prompt, "", _demonstration(record, config.demonstration_key or config.answer_key), where)
@@ -107,11 +149,8 @@ def _row(where: str, record: Any, config: DatasetConfig, key: str, answers: Answ
     )
 
 
-def _check_columns(record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers) -> None:
+def _check_columns(record: dict[str, Any], wanted: dict[str, str], key: str) -> None:
     """Reports all missing columns in one line, with the settings that name them."""
-    named = ["prompt_key", *(["answer_key"] if answers != "none" or not config.demonstration_key else [])]
-    named += ["demonstration_key"] if config.demonstration_key else []
-    wanted = {setting: getattr(config, setting) for setting in named}
     missing = [f"{field!r} ({key}.{setting})" for setting, field in wanted.items() if _dig(record, field) is _MISSING]
     if missing:
         columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
@@ -119,7 +158,7 @@ def _check_columns(record: dict[str, Any], config: DatasetConfig, key: str, answ
         raise _Problem(f"no column {' and none '.join(missing)}; its columns are {columns}")
 
 
-def _prompt(record: dict[str, Any], config: DatasetConfig, chat: Render | None) -> str:
+def _prompt(record: dict[str, Any], config: SourceConfig, chat: Render | None) -> str:
     """The prompt column in its template. A chat template takes it as a user's message or a list of messages."""
     if chat is None:
         return config.prompt_template.replace("{prompt}", _text(record, config.prompt_key))
@@ -193,7 +232,7 @@ def is_local(source: str) -> bool:
     return source.startswith(PREFIX) or looks_local or path.exists()
 
 
-def _records(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
+def _records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     """(where, record) pairs; for a line that is not JSON the record is a _Problem."""
     path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
     if not is_local(config.source) or path.is_dir():
@@ -240,7 +279,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{path}: not a parquet file ({error})") from error
 
 
-def _hub(config: DatasetConfig, key: str) -> Iterator[tuple[str, Any]]:
+def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     why = "" if Path(config.source).exists() else unreachable()  # must precede the import, which reads what this sets
     import datasets
     from datasets.exceptions import DatasetsError

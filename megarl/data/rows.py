@@ -18,6 +18,18 @@ class Row:
 
 Rows = Sequence[Row]
 
+
+@dataclass(frozen=True)
+class Pair:
+    """Two responses to a prompt, of which `chosen` is preferred."""
+
+    prompt: str  # what the model sees, after the template
+    chosen: str
+    rejected: str
+    margin: float  # the least difference of their scores that is wanted
+    where: str  # file and line, for messages
+
+
 Answers = Literal["final", "whole", "none"]
 """What of the answer column becomes the reference: the part marked as final; all of it, for a user's own reward function; nothing, where
 only demonstrations are read."""

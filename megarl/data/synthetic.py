@@ -3,7 +3,8 @@
 chain: evaluate five one-digit numbers joined by + and - modulo 10, writing the running totals: "7+0+9+1+5=" -> "7,7,6,7,2".
 There are 1.6 million such expressions; 512 of them form the split "eval" and are in no other. In demonstrations, a step that wraps
 around is instead clamped to 0 or 9 with probability 0.6. So two thirds of the demonstrations end wrong, the wrong rule is likelier at
-every wrap, and the right one must be found by reward.
+every wrap, and the right one must be found by reward. In pairs of responses one is right. The other clamps at every wrap, or has a random
+total in one place and goes on from there; all clamp that have a wrap, if a coin says so.
 
 product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of ten
 demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator by the rollout
@@ -13,12 +14,13 @@ tool_calls with the marks < and >: the policy writes "<347*286>", the environmen
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.data.permutation import permute
-from megarl.data.rows import Row, Rows
+from megarl.data.rows import Pair, Row, Rows
 
 PREFIX = "synthetic:"
 
@@ -45,8 +47,7 @@ class Chain(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        position = index if self.split == "eval" else _HELD_OUT + index
-        text, first, steps = _expression(permute(position, _EXPRESSIONS, _ORDER))
+        text, first, steps = self.expression(index)
         noise = random.Random(f"{self.seed}/{self.split}/{index}")
         return Row(
             prompt=f"{text}=",
@@ -54,6 +55,39 @@ class Chain(Sequence[Row]):
             demonstration=",".join(map(str, _noisy_totals(first, steps, noise))),
             where=f"{PREFIX}chain, split {self.split}, row {index}",
         )
+
+    def expression(self, index: int) -> tuple[str, int, list[int]]:
+        position = index if self.split == "eval" else _HELD_OUT + index
+        return _expression(permute(position, _EXPRESSIONS, _ORDER))
+
+
+@dataclass(frozen=True)
+class ChainPairs(Sequence[Pair]):
+    """The expressions of one split with a right and a wrong response. `seed` decides the wrong ones."""
+
+    chain: Chain
+
+    def __len__(self) -> int:
+        return len(self.chain)
+
+    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+        row, (_, first, steps) = self.chain[index], self.chain.expression(index)
+        noise = random.Random(f"{self.chain.seed}/{self.chain.split}/{index}/pair")
+        chosen, rejected = _totals(first, steps), _totals(first, steps, clamped=True)
+        if rejected == chosen or noise.random() < 0.5:
+            place = noise.randrange(len(chosen))
+            wrong = (chosen[place] + noise.randrange(1, 10)) % 10
+            rejected = chosen[:place] + _totals(wrong, steps[place:])
+        texts = (",".join(map(str, totals)) for totals in (chosen, rejected))
+        return Pair(row.prompt, *texts, margin=0.0, where=row.where)
+
+
+def _totals(total: int, steps: list[int], clamped: bool = False) -> list[int]:
+    totals = [total]
+    for step in steps:
+        total = min(max(total + step, 0), 9) if clamped else (total + step) % 10
+        totals.append(total)
+    return totals
 
 
 def _expression(number: int) -> tuple[str, int, list[int]]:
@@ -101,14 +135,24 @@ class Product(Sequence[Row]):
         )
 
 
-_TASKS = {"chain": Chain, "product": Product}
+T = TypeVar("T")
+_TASKS: dict[str, Callable[[str, int], Rows]] = {"chain": Chain, "product": Product}
 
 
 def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:
     """Rows of `synthetic:<task>`. Args: key: the config section, for messages. Raises ConfigError."""
+    return _task(_TASKS, source, split, key)(split, seed)
+
+
+def synthetic_pairs(source: str, split: str, seed: int, key: str) -> Sequence[Pair]:
+    """The same, of pairs of responses."""
+    return ChainPairs(_task({"chain": Chain}, source, split, key)(split, seed))
+
+
+def _task(tasks: Mapping[str, Callable[[str, int], T]], source: str, split: str, key: str) -> Callable[[str, int], T]:
     task = source.removeprefix(PREFIX)
-    if task not in _TASKS:
-        raise ConfigError(f"{key}.source={source}: no such task; there is {', '.join(PREFIX + name for name in sorted(_TASKS))}")
+    if task not in tasks:
+        raise ConfigError(f"{key}.source={source}: no such task; there is {', '.join(PREFIX + name for name in sorted(tasks))}")
     if split not in ("train", "eval"):
         raise ConfigError(f"{key}.split={split}: {source} has train and eval")
-    return _TASKS[task](split, seed)
+    return tasks[task]

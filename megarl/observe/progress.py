@@ -46,6 +46,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "dropped": ("prompts/dropped", _one("prompts/dropped", ".0f")),
     "stale": ("staleness/mean", _staleness),
     "loss": ("loss", _one("loss", "+.4f")),
+    "accuracy": ("accuracy", _one("accuracy", ".3f")),
+    "held-out": ("eval/accuracy", _one("eval/accuracy", ".3f")),
     "samples/s": ("samples_per_s", _one("samples_per_s", ".0f")),
     "train": ("time/train_s", _one("time/train_s", ".2f")),
     "gen": ("time/generate_s", _one("time/generate_s", ".2f")),

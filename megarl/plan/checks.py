@@ -106,6 +106,19 @@ def check_sft_command(config: RunConfig) -> Iterable[str]:
         yield from new_folder_problems("sft.output=", config.sft.output)
 
 
+def check_reward_model_command(config: RunConfig) -> Iterable[str]:
+    settings = config.reward_model
+    if settings.data is None:
+        yield "reward_model.data=null: megarl reward-model needs pairs of responses: set reward_model.data.source"
+    if (sequences := 2 * settings.batch_size) < config.trainer.dp:
+        yield f"reward_model.batch_size={settings.batch_size}: its {sequences} sequences must be at least trainer.dp={config.trainer.dp}"
+    if settings.every and settings.eval is None:
+        yield f"reward_model.every={settings.every}: needs held-out pairs: set reward_model.eval.source"
+    if config.trainer.routing_replay:
+        yield "trainer.routing_replay=true: must be false for megarl reward-model: its pairs were not sampled from a router"
+    yield from new_folder_problems("reward_model.output=", settings.output)
+
+
 def check_run_dir(config: RunConfig) -> Iterable[str]:
     return folder_problems("run_dir=", config.run_dir)
 
@@ -133,6 +146,7 @@ PLANNING_COMMANDS = ("plan", "reshard")
 _TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_blackwell_blocks, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),
+    "reward-model": (check_run_dir, check_reward_model_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),
     "dry-run": _TRAIN_CHECKS,  # the machine need not have the run's folder
     "eval": (check_run_dir, check_evaluated_format, check_eval_command),

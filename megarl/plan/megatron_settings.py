@@ -104,6 +104,7 @@ def check_megatron_settings(config: RunConfig) -> Iterable[str]:
         ("trainer.ddp", "trainer.ddp", trainer.ddp),
         (of_optimizer, of_optimizer, trainer.optimizer.megatron),
         ("sft.optimizer.megatron", of_optimizer, config.sft.optimizer.megatron),
+        ("reward_model.optimizer.megatron", of_optimizer, config.reward_model.optimizer.megatron),
     ):
         known = arguments(table) if settings else {}
         for name, value in settings.items():

@@ -19,6 +19,7 @@ from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.topology import GeneratorTopology, TrainerTopology
 
+OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command → the section that may set parallel sizes of its own
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -51,8 +52,8 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     megarl sft is to make may be missing. Raises ConfigError with all problems.
     """
     given = config
-    if command == "sft":
-        config = as_warm_start(config)
+    if command in OWN_SIZES:
+        config = with_own_sizes(config, OWN_SIZES[command])
     checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
     # Rollouts have nothing to do with the warm start's own sizes.
     of_rollouts = list(check_batch(given))
@@ -64,10 +65,10 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
     problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
-    if spec.head == SCALAR and command is not None:
+    if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
-        of_warm_start = _in_keys_of("sft", config, list(check_sizes(as_warm_start(config), spec)))
+        of_warm_start = _in_keys_of("sft", config, list(check_sizes(with_own_sizes(config, "sft"), spec)))
         problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
     if problems:
         raise ConfigError(problems)
@@ -82,12 +83,12 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     )
 
 
-def as_warm_start(config: RunConfig) -> RunConfig:
-    """The config with the parallel sizes of the warm start as the trainer's. They may differ, since the warm start exports to HF.
+def with_own_sizes(config: RunConfig, section: str) -> RunConfig:
+    """The config with the parallel sizes of `section` as the trainer's. They may differ, since its command exports to HF.
 
-    If `sft` sets any size, the warm start has those sizes and no other axis; if it sets none, it has the trainer's.
+    If the section sets any size, the command has those sizes and no other axis; if it sets none, it has the trainer's.
     """
-    if not (own := _own_sizes(config)):
+    if not (own := _own_sizes(config, section)):
         return config
     sizes = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "dp"), 1) | own
     plain = {"first_stage_layers": None, "last_stage_layers": None}
@@ -95,15 +96,18 @@ def as_warm_start(config: RunConfig) -> RunConfig:
     return replace(config, trainer=replace(config.trainer, **sizes, **plain, sequence_parallel=sequence_parallel))
 
 
-def _own_sizes(config: RunConfig) -> dict[str, int]:
-    return {axis: size for axis in ("tp", "pp", "dp") if (size := getattr(config.sft, axis)) is not None}
+def _own_sizes(config: RunConfig, section: str) -> dict[str, int]:
+    axes = ("tp", "pp", "dp")
+    found = {"sft": [getattr(config.sft, axis) for axis in axes], "reward_model": [getattr(config.reward_model, axis) for axis in axes]}
+    return {axis: size for axis, size in zip(axes, found[section], strict=True) if size is not None}
 
 
 def _in_keys_of(command: str | None, config: RunConfig, problems: list[str]) -> list[str]:
-    """The problems, with the sizes of a warm start named by the keys that the user has set."""
-    if command != "sft" or not _own_sizes(config):
+    """The problems, with a command's own sizes named by the keys that the user has set."""
+    section = OWN_SIZES.get(command or "")
+    if section is None or not _own_sizes(config, section):
         return problems
-    return [re.sub(r"\btrainer\.(tp|pp|dp)\b", r"sft.\1", problem) for problem in problems]
+    return [re.sub(r"\btrainer\.(tp|pp|dp)\b", rf"{section}.\1", problem) for problem in problems]
 
 
 def find_spec(config: RunConfig) -> ModelSpec:

@@ -75,10 +75,10 @@ def _chosen(config: RunConfig) -> Weights:
 def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     """Yields a problem if `command` needs weights that are missing."""
     weights = find_weights(config, command)
-    if weights.are_there or weights.are_gone or command not in ("sft", "train", "eval", "dry-run"):
+    if weights.are_there or weights.are_gone or command not in ("sft", "reward-model", "train", "eval", "dry-run"):
         return
     none = f"model.path={config.model.path}: holds no weights (*.safetensors)"
-    if command == "sft":
+    if command in ("sft", "reward-model"):
         if not config.model.random_init:
             yield f"{none}; set model.random_init=true to start from random ones"
     elif command != "eval" and complete_checkpoints(config.run_dir):

@@ -17,7 +17,8 @@ from megarl import topology
 from megarl.config import schema
 from megarl.config.keys import _without_optional
 
-SECTIONS = {name: cls for name, cls in vars(schema).items() if dataclasses.is_dataclass(cls)}
+_CLASSES = [cls for cls in vars(schema).values() if isinstance(cls, type) and dataclasses.is_dataclass(cls)]
+SECTIONS = {base.__name__: base for cls in _CLASSES for base in cls.__mro__ if dataclasses.is_dataclass(base)}
 Reads = set[tuple[str, str]]  # (class of the section, field)
 
 
@@ -33,15 +34,15 @@ def _reads_of(source: str) -> Reads:
 
 def unread(key_root: type, found: Reads) -> list[str]:
     """Keys of the tree under `key_root`, dotted, that `found` does not have."""
-    return [key for key, cls, field in _leaves(key_root, "") if (cls, field) not in found]
+    return [key for key, cls, field in _leaves(key_root, "") if not found & {(each.__name__, field) for each in cls.__mro__}]
 
 
-def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str]]:
+def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, type, str]]:
     for name, hint in _fields(cls).items():
         if dataclasses.is_dataclass(hint):
             yield from _leaves(hint, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", cls.__name__, name
+            yield f"{prefix}{name}", cls, name  # what reads a base class reads it
 
 
 @functools.cache

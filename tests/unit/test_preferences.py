@@ -1,0 +1,157 @@
+"""Pairs of responses: their loss, and how they are read and ordered."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.algorithms.preferences import bradley_terry, to_score, weighted_values
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import PreferenceConfig, RunConfig
+from megarl.data.datasets import read_pairs
+from megarl.data.pairs import batch_of, load_pairs, pair_tokens, training_steps
+from megarl.data.tokenizer import load_tokenizer
+from megarl.launch.commands import held_out_pairs
+from megarl.plan.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs/models/tiny-llama"
+ROWS = [{"prompt": "1+2=", "chosen": "3", "rejected": "4"}, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}]
+
+
+def test_loss_and_weights_are_the_formulas_and_its_derivatives() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
+    margins = torch.tensor([0.0, 0.5, 1.0, 0.0, -0.3, 0.0, 2.0], dtype=torch.float64)
+    d = scores[:, 0] - scores[:, 1]
+    loss = -(1 / (1 + torch.exp(-(d - margins)))).log().sum()
+    (grad,) = torch.autograd.grad(loss, scores)
+    found = bradley_terry(scores.detach(), margins)
+    torch.testing.assert_close(found.weights, grad, rtol=0, atol=1e-12)
+    assert found.metrics["loss"] == pytest.approx(loss.item() / 7, abs=1e-12)
+    assert found.metrics["accuracy"] == (d > 0).sum().item() / 7
+    assert found.metrics["score_difference/mean"] == pytest.approx(found.metrics["score/chosen"] - found.metrics["score/rejected"])
+
+
+def test_far_apart_scores_have_a_finite_loss() -> None:
+    found = bradley_terry(torch.tensor([[-500.0, 500.0], [500.0, -500.0]], dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+    assert found.metrics["loss"] == 500.0 and found.weights.tolist() == [[-1.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_score_is_the_value_after_the_last_token() -> None:
+    sequence = to_score([5, 6, 7], weight=-0.25)
+    assert sequence.token_ids[:3].tolist() == [5, 6, 7] and sequence.loss_mask.tolist() == [False, False, False, True]
+    values = torch.tensor([1.0, 2.0, 3.0])
+    microbatch = SimpleNamespace(loss_mask=torch.from_numpy(sequence.loss_mask[1:]), advantages=torch.from_numpy(sequence.advantages[1:]))
+    out = weighted_values(values, microbatch)
+    assert out.loss.item() == -0.75 and out.sums["tokens"].item() == 1
+
+
+def pairs_of(folder: Path, rows: list[dict], **settings: str) -> list:
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(read_pairs(PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings), "reward_model.data", 0, str(TINY))[0])
+
+
+def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
+    [first, _] = pairs_of(tmp_path, ROWS)
+    assert (first.prompt, first.chosen, first.rejected, first.margin) == ("1+2=", "3", "4", 0.0)
+    messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    [pair] = pairs_of(
+        tmp_path,
+        [{"q": "1+2", "good": messages, "bad": {"text": "4"}, "by": 2}],
+        prompt_key="q", chosen_key="good", rejected_key="bad.text", margin_key="by", prompt_template="{prompt}=",
+    )  # fmt: skip
+    assert (pair.prompt, pair.chosen, pair.rejected, pair.margin) == ("1+2=", "3", "4", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rejected": "3"}, "fields 'chosen' and 'rejected' are the same: nothing is preferred"),
+        ({"chosen": ""}, "field 'chosen' is empty"),
+        ({"chosen": [{"role": "user", "content": "3"}]}, "field 'chosen' must be text, or messages of which the last is the response"),
+        ({"by": "much"}, "field 'by' must be a finite number, not 'much'"),
+        ({"by": math.inf}, "field 'by' must be a finite number, not inf"),
+    ],
+)
+def test_mistakes_in_pairs_are_named_with_their_line(tmp_path: Path, change: dict, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        pairs_of(tmp_path, [ROWS[0] | {"by": 1}, ROWS[0] | {"by": 1} | change], margin_key="by")
+    assert error.value.problems == [f"{tmp_path}/pairs.jsonl, line 2: {said}"]
+
+
+def test_missing_columns_are_named_with_their_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no column 'chosen' \(reward_model.data.chosen_key\) and none 'rejected'"):
+        pairs_of(tmp_path, [{"prompt": "1+2="}])
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return load_config(ROOT / "configs/examples/reward_model.yaml", overrides)
+
+
+def test_synthetic_pairs_have_one_right_response() -> None:
+    config = config_of()
+    pairs = load_pairs(config, config.reward_model.eval, "reward_model.eval")
+    assert len(pairs) == 512
+    for pair in map(pairs.__getitem__, range(200)):
+        text = pair.prompt.removesuffix("=")
+        totals = [eval(text[: 2 * n + 1]) % 10 for n in range(5)]
+        assert pair.chosen == ",".join(map(str, totals)) != pair.rejected and len(pair.rejected) == 9
+    with pytest.raises(ConfigError, match="source=synthetic:product: no such task; there is synthetic:chain"):
+        read_pairs(PreferenceConfig(source="synthetic:product"), "reward_model.data", 0, "")
+
+
+def test_every_epoch_has_each_pair_once(tmp_path: Path) -> None:
+    pairs = pairs_of(tmp_path, [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(10)])
+    config = config_of("reward_model.steps=null", "reward_model.epochs=2", "reward_model.batch_size=4")
+    assert training_steps(config, len(pairs)) == 5 and training_steps(config_of("reward_model.steps=7"), 10) == 7
+    order = [pair.where for step in range(5) for pair in batch_of(config, pairs, step)]
+    assert sorted(order[:10]) == sorted(order[10:]) == sorted(pair.where for pair in pairs) and order[:10] != order[10:]
+
+
+def test_tokens_are_those_of_a_rollout(tmp_path: Path) -> None:
+    [pair, _], tokenizer = pairs_of(tmp_path, ROWS), load_tokenizer(config_of().model)
+    chosen, rejected = pair_tokens(pair, tokenizer, 100)
+    assert chosen == tokenizer.encode_prompt("1+2=") + tokenizer.encode_response("3") and chosen[-1] == tokenizer.eos_id
+    assert chosen[:-2] == rejected[:-2]
+    with pytest.raises(ConfigError, match="more than the model's context of 6"):
+        pair_tokens(pair, tokenizer, 6)
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/file").write_text("")
+    wrong = ["reward_model.data=null", "reward_model.eval=null", "reward_model.dp=1000", f"reward_model.output={tmp_path}/there"]
+    with pytest.raises(ConfigError) as error:
+        resolve(config_of(*wrong, f"run_dir={tmp_path}", "reward_model.every=3"), "reward-model")
+    assert error.value.problems == [
+        "reward_model.data=null: megarl reward-model needs pairs of responses: set reward_model.data.source",
+        "reward_model.batch_size=128: its 256 sequences must be at least reward_model.dp=1000",
+        "reward_model.every=3: needs held-out pairs: set reward_model.eval.source",
+        f"reward_model.output={tmp_path}/there: is there already, and is not empty; remove it, or name another",
+    ]
+
+
+def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    scores = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (tmp_path / "model/config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | scores))
+    overrides = [f"model.path={tmp_path}/model", f"model.tokenizer={TINY}", f"run_dir={tmp_path}"]
+    for command in ("sft", "train", "eval", "plan"):
+        with pytest.raises(ConfigError, match=r"is a reward model or critic \(ForSequenceClassification\), which generates no text"):
+            resolve(config_of(*overrides), command)
+    assert resolve(config_of(*overrides), "reward-model").spec.head == "scalar"
+
+
+def test_the_last_line_tells_how_held_out_pairs_are_ordered() -> None:
+    assert held_out_pairs('{"step": 0, "loss": 1}\n') == ""
+    one = {"before/accuracy": 0.5, "before/loss": 0.7, "eval/accuracy": 0.75, "eval/loss": 0.25}
+    told = "Held-out pairs in the right order: 0.500 (loss 0.7000) before, 0.750 (loss 0.2500) after\n"
+    assert held_out_pairs(json.dumps(one)) == told
+    assert held_out_pairs(f"{json.dumps(one | {'eval/accuracy': 0.1})}\n{json.dumps({'eval/accuracy': 0.75, 'eval/loss': 0.25})}") == told
