@@ -3,6 +3,7 @@ classes, and room on the disk."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from megarl.algorithms.recipes import RECIPES
@@ -10,6 +11,7 @@ from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
 from megarl.data.check import Checked, check_data
 from megarl.launch.room import check_room
+from megarl.models import ModelSpec
 from megarl.plan.resolve import RunPlan
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.trainer.hf_files import check_checkpoint, check_config
@@ -36,6 +38,8 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
     checks = [lambda: datasets.extend(check_data(config, plan and plan.spec, reads, at_hand))]
     if plan is not None and not (reads in _MAY_BEGIN_RANDOM and config.model.random_init and not plan.weights.are_there):
         checks.append(lambda: check_weights(plan))
+    if plan is not None and reads == "train" and plan.critic and (critic := config.critic.path) and Path(critic).is_dir():
+        checks.append(partial(check_complete, plan.critic, Path(critic)))
     if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
     if reads == "train" and config.weights.transport != "auto":
@@ -55,6 +59,10 @@ def check_weights(plan: RunPlan) -> None:
     if folder.is_dir() and not plan.weights.are_gone:
         check_config(plan.spec, folder)
         check_checkpoint(plan.spec, folder)
+
+
+def check_complete(spec: ModelSpec, folder: Path) -> None:
+    check_checkpoint(spec, folder)
 
 
 def check_rule(name: str) -> None:

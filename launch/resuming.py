@@ -83,8 +83,9 @@ def _linked(run_dir: Path, step: int | None) -> Resume:
         links = _links(run_dir, chosen)
         links.mkdir(parents=True)
         try:
-            for file in found[chosen].iterdir():
-                os.link(file, links / file.name)
+            for file in found[chosen].rglob("*"):
+                link = links / file.relative_to(found[chosen])
+                link.mkdir() if file.is_dir() else os.link(file, link)
         except FileNotFoundError:  # the run has removed it meanwhile
             shutil.rmtree(links)
             continue

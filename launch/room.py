@@ -29,7 +29,8 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
     config = plan.config
     there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
     number = max(1, most - there)
-    each_bytes = parameter_count(plan.spec) * OPTIMIZER_BYTES
+    parameters = parameter_count(plan.spec) + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
+    each_bytes = parameters * OPTIMIZER_BYTES
     more = "more " if there else ""
     what = f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={most - 1})"
     needed_bytes = number * each_bytes

@@ -59,6 +59,8 @@ LONG = {
     "megarl train configs/quickstart.yaml run_dir=runs/sync sft.output=runs/quickstart/sft/hf async.capacity=0": SHORT,
     "megarl sft configs/calculator.yaml": SHORT,
     "megarl sft configs/examples/reward_model.yaml": SHORT,
+    "megarl sft configs/examples/ppo.yaml": SHORT,
+    "megarl train configs/examples/ppo.yaml": SHORT,
     "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 reward_model.every=0 reward_model.eval.size=8",
     "megarl train configs/calculator.yaml": SHORT,
     "megarl bench overlap": "--steps 6 --step-s 0.2",

@@ -43,7 +43,15 @@ def best_and_worst(rewards: Tensor) -> Tensor:
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_baseline, "normalized": normalized, "leave_one_out": leave_one_out}
+
+
+def undivided(rewards: Tensor) -> Tensor:
+    """The rewards: a critic's advantages are those of tokens, and formed elsewhere (gae.py)."""
+    return rewards
+
+
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "best": best,
     "best_and_worst": best_and_worst,
+    "gae": undivided,
 }  # of algorithms that train on chosen samples; not for others

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from megarl.algorithms.gae import Gae
 from megarl.algorithms.groups import GroupLoss
 
 
@@ -38,6 +39,12 @@ class Microbatch(Protocol):
     def reference_logprobs(self) -> Tensor | None: ...  # [t] frozen reference, if the algorithm needs one
 
     @property
+    def old_values(self) -> Tensor | None: ...  # [t] of a critic: the values that the batch began with
+
+    @property
+    def returns(self) -> Tensor | None: ...  # [t] of a critic: what its values are to become
+
+    @property
     def proximal_logprobs(self) -> Tensor | None: ...  # [t] the weights that the batch began with; None: the current ones
 
 
@@ -57,6 +64,15 @@ class Algorithm(Protocol):
     @property
     def group_loss(self) -> GroupLoss | None:
         """What turns advantages into the weights of responses before each optimizer step; None: advantages are these weights."""
+        ...
+
+    @property
+    def gae(self) -> Gae | None:
+        """How a critic's values become the advantages of tokens; None: there is no critic."""
+        ...
+
+    def penalties(self, policy: Tensor, reference: Tensor) -> Tensor:
+        """[t] of `penalty`, token by token."""
         ...
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.gae import Gae
 from megarl.algorithms.groups import GroupLoss
 from megarl.algorithms.kl import ESTIMATORS, k3
 from megarl.algorithms.segments import segment_counts, segment_sums
@@ -60,6 +61,7 @@ class PolicyGradient:
     behavior_above: str = "drop"
     skip_zero_advantage: bool = True
     group_loss: GroupLoss | None = None
+    gae: Gae | None = None
 
     @property
     def needs_reference(self) -> bool:
@@ -73,14 +75,17 @@ class PolicyGradient:
     def skip_zero(self) -> bool:
         # A penalty acts at zero advantage too; a loss of pairs does not.
         penalty = self.kl_coef != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
-        return self.skip_zero_advantage and not penalty
+        return self.skip_zero_advantage and not penalty and self.gae is None
+
+    def penalties(self, policy: Tensor, reference: Tensor) -> Tensor:
+        return self.kl_coef * ESTIMATORS[self.kl_estimator](policy.double() - reference.double())
 
     @property
     def penalizes_rewards(self) -> bool:
         return self.kl_coef != 0.0 and self.kl == "reward"
 
     def penalty(self, policy: Tensor, reference: Tensor) -> float:
-        return self.kl_coef * ESTIMATORS[self.kl_estimator](policy.double() - reference.double()).sum().item()
+        return self.penalties(policy, reference).sum().item()
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return self.baseline(rewards)

@@ -16,7 +16,8 @@ from megarl.config.schema import AlgorithmConfig
 class Recipe:
     """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set.
     `dual_clip`: where ratios of negative advantages are cut off; None as above, infinite: nowhere unless set.
-    `beta`: weight of the KL divergence in a loss of several responses (groups.py). `ratios`: the values of
+    `beta`: weight of the KL divergence in a loss of several responses (groups.py). `gamma`, `gae_lambda`, `whiten`: of a critic's
+    advantages (gae.py). `ratios`: the values of
     algorithm.ratio that make sense with it. `fixed`: settings that define it, so that they cannot be others."""
 
     rho_min: float | None
@@ -26,6 +27,9 @@ class Recipe:
     ratios: tuple[str, ...] = ("behavior", "proximal", "decoupled")
     dual_clip: float | None = None
     beta: float | None = None
+    gamma: float | None = None
+    gae_lambda: float | None = None
+    whiten: bool | None = None
     fixed: tuple[str, ...] = ()
 
 
@@ -48,6 +52,7 @@ RECIPES = {
     "best_of_n": Recipe(None, None, advantage="best", loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean")),
     "online_dpo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
     "ipo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
+    "ppo": Recipe(0.8, 1.2, advantage="gae", dual_clip=math.inf, gamma=1.0, gae_lambda=0.95, whiten=True, fixed=("advantage",)),
     "copg": replace(_OF_GROUPS, advantage="leave_one_out", beta=0.05),
 }
 
@@ -62,7 +67,11 @@ def recipe_of(config: AlgorithmConfig) -> Recipe:
 
 
 BEHAVIOR_CAP = 5.0  # as in AReaL's configurations
-_KEYS = ("rho_min", "rho", "advantage", "loss_mean", "dual_clip", "beta")
+_KEYS = ("rho_min", "rho", "advantage", "loss_mean", "dual_clip", "beta", "gamma", "gae_lambda", "whiten")
+
+
+def has_critic(config: AlgorithmConfig) -> bool:
+    return recipe_of(config).gamma is not None
 
 
 def needs_reference(config: AlgorithmConfig) -> str | None:

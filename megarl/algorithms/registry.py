@@ -8,6 +8,7 @@ from functools import partial
 
 from megarl.algorithms.advantages import ADVANTAGES, CHOICES
 from megarl.algorithms.base import Algorithm
+from megarl.algorithms.gae import Gae
 from megarl.algorithms.groups import GROUP_LOSSES, GroupLoss
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
@@ -29,6 +30,7 @@ RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_cl
     "online_dpo": uncorrected,
     "ipo": uncorrected,
     "copg": uncorrected,
+    "ppo": clipped,
 }
 
 
@@ -64,4 +66,5 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         behavior_above=config.behavior_above or "drop",
         skip_zero_advantage=config.skip_zero_advantage,
         group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs) if recipe.beta else None,
+        gae=None if recipe.gamma is None else Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten)),
     )

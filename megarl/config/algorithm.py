@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.limits import IMPORT_PATH, above, at_least, one_of, setting
+from megarl.config.limits import IMPORT_PATH, above, at_least, between, one_of, setting
 
-NAMES = ("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg")
+NAMES = ("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg", "ppo")
 
 
 @dataclass
@@ -60,13 +60,23 @@ class AlgorithmConfig:
         "over their tokens; null: the algorithm's own. aipo's is token",
         one_of("token", "sequence", "sequence_sum"),
     )
+    gamma: float | None = setting(None, "ppo: what a later reward is discounted by, for each token; null: 1", between(0, 1))
+    gae_lambda: float | None = setting(
+        None,
+        "ppo: the weight of longer returns in generalised advantage estimation. 0: of the next value alone; 1: of the rewards alone; null: "
+        "0.95",
+        between(0, 1),
+    )
+    whiten: bool | None = setting(
+        None, "ppo: shift and scale the advantages of a batch to mean 0 and variance 1 over the policy's tokens; null: true"
+    )
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)
     )
     kl: str = setting(
         "loss",
         "where the divergence is counted. loss: token by token in the loss; reward: it is taken off a response's reward, summed over its "
-        "tokens, before advantages are formed",
+        "tokens, before advantages are formed; with ppo, off the reward of each token",
         one_of("loss", "reward"),
     )
     kl_estimator: str | None = setting(

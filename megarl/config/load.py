@@ -166,6 +166,7 @@ _FREE = tuple(  # mappings whose names are another's
         "trainer.megatron",
         "trainer.ddp",
         "trainer.optimizer.megatron",
+        "critic.optimizer.megatron",
         "sft.optimizer.megatron",
         "reward_model.optimizer.megatron",
     )

@@ -12,10 +12,11 @@ from typing import Any
 from omegaconf import MISSING
 
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.data import DataConfig, DatasetConfig, PreferenceConfig
-from megarl.config.limits import IMPORT_PATH, above, at_least, between, each, one_of, seconds, setting
+from megarl.config.data import DataConfig, DatasetConfig
+from megarl.config.limits import IMPORT_PATH, at_least, between, one_of, seconds, setting
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
 from megarl.config.rollout import RolloutConfig
+from megarl.config.training import CriticConfig, OptimizerConfig, RewardModelConfig, SftConfig
 
 MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit
@@ -32,21 +33,6 @@ class ModelConfig:
     family: str | None = setting(None, "a module of your own that knows the tensors of another architecture; null: one of megarl/models")
     dtype: str = setting("bfloat16", "dtype of the trainer's parameters and of weights on the wire", one_of("float32", "bfloat16"))
     random_init: bool = setting(False, "megarl sft starts from random weights; `path` then only needs config and tokenizer")
-
-
-@dataclass
-class OptimizerConfig:
-    lr: float = setting(1e-6, "peak learning rate (AdamW)", at_least(0))
-    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True)))
-    eps: float = setting(1e-8, "Adam's epsilon", above(0))
-    weight_decay: float = setting(0.0, "decoupled weight decay", at_least(0))
-    warmup_steps: int = setting(0, "optimizer steps of linear warm-up", at_least(0))
-    schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine"))
-    min_lr_ratio: float = setting(0.1, "cosine ends at lr * min_lr_ratio", between(0, 1))
-    clip_grad: float = setting(1.0, "global gradient norm to clip to; 0: no clipping", at_least(0))
-    megatron: dict[str, Any] = field(
-        default_factory=dict, metadata={"meaning": "further settings, by the names of Megatron's OptimizerConfig"}
-    )
 
 
 @dataclass
@@ -243,49 +229,6 @@ class EvalConfig:
 
 
 @dataclass
-class SftConfig:
-    steps: int = setting(0, "optimizer steps of megarl sft", at_least(0))
-    tp: int | None = setting(None, "tensor parallel size of the warm start; null: trainer.tp, or 1 if sft sets pp or dp", at_least(1))
-    pp: int | None = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 if sft sets tp or dp", at_least(1))
-    dp: int | None = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 if sft sets tp or pp", at_least(1))
-    batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
-    max_tokens_per_microbatch: int | None = setting(
-        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
-    )
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: DatasetConfig | None = setting(None, "demonstrations; null: data.train")
-    output: str = setting(
-        "${run_dir}/sft/hf",
-        "folder of the HF checkpoint that megarl sft makes. megarl train and megarl eval begin with it if it exists and was made from the "
-        "same model.path; a resumed run keeps to what it began with",
-    )
-
-
-@dataclass
-class RewardModelConfig:
-    steps: int | None = setting(None, "optimizer steps of megarl reward-model; null: as many as `epochs` takes", at_least(1))
-    epochs: int = setting(1, "passes over the pairs, if `steps` is null", at_least(1))
-    tp: int | None = setting(None, "tensor parallel size; null: trainer.tp, or 1 if reward_model sets pp or dp", at_least(1))
-    pp: int | None = setting(None, "pipeline parallel size; null: trainer.pp, or 1 if reward_model sets tp or dp", at_least(1))
-    dp: int | None = setting(None, "data parallel size; null: trainer.dp, or 1 if reward_model sets tp or pp", at_least(1))
-    batch_size: int = setting(64, "pairs per optimizer step", at_least(1))
-    max_tokens_per_microbatch: int | None = setting(
-        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
-    )
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    head: str = setting(
-        "random",
-        "what the head of a causal model's checkpoint begins with: numbers of variance 1 / (hidden size + 1) by `seed`, or zeros. A reward "
-        "model in model.path keeps its own",
-        one_of("random", "zeros"),
-    )
-    data: PreferenceConfig | None = setting(None, "the pairs of responses to learn from")
-    eval: PreferenceConfig | None = setting(None, "held-out pairs, scored before the first and after the last step; null: none")
-    every: int = setting(0, "steps between further evaluations of the held-out pairs; 0: none", at_least(0))
-    output: str = setting("${run_dir}/reward_model/hf", "folder of the HF checkpoint that megarl reward-model makes")
-
-
-@dataclass
 class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -293,6 +236,7 @@ class RunConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.config.data import SourceConfig
+from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig, PreferenceConfig, RunConfig
+from megarl.config.schema import RunConfig
 from megarl.data.chat import CHAT, Render, load_chat_template
 from megarl.data.rows import Answers, Pair, Row, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megarl.config.data import PreferenceConfig
 from megarl.config.errors import ConfigError
-from megarl.config.schema import PreferenceConfig, RunConfig
+from megarl.config.schema import RunConfig
 from megarl.data.datasets import read_pairs
 from megarl.data.prompts import row_index
 from megarl.data.rows import Pair

@@ -16,12 +16,10 @@ from megarl.estimate.constants import constants_of
 from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token
 from megarl.estimate.hardware import GIB, Cluster
-from megarl.estimate.train_time import TrainModel
-from megarl.estimate.trainer_memory import trainer_memory
-from megarl.estimate.workload import Workload, scoring_passes
+from megarl.estimate.training import training_memory, training_time
+from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
 from megarl.plan.model_checks import check_sizes
-from megarl.plan.weights import needs_reference
 from megarl.reshard.kinds import ITEM_BYTES
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -42,14 +40,13 @@ def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | N
 def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants = constants_of(cluster.gpu.name)
-    reference = needs_reference(config)
     times = []
     for trainer, generator in _layouts(config, spec, gpus, m):
         colocated = replace(config, trainer=trainer, generator=generator)
         if any(True for _ in check_sizes(colocated, spec)):
             continue
         try:
-            of_trainer = trainer_memory(spec, trainer, dtype, cluster.gpu, reference=reference)
+            of_trainer = training_memory(config, spec, trainer, cluster.gpu)
             of_generator = generator_memory(spec, generator, dtype, workload, cluster.gpu)
             runtime = of_generator.runtime  # counted once: the phases share the GPU
             spare = cluster.gpu.memory_gib * GIB - (of_trainer.total + of_generator.total - runtime)
@@ -60,7 +57,7 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
                 spare = cache - workload.longest
             if spare < 0:
                 continue
-            train = TrainModel(spec, trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config))
+            train = training_time(config, spec, trainer, cluster, constants, workload)
             generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(Workload.generated(config))
         except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
             continue

@@ -13,13 +13,13 @@ from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, gene
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.sizes import landing_bytes
 from megarl.estimate.sync_time import sync_s
-from megarl.estimate.train_time import TrainModel, TrainTime
-from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes, trainer_memory
-from megarl.estimate.workload import Workload, scoring_passes
+from megarl.estimate.train_time import TrainTime
+from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes
+from megarl.estimate.training import critic_of, training_memory, training_time
+from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
 from megarl.plan.asynchrony import run_ahead
 from megarl.plan.topologies import generator_topology, trainer_topology
-from megarl.plan.weights import needs_reference
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,17 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError if the parallel sizes do not divide the model."""
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
-    reference = needs_reference(config)
     ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
     landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
     return Estimate(
         workload=workload,
         generated=generated,
         cluster=cluster,
-        trainer=trainer_memory(spec, config.trainer, dtype, cluster.gpu, reference=reference),
+        trainer=training_memory(config, spec, config.trainer, cluster.gpu),
         generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing),
         saving=_saving_bytes(config, spec, cluster),
         static_limit=usable_static(config.generator, cluster.gpu),
-        train=TrainModel(spec, config.trainer, dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config)),
+        train=training_time(config, spec, config.trainer, cluster, constants, workload),
         generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(generated, **unfinished(config)),
         sync_s=sync_s(spec, config, cluster),
         glue_s=constants.glue_s,
@@ -129,7 +128,8 @@ def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float
     if not config.checkpoint.beside:
         return 0.0
     ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
-    return ranks * saving_bytes(spec, config.trainer, config.model.dtype)
+    models = [model for model in (spec, critic_of(config, spec)) if model]
+    return ranks * sum(saving_bytes(model, config.trainer, config.model.dtype) for model in models)
 
 
 def overlaps(config: RunConfig) -> bool:

@@ -25,12 +25,10 @@ from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.knobs import Settings, problems, turned
 from megarl.estimate.sizes import generator_weights, landing_bytes, shape_of
 from megarl.estimate.sync_time import balanced_sync_s
-from megarl.estimate.train_time import TrainModel
-from megarl.estimate.trainer_memory import trainer_memory
-from megarl.estimate.workload import Workload, scoring_passes
+from megarl.estimate.training import training_memory, training_time
+from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
 from megarl.plan.topologies import generator_topology, trainer_topology
-from megarl.plan.weights import needs_reference
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.relays import ENGINES
 
@@ -132,18 +130,16 @@ class Search:
 
     def _trainers(self, gpus: int, fitting: bool) -> Iterator[Side]:
         """All shapes on at most `gpus` GPUs that fit, or all that do not."""
-        reference = needs_reference(self.config)
         for shape in self.trainer_shapes:
             dp = min(gpus // (shape.tp * shape.cp * shape.pp), self.workload.sequences // shape.minibatches)
             dp -= dp % max(1, shape.ep // (shape.tp * shape.cp))  # only whole expert-parallel groups
             if not dp:
                 continue
             trainer = replace(shape, dp=dp)
-            over = trainer_memory(self.spec, trainer, self.dtype, self.cluster.gpu, reference=reference).total / GIB
+            over = training_memory(self.config, self.spec, trainer, self.cluster.gpu).total / GIB
             over -= self.cluster.gpu.memory_gib
             if (over <= 0) == fitting:
-                model = TrainModel(self.spec, trainer, self.dtype, self.cluster, self.constants)
-                time = model.seconds(self.workload, extra_forwards=scoring_passes(self.config)).total
+                time = training_time(self.config, self.spec, trainer, self.cluster, self.constants, self.workload).total
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:

@@ -13,6 +13,7 @@ from megarl.estimate.sizes import Held, largest_stage, stage_layers, trainer_hel
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
 from megarl.models.flops import active_elements, attention_flops, flops_per_token
+from megarl.models.spec import SCALAR
 from megarl.reshard.kinds import ITEM_BYTES
 
 # Of attention's forward FLOPs: five products instead of two, as scores are made again (FlashAttention-2, arXiv 2307.08691, section 4.1).
@@ -110,6 +111,8 @@ class TrainModel:
         """One product of hidden states and output layer. Training takes four: logits are made again in the backward pass."""
         t, spec = self.trainer, self.spec
         chunk = min(rows / t.cp, t.logprob_chunk_tokens)
+        if spec.head == SCALAR:  # one number a token
+            return 0.0
         return 2 * rows * spec.vocab_size * spec.hidden_size / t.tp / t.cp / self._rate(chunk, spec.vocab_size / t.tp)
 
     def _attention_s(self, rows: float, length: float) -> float:

@@ -30,6 +30,7 @@ class TrainerMemory:
     gradients: float
     optimizer: float
     reference: float  # frozen copy of the weights, if the algorithm needs one
+    critic: float  # its weights, gradients and optimizer; its activations come after the policy's, and are no more
     activations: float
     logits: float  # those of one chunk, and the hidden states that they are made from
     buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation
@@ -40,15 +41,23 @@ class TrainerMemory:
         return sum(vars(self).values())
 
 
-def trainer_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False) -> TrainerMemory:
+def trainer_memory(
+    spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False, critic: ModelSpec | None = None
+) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference)
+    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference, critic=critic)
     return max(stages, key=lambda memory: memory.total)
 
 
-def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False) -> list[TrainerMemory]:
+def stage_memory(
+    spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False, critic: ModelSpec | None = None
+) -> list[TrainerMemory]:
     """[pp] memory of the fullest rank of each stage."""
     item = ITEM_BYTES[dtype]
+    of_critic = [
+        (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
+        for held in (trainer_held(critic, trainer, dtype) if critic else ())
+    ]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
     found = []
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
@@ -60,6 +69,7 @@ def stage_memory(spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, 
                 gradients=GRADIENT_BYTES * held.total,
                 optimizer=optimizer_bytes(held, trainer, dtype),
                 reference=item * held.total if reference else 0.0,
+                critic=of_critic[stage] if of_critic else 0.0,
                 activations=kept,
                 logits=logits,
                 buffers=2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),

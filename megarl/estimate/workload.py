@@ -12,7 +12,7 @@ from megarl.config.schema import RunConfig
 
 def scoring_passes(config: RunConfig) -> int:
     """Forward passes over a batch that train nothing: of the reference model; of the policy before the first optimizer step (of several, or
-    for a penalty in the reward); for a loss of several responses, of the policy before each."""
+    for a penalty in the reward); for a loss of several responses, of the policy before each. A critic's own are counted with it."""
     algorithm = config.algorithm
     proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
     groups = config.trainer.epochs if recipe_of(algorithm).beta else 0

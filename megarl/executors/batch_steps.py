@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
@@ -59,10 +59,7 @@ class BatchSteps:
         """Makes the optimizer steps. Where nothing of a mini-batch is trained on, the gradient is zero and the step is made all the same:
         learning rate, moments and weight decay go on as after any other."""
         sequences, cut = self._cut(batch)
-        reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
-        # With one optimizer step the proximal policy is the policy itself, which the loss knows.
-        needed = (self.algorithm.needs_proximal and len(cut) > 1) or self.algorithm.penalizes_rewards
-        proximal, rewards = self._scores("policy", sequences, cut) if needed else None, self.rewards(batch)
+        reference, proximal, rewards = *self._frozen_scores(sequences, cut), self.rewards(batch)
         if self.algorithm.penalizes_rewards:
             assert proximal is not None and reference is not None
             for place in sequences:  # all: none is left out where a penalty is to be taken off
@@ -73,6 +70,17 @@ class BatchSteps:
             of_each = advantages.flatten().tolist()
             sequences = {place: _weighted(sequence, of_each[place]) for place, sequence in sequences.items()}
         return [self._step(each, sequences, advantages, reference, proximal) for each in cut]
+
+    def _frozen_scores(self, sequences: Sequences, cut: list[MiniBatch]) -> tuple[Scores | None, Scores | None]:
+        """Log-probs of the reference and of the policy that the batch began with, as far as the algorithm needs them."""
+        reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
+        # With one optimizer step the proximal policy is the policy itself, which the loss knows.
+        needed = (self.algorithm.needs_proximal and len(cut) > 1) or self.algorithm.penalizes_rewards
+        return reference, self._scores("policy", sequences, cut) if needed else None
+
+    def value_metrics(self) -> dict[str, float]:
+        """Of the critic, in the batch that was trained on last; empty without one."""
+        return {}
 
     def _step(
         self, minibatch: MiniBatch, sequences: Sequences, advantages: Tensor, reference: Scores | None, proximal: Scores | None
@@ -89,8 +97,8 @@ class BatchSteps:
             self.algorithm.loss,
             minibatch.denominator,
             temperature=self.config.rollout.temperature,
-            reference_logprobs=_at(minibatch.places, reference),
-            proximal_logprobs=_at(minibatch.places, proximal),
+            reference_logprobs=at(minibatch.places, reference),
+            proximal_logprobs=at(minibatch.places, proximal),
         )
         result.check_tokens(minibatch.tokens)
         if weighed is None:
@@ -120,16 +128,20 @@ class BatchSteps:
         return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed)
 
     def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> Scores:
-        """Log-probs of all sequences, by their places. They are scored by the mini-batches of the first epoch, of which every
-        data-parallel rank has its share."""
+        """Log-probs of all sequences, by their places."""
+        return self._by_places(lambda some: self.trainer.token_logprobs(some, model, self.config.rollout.temperature), sequences, cut)
+
+    def _by_places(
+        self, score: Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]], sequences: Sequences, cut: list[MiniBatch]
+    ) -> Scores:
+        """Sequences are scored by the mini-batches of the first epoch, of which every data-parallel rank has its share."""
         found: dict[int, np.ndarray] = {}
         for places in (each.places for each in cut[: self.config.trainer.minibatches] if each.places):
-            scored = self.trainer.token_logprobs([sequences[place] for place in places], model, self.config.rollout.temperature)
-            found |= zip(places, scored, strict=True)
+            found |= zip(places, score([sequences[place] for place in places]), strict=True)
         return found
 
 
-def _at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
+def at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
     return None if scores is None else [scores[place] for place in places]
 
 
@@ -141,7 +153,9 @@ def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequen
 
 
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
-    """The metrics of a batch's optimizer steps; docs/algorithms.md says what they are of several."""
+    """The metrics of a batch's optimizer steps, of which there may be none; docs/algorithms.md says what they are of several."""
+    if not results:
+        return {"optimizer_steps": 0, "optimizer_steps/empty": 0}
     trained = [result for result in results if result.tokens]
     counted = trained or results
     return {

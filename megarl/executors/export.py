@@ -27,9 +27,11 @@ def export_rank(plan: RunPlan, path: str, output: str) -> None:
     shutdown_distributed()
 
 
-def load_checkpoint(trainer: MegatronTrainer, path: str) -> None:
+def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None) -> None:
     """Loads the checkpoint at `path`. Raises RunError if it is damaged."""
     try:
         checkpoint.load(trainer, path)
+        if critic is not None:
+            checkpoint.load_critic(critic, path)
     except RuntimeError as error:
         raise RunError(str(error)) from error

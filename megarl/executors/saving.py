@@ -21,9 +21,11 @@ class Saving:
     At most one of each is being written; where the next is due before that one is complete, the step waits for it.
     """
 
-    def __init__(self, config: RunConfig, trainer: MegatronTrainer, trace: TraceWriter, saved: int):
+    def __init__(
+        self, config: RunConfig, trainer: MegatronTrainer, trace: TraceWriter, saved: int, critic: MegatronTrainer | None = None
+    ):
         """`saved`: the step of the checkpoint that the run goes on from, or 0."""
-        self._config, self._trainer, self._trace = config, trainer, trace
+        self._config, self._trainer, self._trace, self._critic = config, trainer, trace, critic
         self._saved, self._exported, self._taken_s = saved, -1, 0.0
         self._checkpoint: Writing | None = None
         self._export: Writing | None = None
@@ -66,7 +68,8 @@ class Saving:
         with self._trace.span(f"checkpoint {step}"):
             if dist.get_rank() == 0:
                 make_room(run_dir)
-            self._checkpoint = checkpoint.begin(self._trainer, checkpoint_path(run_dir, step), {"step": step}, records(), beside=beside)
+            path, state = checkpoint_path(run_dir, step), {"step": step}
+            self._checkpoint = checkpoint.begin(self._trainer, path, state, records(), beside=beside, critic=self._critic)
         self._saved = step
 
     def _finish_checkpoint(self) -> None:

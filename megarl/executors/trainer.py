@@ -14,7 +14,9 @@ import torch
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, dropped_metrics, too_many_dropped
 from megarl.config.errors import RunError
+from megarl.executors.actor_critic import ActorCriticSteps
 from megarl.executors.batch_steps import BatchSteps, step_metrics
+from megarl.executors.critic import begin_critic, make_critic
 from megarl.executors.export import load_checkpoint
 from megarl.executors.saving import Saving
 from megarl.executors.step_times import step_times
@@ -67,13 +69,17 @@ class TrainerExecutor:
             timeout_s=config.timeouts.collective_s,
         )
         self.algorithm = make_algorithm(config.algorithm)
-        self.batch_steps = BatchSteps(self.trainer, self.algorithm, config)
+        self.critic = make_critic(self.plan, self.trainer) if self.plan.critic else None
+        both = self.trainer, self.algorithm, config
+        self.batch_steps = BatchSteps(*both) if self.critic is None else ActorCriticSteps(*both, critic=self.critic)
         if self.algorithm.needs_reference or not self.rendezvous.checkpoint:
             self.trainer.load_hf(self.plan.weights_path)
         if self.algorithm.needs_reference:
             self.trainer.hold_reference()  # always the weights that the run began with, also after a resume
         if self.rendezvous.checkpoint:
-            load_checkpoint(self.trainer, self.rendezvous.checkpoint)
+            load_checkpoint(self.trainer, self.rendezvous.checkpoint, self.critic)
+        elif self.critic is not None:
+            begin_critic(self.critic, self.plan)
         self.curr_step = self.rendezvous.start_step
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, resume_step=self.curr_step) if self.rank == 0 else None
         self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
@@ -82,7 +88,7 @@ class TrainerExecutor:
             self._evaluations = NewEvaluations(run_dir, self.curr_step - 1)
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
-        self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step)
+        self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
         self.saving.resume()
 
     @property
@@ -152,6 +158,9 @@ class TrainerExecutor:
                 **batch_metrics(batch, self.version - 1, self.batch_steps.penalties(batch)),
                 **(dropped_metrics(batch) if self.plan.config.rollout.dynamic_sampling or batch.dropped else {}),
                 **step_metrics(results, self.algorithm),
+                **self.batch_steps.value_metrics(),
+                # With a critic, samples of equal reward have advantages too.
+                **({"zero_advantage_fraction": None} if self.critic else {}),
                 "weights/version": self.version,
                 **self._probe_metrics,
                 **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),

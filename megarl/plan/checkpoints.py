@@ -47,7 +47,7 @@ def make_room(run_dir: Path | str) -> None:
     if not complete:
         return
     *older, newest = complete
-    needed_bytes = sum(file.stat().st_size for file in newest.iterdir())
+    needed_bytes = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     for path in older:
         if (free_bytes := shutil.disk_usage(newest).free) >= needed_bytes:
             return

@@ -50,7 +50,7 @@ def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
 
 def check_batch(config: RunConfig) -> Iterable[str]:
     rollout, dp, cuts = config.rollout, config.trainer.dp, config.trainer.minibatches
-    if rollout.n < 2:
+    if rollout.n < 2 and not recipes.has_critic(config.algorithm):
         yield f"rollout.n={rollout.n}: must be at least 2: {config.algorithm.name} compares a prompt's samples"
     if rollout.prompts_per_step % cuts:
         yield f"trainer.minibatches={cuts}: must divide rollout.prompts_per_step={rollout.prompts_per_step}"
@@ -74,6 +74,8 @@ def check_algorithm(config: RunConfig) -> Iterable[str]:
 
 
 def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
+    if config.rollout.dynamic_sampling and config.rollout.n < 2:
+        yield f"rollout.dynamic_sampling=true: with rollout.n={config.rollout.n} all samples of a prompt have the same reward"
     if config.rollout.dynamic_sampling and recipes.recipe_of(config.algorithm).advantage == "best":
         name = config.algorithm.name
         yield f"rollout.dynamic_sampling=true: {name} trains on the best sample of every prompt, also where all have the same reward"

@@ -103,6 +103,7 @@ def check_megatron_settings(config: RunConfig) -> Iterable[str]:
         ("trainer.megatron", "trainer.megatron", trainer.megatron),
         ("trainer.ddp", "trainer.ddp", trainer.ddp),
         (of_optimizer, of_optimizer, trainer.optimizer.megatron),
+        ("critic.optimizer.megatron", of_optimizer, config.critic.optimizer.megatron),
         ("sft.optimizer.megatron", of_optimizer, config.sft.optimizer.megatron),
         ("reward_model.optimizer.megatron", of_optimizer, config.reward_model.optimizer.megatron),
     ):

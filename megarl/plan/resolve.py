@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CLASSIFICATION
 from megarl.models.spec import SCALAR
 from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS, check_batch
+from megarl.plan.critic import check_critic, find_critic
 from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS, check_sizes
+from megarl.plan.model_paths import did_you_mean, missing_folder
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.topology import GeneratorTopology, TrainerTopology
 
 OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command → the section that may set parallel sizes of its own
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class RunPlan:
     steps: int  # of the whole run: batches, and versions of the weights
     sequences_per_step: int  # prompts_per_step * n
     weights: Weights  # that the command begins with
+    critic: ModelSpec | None = None  # of the checkpoint that the critic begins with, whose head may be another; None: there is no critic
 
     @property
     def weights_path(self) -> str:
@@ -65,6 +65,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
     problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
+    problems += problems_of(lambda: check_critic(config, spec, command))
     if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
@@ -80,6 +81,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         steps=config.max_steps,
         sequences_per_step=config.rollout.prompts_per_step * config.rollout.n,
         weights=find_weights(config, command),
+        critic=find_critic(config, spec),
     )
 
 
@@ -116,9 +118,9 @@ def find_spec(config: RunConfig) -> ModelSpec:
     Raises ConfigError if a folder is missing, a config.json cannot be used, or the two disagree.
     """
     model = config.model
-    problems = [*_missing("model.path", model.path), *(_missing("model.tokenizer", model.tokenizer) if model.tokenizer else ())]
+    problems = [*missing_folder("model.path", model.path), *(missing_folder("model.tokenizer", model.tokenizer) if model.tokenizer else ())]
     if model.spec is not None and not Path(model.spec).exists():
-        problems.append(f"model.spec={model.spec}: no such file{_did_you_mean(Path(model.spec))}")
+        problems.append(f"model.spec={model.spec}: no such file{did_you_mean(Path(model.spec))}")
     if model.path == config.sft.output and problems:
         problems[0] += "; megarl sft writes it"
     if problems:
@@ -153,17 +155,3 @@ def _is_of_a_run(path: Path) -> str:
     run = path.parent if path.name == "checkpoints" else path
     first = f"megarl export CONFIG run_dir={run} --output FOLDER"
     return f"holds a run's checkpoints, no model; first: {first}" if any(run.glob("checkpoints/step_*")) else ""
-
-
-def _missing(key: str, path: str) -> Iterable[str]:
-    """A model is a local folder or a hub name, `owner/name`. A path whose first folder exists here is taken for a local one."""
-    is_hub_name = HUB_NAME.fullmatch(path) and not Path(path.split("/")[0]).is_dir()
-    if not is_hub_name and not Path(path).is_dir():
-        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
-        yield f"{key}={path}: no such folder{where}{_did_you_mean(Path(path))}"
-
-
-def _did_you_mean(path: Path) -> str:
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names)
-    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

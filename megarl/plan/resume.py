@@ -20,6 +20,7 @@ FIXED_KEYS = (
     *(key for key in settings() if key.startswith("data.train.")),
     "data.shuffle",
     "algorithm.name",
+    "critic.path",
     "rollout.prompts_per_step",
     "rollout.n",
     "reward.name",

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.files import sync_folder
 from megarl.kernels.audit import BITS
 from megarl.trainer import checkpoint_state as held
-from megarl.trainer.checkpoint_index import FORMAT, CheckpointError, Index, small_file, unusable
+from megarl.trainer.checkpoint_index import CRITIC, FORMAT, INDEX_FILE, CheckpointError, Index, listed_file, small_file, unusable
 from megarl.trainer.checkpoint_tensors import Written, merged, read_box, read_boxes, tensor_file, write_boxes
 from megarl.trainer.folders import Writing, together
 from megarl.trainer.model import parameters_by_name
@@ -33,47 +34,92 @@ from megarl.trainer.step import MegatronTrainer
 STATE = "state.json"
 
 
-def save(trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}) -> None:
+def save(
+    trainer: MegatronTrainer,
+    path: str | Path,
+    state: dict[str, Any],
+    files: Mapping[str, bytes] = {},
+    critic: MegatronTrainer | None = None,
+) -> None:
     """Saves a checkpoint and returns when it is complete; see `begin`."""
-    begin(trainer, path, state, files, beside=False).finish()
+    begin(trainer, path, state, files, beside=False, critic=critic).finish()
 
 
 def begin(
-    trainer: MegatronTrainer, path: str | Path, state: dict[str, Any], files: Mapping[str, bytes] = {}, *, beside: bool
-) -> Writing[Written]:
-    """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and `files` of rank 0.
+    trainer: MegatronTrainer,
+    path: str | Path,
+    state: dict[str, Any],
+    files: Mapping[str, bytes] = {},
+    *,
+    beside: bool,
+    critic: MegatronTrainer | None = None,
+) -> Writing[list[Written]]:
+    """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and `files` of rank 0; and `critic`,
+    a trainer on the same ranks, as a checkpoint of its own in the folder CRITIC of this one, whose index vouches for its index.
 
     If `beside`, this rank's boxes are copied to the host's memory and written from there, while training goes on; the checkpoint is there
     when `finish` of the result has returned. That raises WriteError, which names `path` and the bytes, if they cannot be written or differ
     from what was in memory here; then nothing is left at `path`.
     Raises RuntimeError, before it writes, if the state is not consistent, as it must be between two steps.
     """
-    together(lambda: _check_between_steps(trainer))
-    totals = _totals(trainer)
-    live = {name: total for name, (_, total) in held.totals(trainer, held.shared_boxes(trainer, [held.LIVE])).items()}
-    place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position}
-    rank = dist.get_rank()
-    boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
-    if beside:
-        boxes = [box.copied() for box in boxes]
+    parts = [_Part(critic, CRITIC, {}, {}, beside)] if critic is not None else []
+    parts.append(_Part(trainer, "", state, files, beside))
 
-    def conclude(folder: Path, mine: Written) -> None:
-        parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    def conclude(folder: Path, written: list[Written]) -> None:
+        vouched: list[str] = []
+        for part, mine in zip(parts, written, strict=True):
+            part.conclude(folder, mine, vouched)
+            vouched.append(f"{part.name}/{INDEX_FILE}")
+
+    size_bytes = sum(_size_bytes(part.trainer) for part in parts)
+    return Writing(path, lambda folder: [part.write(folder) for part in parts], conclude, beside=beside, size_bytes=size_bytes)
+
+
+class _Part:
+    """One trainer's part of a checkpoint, in the folder `name` of it."""
+
+    def __init__(self, trainer: MegatronTrainer, name: str, state: dict[str, Any], files: Mapping[str, bytes], beside: bool):
+        self.trainer, self.name, self._files = trainer, name, files
+        together(lambda: _check_between_steps(trainer))
+        self._totals = _totals(trainer)
+        self._live = {name: total for name, (_, total) in held.totals(trainer, held.shared_boxes(trainer, [held.LIVE])).items()}
+        place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position}
+        self._state = json.dumps({**place, "state": state}).encode()
+        boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
+        self._boxes = [box.copied() for box in boxes] if beside else boxes
+
+    def write(self, folder: Path) -> Written:
+        rank, own = dist.get_rank(), folder / self.name
+        own.mkdir(exist_ok=True)
+        return write_boxes(own / tensor_file(rank), rank, self._boxes)
+
+    def conclude(self, folder: Path, mine: Written, vouched: list[str]) -> None:
+        """Writes the index, which lists the files `vouched` of `folder` too."""
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, parts)
-        together(lambda: None if parts is None else write_index(folder, parts))
+        together(lambda: None if parts is None else self._write_index(folder, parts, vouched))
 
-    def write_index(folder: Path, parts: list[Written]) -> None:
-        small = [small_file(folder, STATE, json.dumps({**place, "state": state}).encode())]
-        small += [small_file(folder, name, content) for name, content in files.items()]
-        index = Index(FORMAT, str(trainer.dtype), [*(file for file, _ in parts), *small], merged(stored for _, stored in parts), live)
-        if problem := _difference(trainer, totals, index):
+    def _write_index(self, folder: Path, parts: list[Written], vouched: list[str]) -> None:
+        own = folder / self.name
+        small = [small_file(own, name, content) for name, content in {STATE: self._state, **self._files}.items()]
+        small += [listed_file(folder, name) for name in vouched]
+        tensors = merged(stored for _, stored in parts)
+        index = Index(FORMAT, str(self.trainer.dtype), [*(file for file, _ in parts), *small], tensors, self._live)
+        if problem := _difference(self.trainer, self._totals, index):
             raise RuntimeError(problem)
-        index.write(folder)
+        index.write(own)
+        sync_folder(own)
 
-    def write(folder: Path) -> Written:
-        return write_boxes(folder / tensor_file(rank), rank, boxes)
 
-    return Writing(path, write, conclude, beside=beside, size_bytes=_size_bytes(trainer))
+def load_critic(critic: MegatronTrainer, path: str | Path) -> None:
+    """Restores the critic of the checkpoint at `path`. Raises CheckpointError as `load` does, and if it has none."""
+
+    def look() -> None:
+        if not (Path(path) / CRITIC).is_dir():
+            raise unusable(path, "it has no critic: the run that saved it trained none")
+
+    together(look, failures=(CheckpointError,), raises=CheckpointError)
+    load(critic, Path(path) / CRITIC)
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import msgspec
 from megarl.config.errors import RunError
 
 INDEX_FILE = "index.msgpack"
+CRITIC = "critic"  # the folder in a checkpoint that holds the critic's
 FORMAT = 1
 _DIGEST_BYTES = 32
 
@@ -116,12 +117,19 @@ class Index(msgspec.Struct, frozen=True):
 
 def check_checkpoint_files(folder: Path | str) -> None:
     """Makes all checks that need not read the tensors. Raises CheckpointError."""
-    Index.read(folder).check(folder)
+    for part in (Path(folder), *(path.parent for path in Path(folder).glob(f"{CRITIC}/{INDEX_FILE}"))):
+        Index.read(part).check(part)
 
 
 def small_file(folder: Path, name: str, content: bytes) -> StoredFile:
     """Writes a small file, and returns its entry in the index."""
     write_durably(folder / name, content)
+    return StoredFile(name, len(content), digest(content))
+
+
+def listed_file(folder: Path, name: str) -> StoredFile:
+    """The entry of a small file that is there."""
+    content = (folder / name).read_bytes()
     return StoredFile(name, len(content), digest(content))
 
 

@@ -32,7 +32,7 @@ from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
 from megarl.trainer.folders import Writing
-from megarl.trainer.groups import context_group
+from megarl.trainer.groups import context_group, data_group
 from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.logprobs import token_logprobs
 from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
@@ -248,6 +248,12 @@ class MegatronTrainer:
     def shares(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[int]]:
         """[dp][…] which sequences each data-parallel rank needs: in the place of the others it may be given Elsewhere."""
         return [[index for microbatch in plan for index in microbatch.indices] for plan in self._plans(sequences)]
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """The sums over the data-parallel ranks, of which each has values of its own."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=data_group())
+        return total.tolist()
 
     def _plan(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[MicrobatchPlan]:
         return self._plans(sequences)[self.coordinate.dp]

@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import actor_critic_scenarios
 import minibatch_scenarios
 import saving_scenarios
 import torch
@@ -27,7 +28,7 @@ import value_scenarios
 
 from megarl.trainer import cpu_support
 
-SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios, value_scenarios)
+SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios, value_scenarios, actor_critic_scenarios)
 
 
 def main() -> None:

@@ -17,8 +17,16 @@ from megarl import topology
 from megarl.config import schema
 from megarl.config.keys import _without_optional
 
-_CLASSES = [cls for cls in vars(schema).values() if isinstance(cls, type) and dataclasses.is_dataclass(cls)]
-SECTIONS = {base.__name__: base for cls in _CLASSES for base in cls.__mro__ if dataclasses.is_dataclass(base)}
+
+def _sections(cls: type) -> Iterator[type]:
+    yield from (base for base in cls.__mro__ if dataclasses.is_dataclass(base))
+    for hint in typing.get_type_hints(cls).values():
+        for each in (hint, *typing.get_args(hint), *(inner for arg in typing.get_args(hint) for inner in typing.get_args(arg))):
+            if isinstance(each, type) and dataclasses.is_dataclass(each):
+                yield from _sections(each)
+
+
+SECTIONS = {cls.__name__: cls for cls in _sections(schema.RunConfig)}
 Reads = set[tuple[str, str]]  # (class of the section, field)
 
 

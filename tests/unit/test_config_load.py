@@ -123,7 +123,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
             "async.partial_rollout=wait",
             "async.partial_rollout=wait: must be one of block, in_flight, retract, abort, resume",
         ),
-        ("algorithm.name=ppo", f"algorithm.name=ppo: must be one of {', '.join(NAMES)}, package.module:rule"),
+        ("algorithm.name=ppoo", f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule"),
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
         ("reward.name=vibes", "reward.name=vibes: must be one of math, last_number, package.module:function"),
         ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megarl.algorithms.preferences import bradley_terry, to_score, weighted_values
+from megarl.config.data import PreferenceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import PreferenceConfig, RunConfig
+from megarl.config.schema import RunConfig
 from megarl.data.datasets import read_pairs
 from megarl.data.pairs import batch_of, load_pairs, pair_tokens, training_steps
 from megarl.data.tokenizer import load_tokenizer

@@ -1,0 +1,36 @@
+"""What a run's training takes: that of the policy and, where the algorithm has one, of its critic."""
+
+from __future__ import annotations
+
+from megarl.config.schema import RunConfig, TrainerConfig
+from megarl.estimate.constants import Constants
+from megarl.estimate.hardware import Cluster, Gpu
+from megarl.estimate.train_time import TrainModel, TrainTime
+from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
+from megarl.estimate.workload import Workload, scoring_passes
+from megarl.models import ModelSpec
+from megarl.plan.critic import find_critic
+from megarl.plan.weights import needs_reference
+
+
+def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
+    critic = find_critic(config, spec)
+    return critic.with_scalar_head() if critic else None
+
+
+def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> TrainerMemory:
+    """With `trainer` in the place of the config's. Raises ConfigError if the sizes do not divide a model."""
+    return trainer_memory(spec, trainer, config.model.dtype, gpu, reference=needs_reference(config), critic=critic_of(config, spec))
+
+
+def training_time(
+    config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, cluster: Cluster, constants: Constants, workload: Workload
+) -> TrainTime:
+    """The two models compute one after the other; the critic scores each batch once before it is trained."""
+    of_policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config))
+    if (critic := critic_of(config, spec)) is None:
+        return of_policy
+    of_critic = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(workload, extra_forwards=1)
+    both = {name: value + getattr(of_critic, name) for name, value in vars(of_policy).items()}
+    done = of_policy.tflops * of_policy.total + of_critic.tflops * of_critic.total
+    return TrainTime(**both | {"tflops": done / (of_policy.total + of_critic.total)})

@@ -1,0 +1,58 @@
+"""The critic of algorithm.name=ppo: its model, and whether it fits the run."""
+
+from __future__ import annotations
+
+from megarl.algorithms import recipes
+from megarl.config.errors import ConfigError, problems_of
+from megarl.config.keys import settings, value_at, yaml_text
+from megarl.config.schema import RunConfig
+from megarl.models import ModelSpec, load_spec
+from megarl.plan.model_paths import missing_folder
+from megarl.plan.topologies import trainer_topology
+from megarl.reshard.layout import stage_of_layer
+from megarl.reshard.sizes import trainer_parameters
+
+
+def find_critic(config: RunConfig, policy: ModelSpec) -> ModelSpec | None:
+    """The shape of the checkpoint that the critic begins with, or the policy's where there is none; None if the algorithm has no critic.
+    Raises ConfigError."""
+    path = config.critic.path
+    if not recipes.has_critic(config.algorithm):
+        return None
+    return policy if path is None or any(missing_folder("", path)) else _spec(path, config.model.family)
+
+
+def _spec(path: str, own_family: str | None) -> ModelSpec:
+    return load_spec(path, "critic.path", own_family)
+
+
+def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> None:
+    """Raises ConfigError with all that is wrong. Its checkpoint may still be missing for commands that come before a run: one makes it."""
+    if not recipes.has_critic(config.algorithm):
+        defaults = {key: setting.default for key, setting in settings().items() if key.startswith("critic.")}
+        changed = [key for key, default in defaults.items() if value_at(config, key) != default]
+        if changed:
+            what = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
+            raise ConfigError([f"{key}={yaml_text(value_at(config, key))}: {what}" for key in changed])
+        return
+    path = config.critic.path
+    if path is None:
+        return
+    if problems := list(missing_folder("critic.path", path)):
+        if command in (None, "sft", "reward-model"):
+            return
+        raise ConfigError(problems)
+    critic, topology = _spec(path, config.model.family), trainer_topology(config.trainer)
+    if critic.vocab_size < policy.vocab_size:
+        problems.append(f"its vocabulary of {critic.vocab_size} must have the policy's {policy.vocab_size} tokens")
+    if critic.max_position_embeddings < policy.max_position_embeddings:
+        context = f"its context of {critic.max_position_embeddings} tokens must be at least the policy's"
+        problems.append(f"{context}, {policy.max_position_embeddings}")
+    if bool(critic.num_experts) != bool(policy.num_experts):
+        problems.append("both it and the policy must have experts, or neither")
+    problems += problems_of(
+        lambda: trainer_parameters(critic, topology, "local" if config.cluster.gpu == "cpu" else "te"),
+        lambda: stage_of_layer(critic.num_layers, topology),
+    )
+    if problems:
+        raise ConfigError([f"critic.path={path}: {problem}" for problem in problems])

@@ -1,0 +1,49 @@
+"""What a trainer rank does in test_trainer_ppo.py: batches of several optimizer steps for a policy and its critic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from trainer_rig import make
+
+from megarl.algorithms.registry import make_algorithm
+from megarl.config.load import load_config
+from megarl.config.schema import OptimizerConfig
+from megarl.executors.actor_critic import ActorCriticSteps
+from megarl.executors.batch_steps import step_metrics
+from megarl.models.registry import load_spec
+
+
+def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Trains on the batches, exports both models after each, and saves after the second. `resumed`: goes on from there."""
+    from megarl.trainer import checkpoint
+
+    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
+    total, of_critic = len(batches) * config.trainer.optimizer_steps, load_spec(scenario["critic"])
+    policy = make(scenario, OptimizerConfig(**scenario["optimizer"]), total)
+    critic = make(scenario, OptimizerConfig(**scenario["critic_optimizer"]), total, spec=of_critic.with_scalar_head())
+    critic.squares = policy.squares
+    steps = ActorCriticSteps(policy, make_algorithm(config.algorithm), config, critic=critic)
+    name = scenario["name"].removesuffix(".resumed")
+    saved = out / f"{name}.checkpoint"
+    policy.load_hf(scenario["model"])
+    policy.hold_reference()
+    if resumed := scenario["name"].endswith(".resumed"):
+        checkpoint.load(policy, saved)
+        checkpoint.load_critic(critic, saved)
+    else:
+        critic.load_hf(scenario["critic"], None if of_critic.head == "scalar" else "zeros")
+    told = []
+    for batch in batches[2:] if resumed else batches:
+        own = steps.assign(replace(batch, numbers={}))[policy.coordinate.dp]
+        results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+        for which, trainer in (("policy", policy), ("critic", critic)):
+            trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.{which}"), scenario["model" if which == "policy" else "critic"])
+        each = [(result.grad_norm, result.learning_rate) for result in results]
+        told.append((each, dict(steps.value_metrics()), step_metrics(results, steps.algorithm)))
+        if batch.step == 1 and not resumed:
+            checkpoint.save(policy, saved, {"step": 2}, critic=critic)
+    return {"told": told}

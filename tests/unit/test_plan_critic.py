@@ -1,0 +1,92 @@
+"""The critic of a run: what it may be, and what planning counts of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from resolving import MODEL, config, problems_of, with_weights
+
+from megarl.config.schema import TrainerConfig
+from megarl.estimate.estimate import estimate
+from megarl.estimate.hardware import GPUS
+from megarl.estimate.trainer_memory import trainer_memory
+from megarl.models import load_spec
+from megarl.plan.resolve import resolve
+
+pytestmark = pytest.mark.usefixtures("hub_offline")
+
+PPO = "algorithm.name=ppo"
+
+
+def critic(folder: Path, **changes: object) -> str:
+    folder.mkdir()
+    scores = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text()) | scores | changes))
+    return f"critic.path={folder}"
+
+
+def test_it_begins_with_the_policys_weights_or_its_own(tmp_path: Path) -> None:
+    assert resolve(config(tmp_path)).critic is None
+    own = resolve(config(tmp_path, PPO))
+    assert own.critic == own.spec
+    smaller = resolve(config(tmp_path, PPO, critic(tmp_path / "critic", num_hidden_layers=4)))
+    assert smaller.critic is not None and (smaller.critic.head, smaller.critic.num_layers) == ("scalar", 4)
+
+
+def test_one_sample_a_prompt_is_enough(tmp_path: Path) -> None:
+    assert resolve(config(tmp_path, PPO, "rollout.n=1"))
+    assert problems_of(tmp_path, PPO, "rollout.n=1", "rollout.dynamic_sampling=true") == [
+        "rollout.dynamic_sampling=true: with rollout.n=1 all samples of a prompt have the same reward"
+    ]
+
+
+def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+    path = critic(tmp_path / "critic", vocab_size=100, max_position_embeddings=64, num_hidden_layers=3, num_attention_heads=30,
+                  num_key_value_heads=30, head_dim=128)  # fmt: skip
+    assert problems_of(tmp_path, PPO, path, "trainer.pp=2", "trainer.tp=4") == [
+        f"{path}: its vocabulary of 100 must have the policy's 128256 tokens",
+        f"{path}: its context of 64 tokens must be at least the policy's, 131072",
+        f"{path}: trainer.tp=4: must divide the model's 30 attention heads and 30 key-value heads",
+        f"{path}: trainer.pp=2: must divide the model's 3 layers",
+    ]
+    (problem,) = problems_of(tmp_path, PPO, f"critic.path={tmp_path}/critc", command="plan")
+    assert problem == f"critic.path={tmp_path}/critc: no such folder; did you mean {tmp_path}/critic?"
+
+
+def test_other_algorithms_have_none(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, "critic.warmup_steps=3", "critic.optimizer.lr=1e-3") == [
+        "critic.warmup_steps=3: aipo has no critic; algorithm.name=ppo has one",
+        "critic.optimizer.lr=0.001: aipo has no critic; algorithm.name=ppo has one",
+    ]
+    assert problems_of(tmp_path, "algorithm.gae_lambda=0.9") == ["algorithm.gae_lambda=0.9: must be null: aipo has no such setting"]
+    assert problems_of(tmp_path, PPO, "algorithm.advantage=mean") == ["algorithm.advantage=mean: must be null: ppo has its own"]
+
+
+def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(tmp_path: Path) -> None:
+    later = [with_weights(tmp_path / "model"), PPO, "critic.path=${reward_model.output}", "sft.steps=1"]
+    assert resolve(config(tmp_path, *later), "sft")
+    (problem,) = problems_of(tmp_path, *later, command="train")
+    assert problem == f"critic.path={tmp_path}/run/reward_model/hf: no such folder"
+
+
+def test_planning_counts_it() -> None:
+    """Weights, gradients and optimizer as the policy's but for the output layer; about twice the time, and one scoring pass."""
+    spec, trainer = load_spec(MODEL), TrainerConfig(tp=8, dp=2)
+    found = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], critic=spec.with_scalar_head())
+    alone = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"])
+    assert found.total - alone.total == found.critic and alone.critic == 0
+    head = 128256 * 4096 / 8
+    assert found.critic == pytest.approx((2 + 4 + 12 / 2) * (found.weights / 2 - head), rel=1e-3)
+
+
+def test_a_plan_with_a_critic_takes_longer_and_more_memory(tmp_path: Path) -> None:
+    sizes = ["trainer.tp=8", "trainer.dp=2", "algorithm.loss_mean=token"]
+    spec = load_spec(MODEL)
+    without, beside = (estimate(config(tmp_path, *sizes, *more), spec) for more in ([], [PPO]))
+    assert beside.trainer.critic > 0 == without.trainer.critic and beside.saving > 1.8 * without.saving
+    assert 1.9 < beside.train.compute / without.train.compute < 2.4 and beside.generate == without.generate
+    small = estimate(config(tmp_path, *sizes, PPO, critic(tmp_path / "critic", num_hidden_layers=4)), spec)
+    assert small.trainer.critic < beside.trainer.critic / 4, "4 of 32 layers, and the embedding"
+    assert small.train.compute < 1.3 * without.train.compute
