@@ -21,9 +21,7 @@ class Saving:
     At most one of each is being written; where the next is due before that one is complete, the step waits for it.
     """
 
-    def __init__(
-        self, config: RunConfig, trainer: MegatronTrainer, trace: TraceWriter, saved: int, critic: MegatronTrainer | None = None
-    ):
+    def __init__(self, config: RunConfig, trainer: MegatronTrainer, trace: TraceWriter, saved: int, critic: MegatronTrainer | None = None):
         """`saved`: the step of the checkpoint that the run goes on from, or 0."""
         self._config, self._trainer, self._trace, self._critic = config, trainer, trace, critic
         self._saved, self._exported, self._taken_s = saved, -1, 0.0
