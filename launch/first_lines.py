@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.kept_sets import MOST_KEPT
 from megarl.launch.resuming import Resume
+from megarl.models.spec import SCALAR
 from megarl.plan.resolve import RunPlan
 from megarl.plan.resume import changes
 from megarl.plan.weights import needs_reference
@@ -25,11 +26,21 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
     """Says which weights a run starts from; for a resumed one also which settings differ from its last start."""
     if not resume.checkpoint:
-        return [f"Weights: {plan.weights}"]
+        return [f"Weights: {plan.weights}", *_critic_lines(plan)]
     lines = [f"Weights: the checkpoint {resume.checkpoint}"]
     if needs_reference(plan.config):
         lines.append(f"Reference model: what the run began with, {plan.weights}")
     return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
+
+
+def _critic_lines(plan: RunPlan) -> list[str]:
+    critic = plan.config.critic
+    if plan.critic is None:
+        return []
+    head = "with a new head, " + ("of zeros" if critic.head == "zeros" else f"random by seed {plan.config.seed}")
+    begins = "the policy's weights" if critic.path is None else f"critic.path={critic.path}"
+    first = f", {critic.warmup_steps} steps before the policy" if critic.warmup_steps else ""
+    return [f"Critic: {begins}, {'a reward model' if plan.critic.head == SCALAR else head}{first}"]
 
 
 def sampling_lines(plan: RunPlan) -> list[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 import torch.nn.functional as F
 from run_tools import ROOT, make_model, rows, run
+from sglang_engine import start_engine
 from tokenizers import Tokenizer
 
 from megarl.data.permutation import permute
@@ -70,6 +74,26 @@ def plain_loop(model: Any, seed: int) -> dict[str, Any]:
     return {"losses": losses, "before": before, "after": accuracy(), "weights": model.state_dict()}
 
 
+def assert_served_alike(folder: Path, model: Any, log: Path) -> None:
+    """SGLang gives the scores that Hugging Face gives."""
+    sequences = [[1, *range(5, 5 + length), 2] for length in (1, 6, 13)]
+    with contextlib.contextmanager(start_engine)(folder, "float32", 1, log, is_embedding=True) as engine:
+
+        def scored(ids: list[int]) -> list[float]:
+            return requests.post(f"{engine.url}/encode", json={"input_ids": ids}, headers=authorised, timeout=60).json()["embedding"]
+
+        authorised, deadline = {"Authorization": f"Bearer {engine.keys.api}"}, time.monotonic() + 120
+        while True:
+            try:
+                requests.get(f"{engine.url}/health_generate", headers=authorised, timeout=60).raise_for_status()
+                break
+            except requests.RequestException:
+                assert engine.died() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.2)
+        for ids in sequences:
+            assert scored(ids) == pytest.approx([model(torch.tensor([ids])).logits.item()], abs=1e-5)
+
+
 @pytest.mark.parametrize(("head", "sizes"), [("own", "reward_model.dp=2"), ("zeros", "reward_model.tp=2")])
 def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path: Path) -> None:
     """Losses, accuracies and weights; the export loads in transformers as what it is."""
@@ -98,6 +122,8 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
     assert f"{expected['before']:.3f} (loss" in done.stdout and f"{expected['after']:.3f} (loss" in done.stdout
     found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/reward_model/hf", dtype=torch.float32)
     assert found.config.num_labels == 1
+    if head == "own":
+        assert_served_alike(tmp_path / "run/reward_model/hf", found.double(), tmp_path / "engine.log")
     for name, weights in expected["weights"].items():
         torch.testing.assert_close(
             found.state_dict()[name].double(), weights, rtol=0, atol=TOLERANCE, msg=lambda m, name=name: f"{name}: {m}"

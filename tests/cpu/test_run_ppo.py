@@ -35,6 +35,7 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
     assert (checkpoint / "critic/index.msgpack").exists()
     again = run(["train", *settings])
     assert again.returncode == 0, again.stdout + again.stderr
+    assert f"Critic: critic.path={run_dir}/reward_model/hf, a reward model, 2 steps before the policy\n" in log.read_text()
     assert f"Weights: the checkpoint {checkpoint}" in again.stdout
     table = rows(run_dir)
     assert [row["step"] for row in table] == list(range(8))
