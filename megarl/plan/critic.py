@@ -41,7 +41,8 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
     if problems := list(missing_folder("critic.path", path)):
         if command in (None, "sft", "reward-model"):
             return
-        raise ConfigError(problems)
+        written = "; megarl reward-model writes it" if path == config.reward_model.output else ""
+        raise ConfigError([problem + written for problem in problems])
     critic, topology = _spec(path, config.model.family), trainer_topology(config.trainer)
     if critic.vocab_size < policy.vocab_size:
         problems.append(f"its vocabulary of {critic.vocab_size} must have the policy's {policy.vocab_size} tokens")

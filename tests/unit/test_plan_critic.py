@@ -68,7 +68,7 @@ def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(
     later = [with_weights(tmp_path / "model"), PPO, "critic.path=${reward_model.output}", "sft.steps=1"]
     assert resolve(config(tmp_path, *later), "sft")
     (problem,) = problems_of(tmp_path, *later, command="train")
-    assert problem == f"critic.path={tmp_path}/run/reward_model/hf: no such folder"
+    assert problem == f"critic.path={tmp_path}/run/reward_model/hf: no such folder; megarl reward-model writes it"
 
 
 def test_planning_counts_it() -> None:
