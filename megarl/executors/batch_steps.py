@@ -155,7 +155,8 @@ def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequen
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
     """The metrics of a batch's optimizer steps, of which there may be none; docs/algorithms.md says what they are of several."""
     if not results:
-        return {"optimizer_steps": 0, "optimizer_steps/empty": 0}
+        unknown = dict.fromkeys(("loss", "entropy/mean", "grad_norm", "grad_norm/max", "learning_rate"), math.nan)
+        return {**unknown, "optimizer_steps": 0, "optimizer_steps/empty": 0, **algorithm.metrics({}), "tokens/padded": 0}
     trained = [result for result in results if result.tokens]
     counted = trained or results
     return {
