@@ -69,7 +69,8 @@ class BatchSteps:
         if self.algorithm.penalizes_rewards:
             of_each = advantages.flatten().tolist()
             sequences = {place: _weighted(sequence, of_each[place]) for place, sequence in sequences.items()}
-        return [self._step(each, sequences, advantages, reference, proximal) for each in cut]
+        first = self._step(cut[0], sequences, advantages, reference, proximal, self._ages(batch, cut[0].places, sequences))
+        return [first, *(self._step(each, sequences, advantages, reference, proximal) for each in cut[1:])]
 
     def _frozen_scores(self, sequences: Sequences, cut: list[MiniBatch]) -> tuple[Scores | None, Scores | None]:
         """Log-probs of the reference and of the policy that the batch began with, as far as the algorithm needs them."""
@@ -83,9 +84,16 @@ class BatchSteps:
         return {}
 
     def _step(
-        self, minibatch: MiniBatch, sequences: Sequences, advantages: Tensor, reference: Scores | None, proximal: Scores | None
+        self,
+        minibatch: MiniBatch,
+        sequences: Sequences,
+        advantages: Tensor,
+        reference: Scores | None,
+        proximal: Scores | None,
+        ages: list[np.ndarray] | None = None,
     ) -> StepResult:
-        """Makes one optimizer step. `reference`, `proximal`: the log-probs that the algorithm needs of the batch's tokens."""
+        """Makes one optimizer step. `reference`, `proximal`: the log-probs that the algorithm needs of the batch's tokens. `ages` of the
+        mini-batch's tokens: the agreement with what sampled them is measured."""
         chosen, weighed = [sequences[place] for place in minibatch.places], None
         if self.algorithm.group_loss is not None:
             assert reference is not None
@@ -99,12 +107,24 @@ class BatchSteps:
             temperature=self.config.rollout.temperature,
             reference_logprobs=at(minibatch.places, reference),
             proximal_logprobs=at(minibatch.places, proximal),
+            ages=ages,
         )
         result.check_tokens(minibatch.tokens)
         if weighed is None:
             return result
         prompts = minibatch.denominator / advantages.shape[1]  # the weighted log-probs have the loss's gradient, but not its value
         return replace(result, loss=weighed.loss / prompts, sums={**result.sums, **weighed.sums, "prompts": prompts})
+
+    def _ages(self, batch: Batch, places: Sequence[int], sequences: Sequences) -> list[np.ndarray]:
+        """[L] of each sequence at `places`: how many weight versions the policy's tokens are behind the current one."""
+        found = []
+        for place in places:
+            ages, sequence = np.zeros(len(sequences[place]), np.int32), sequences[place]
+            if isinstance(sequence, TrainSequence):
+                runs = np.array(batch.samples[place].policy_versions, np.int64).reshape(-1, 2)
+                ages[sequence.loss_mask] = np.repeat(batch.step - runs[:, 0], runs[:, 1])
+            found.append(ages)
+        return found
 
     def _weigh(
         self,
@@ -170,4 +190,5 @@ def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[st
         **{name: fmean(result.routing[name] for result in counted) for name in results[0].routing},
         **algorithm.metrics({name: sum(result.sums[name] for result in results) for name in results[0].sums}),
         "tokens/padded": sum(result.padded for result in results),
+        **(results[0].agreement.metrics() if results[0].agreement else {}),
     }

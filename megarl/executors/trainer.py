@@ -162,6 +162,7 @@ class TrainerExecutor:
                 # With a critic, samples of equal reward have advantages too.
                 **({"zero_advantage_fraction": None} if self.critic else {}),
                 "weights/version": self.version,
+                LIMIT: probe_limit(self.plan),
                 **self._probe_metrics,
                 **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),
                 "time/save_s": self.saving.taken_s(),
@@ -176,6 +177,7 @@ class TrainerExecutor:
                 **self._evaluations.metrics(),
             },
             {name: [getattr(sample, field) for sample in batch.generated] for name, field in DISTRIBUTIONS.items()},
+            agreement.histograms() if (agreement := results[0].agreement) else {},
         )
         self._probe_metrics = {}
         self._write_rollouts(batch)
@@ -199,8 +201,8 @@ class TrainerExecutor:
         mean = fmean(differences)
         if problem := too_far(mean, limit):
             raise RunError(f"weights version {probe.version}: {problem}")
-        self._probe_metrics = {DIFFERENCE: mean, LARGEST: max(differences), LIMIT: limit}
-        if self.rank == 0 and (told := describe_differences([self._probe_metrics])):
+        self._probe_metrics = {DIFFERENCE: mean, LARGEST: max(differences)}
+        if self.rank == 0 and (told := describe_differences([{**self._probe_metrics, LIMIT: limit}])):
             print(f"weights version {probe.version}: {told}", flush=True)
         if self.plan.config.trainer.routing_replay:
             own = [b""] * len(probe.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.observe.agreement import describe_agreement
 from megarl.observe.metrics import Row
 from megarl.observe.probe import describe_differences
 
@@ -29,4 +30,4 @@ def equal_rewards(rows: Sequence[Row]) -> str:
     return f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers or reward are wrong"
 
 
-RULES = (equal_rewards, describe_differences)
+RULES = (equal_rewards, describe_differences, describe_agreement)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,25 @@ from megarl.files import write_whole
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
+
+
+class Histogram(NamedTuple):
+    edges: Sequence[float]  # [n]
+    counts: Sequence[int]  # [n + 1] of values below, between and above the edges
+
+    def raw(self) -> dict[str, Any]:
+        """As TensorBoard takes it. Values count as the middles of their bins, those beyond the edges as the next edge."""
+        limits = np.array([self.edges[0], *self.edges, self.edges[-1]])
+        counts, middles = np.array(self.counts, dtype=np.float64), (limits[1:] + limits[:-1]) / 2
+        return {
+            "min": self.edges[0],
+            "max": self.edges[-1],
+            "num": int(counts.sum()),
+            "sum": float(counts @ middles),
+            "sum_squares": float(counts @ middles**2),
+            "bucket_limits": [*self.edges, math.nextafter(self.edges[-1], math.inf)],
+            "bucket_counts": counts.tolist(),
+        }
 
 
 class MetricsWriter:
@@ -35,21 +54,29 @@ class MetricsWriter:
         if tensorboard:
             self._board = summary_writer(run_dir, purge_step=resume_step)
 
-    def write(self, step: int, values: Mapping[str, float | int | bool | None], distributions: Mapping[str, Sequence[float]] = {}) -> None:
+    def write(
+        self,
+        step: int,
+        values: Mapping[str, float | int | bool | None],
+        distributions: Mapping[str, Sequence[float]] = {},
+        histograms: Mapping[str, Histogram] = {},
+    ) -> None:
         """Appends one line. None means that the key has no value on this step, and is left out; NaN and infinities become null.
 
-        TensorBoard draws `distributions` as histograms; the line has their quantiles.
+        TensorBoard draws `distributions` as histograms; the line has their quantiles. It has the counts of `histograms`.
         """
         known = {key: value for key, value in values.items() if value is not None}
         for key, sample in distributions.items():
             known |= quantiles(key, sample)
-        self._file.write(_line(step, known))
+        self._file.write(_line(step, {**known, **{key: histogram.counts for key, histogram in histograms.items()}}))
         if self._board is not None:
             for key, value in known.items():
                 self._board.add_scalar(key, float(value), step)
             for key, sample in distributions.items():
                 if len(sample):
                     self._board.add_histogram(key, np.asarray(sample, dtype=np.float64), step)
+            for key, histogram in histograms.items():
+                self._board.add_histogram_raw(key, **histogram.raw(), global_step=step)
             self._board.flush()
 
     def sync(self) -> None:
@@ -87,7 +114,7 @@ def add_to_last_row(run_dir: Path | str, values: Mapping[str, float]) -> None:
                 board.add_scalar(key, float(value), step)
 
 
-def _line(step: int, values: Mapping[str, float | int | bool]) -> bytes:
+def _line(step: int, values: Mapping[str, float | int | bool | Sequence[int]]) -> bytes:
     row = {"step": step} | {key: _finite_or_none(value) for key, value in values.items()}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
@@ -98,7 +125,7 @@ def summary_writer(run_dir: Path, **options: Any) -> Any:
     return SummaryWriter(str(run_dir / "tb"), **options)
 
 
-def _finite_or_none(value: float | int | bool) -> float | int | bool | None:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

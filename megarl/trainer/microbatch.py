@@ -83,6 +83,7 @@ class MicroBatch:
     proximal_logprobs: torch.Tensor | None  # the same
     old_values: torch.Tensor | None  # the same
     returns: torch.Tensor | None  # the same
+    ages: torch.Tensor | None  # [t] int32, weight versions since each predicted token was sampled, if train_step was given them
     routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
@@ -163,6 +164,7 @@ def build(
     proximal_logprobs: Sequence[np.ndarray] | None = None,
     old_values: Sequence[np.ndarray] | None = None,
     returns: Sequence[np.ndarray] | None = None,
+    ages: Sequence[np.ndarray] | None = None,
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
     """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
@@ -195,6 +197,7 @@ def build(
         proximal_logprobs=given(proximal_logprobs),
         old_values=given(old_values),
         returns=given(returns),
+        ages=None if ages is None else laid(lambda i: ages[i], np.int32),
         routing=None if routing is None else _routing(plan, held, routing).to(device),
         kept=_kept(plan, held, scored),
         plan=plan,

@@ -28,9 +28,11 @@ from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.flops import flops_per_token
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import LM, SCALAR, ModelSpec
+from megarl.observe.agreement import Totals
 from megarl.reshard.layout import trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer import context, cpu_support, hf_io, parallel
+from megarl.trainer.agreement import Tally
 from megarl.trainer.folders import Writing
 from megarl.trainer.groups import context_group, data_group
 from megarl.trainer.layer_spec import layer_spec
@@ -66,6 +68,7 @@ class StepResult:
     learning_rate: float
     padded: int  # positions that the model computed beside those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
+    agreement: Totals | None = None  # of the policy before the step with what sampled the tokens, if their ages were given
 
     def check_tokens(self, expected: int) -> None:
         """Raises RunError if the loss was not taken of `expected` tokens: a sequence was left out, trained on twice, or cut."""
@@ -141,11 +144,13 @@ class MegatronTrainer:
         proximal_logprobs: Sequence[np.ndarray] | None = None,
         old_values: Sequence[np.ndarray] | None = None,
         returns: Sequence[np.ndarray] | None = None,
+        ages: Sequence[np.ndarray] | None = None,
     ) -> StepResult:
         """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
-        `temperature` is that of the behaviour policy; `reference_logprobs`, `proximal_logprobs`, `old_values` and `returns`, one array per
-        sequence, become MicroBatch's fields of these names. Without sequences the gradient is zero and the optimizer still steps.
+        `temperature` is that of the behaviour policy; `reference_logprobs`, `proximal_logprobs`, `old_values`, `returns` and `ages`, one
+        array per sequence, become MicroBatch's fields of these names. With `ages` the result has the agreement with the behaviour policy.
+        Without sequences the gradient is zero and the optimizer still steps.
         Raises RuntimeError if the gradient is not finite.
         """
         assert denominator > 0
@@ -155,11 +160,12 @@ class MegatronTrainer:
         if self.replay is not None:
             self.replay.reset()
         given = {"reference_logprobs": reference_logprobs, "proximal_logprobs": proximal_logprobs}
-        given |= {"old_values": old_values, "returns": returns}
+        given |= {"old_values": old_values, "returns": returns, "ages": ages}
+        tally = None if ages is None else Tally(self.device)
         outputs = self._run(
             self._plan(sequences),
             partial(build, sequences=sequences, device=self.device, **given, routing=self.routing),
-            partial(self._loss, loss, denominator, temperature),
+            partial(self._loss, loss, denominator, temperature, tally),
             forward_only=False,
         )
         learning_rate = self.learning_rate.advance()
@@ -174,12 +180,16 @@ class MegatronTrainer:
         positions = sum(len(s) - 1 for s in sequences)
         padded = int(sums.pop(POSITIONS)) - positions
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        return StepResult(mean_loss, float(grad_norm), sums, len(sequences), tokens, entropy, learning_rate, padded, routing)
+        here = self.coordinate.tp == self.coordinate.cp == 0  # other tensor and context ranks have seen the same tokens
+        agreement = None if tally is None else tally.totals(here)
+        return StepResult(mean_loss, float(grad_norm), sums, len(sequences), tokens, entropy, learning_rate, padded, routing, agreement)
 
     def _loss(
-        self, loss: LossFn, denominator: float, temperature: float, microbatch: MicroBatch, hidden: torch.Tensor
+        self, loss: LossFn, denominator: float, temperature: float, tally: Tally | None, microbatch: MicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         outputs, entropy = self._outputs(hidden, microbatch, temperature)
+        if tally is not None:
+            tally.add(outputs, microbatch)
         out = loss(outputs, microbatch)
         computed = hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
         counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.tensor(computed, device=self.device)}

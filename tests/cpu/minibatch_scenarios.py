@@ -52,3 +52,15 @@ def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str
         result = trainer.train_step(chosen, steps.algorithm.loss, whole.denominator, temperature=temperature, proximal_logprobs=proximal)
         found.append({"loss": result.loss, "sums": result.sums, "grads": gradients(trainer)})
     return {"scored": found[0], "left_out": found[1]}
+
+
+def scenario_meters(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Of a batch's optimizer steps, each rank with its own samples alone."""
+    batch, config = torch.load(scenario["batch"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
+    own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
+    results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+    histograms = {name: histogram.counts for name, histogram in results[0].agreement.histograms().items()}
+    return {"metrics": step_metrics(results, steps.algorithm), "histograms": histograms}

@@ -1,0 +1,134 @@
+"""The meters of agreement: how far the trainer's policy pi is from mu, the policy that sampled the tokens, and whether that drifts.
+
+Of a token's log-ratio d = log pi - log mu: the mean, 99th percentile and maximum of |d|; the estimates k1 and k3 of KL(mu || pi); the
+effective sample size (sum w)^2 / (N sum w^2) of the ratios w = pi/mu; and a histogram of d. All of it of all tokens, and by the tokens'
+age: the number of weight versions between those that sampled a token and those it is trained on. At age 0 both are the same weights, so
+that all difference is one of computation.
+
+Everything follows from sums over tokens (`Totals`), and is therefore the same however tokens are spread over ranks and microbatches. The
+percentile is read from narrow bins, within 1.5 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from megarl.observe.metrics import Histogram, Row
+from megarl.observe.probe import DIFFERENCE, LIMIT
+
+YOUNGEST = (0, 1, 2, 3, 5, 9, 17)  # age of the youngest tokens of each class
+AGES = ("age_0", "age_1", "age_2", "age_3_4", "age_5_8", "age_9_16", "age_17_up")
+TOKENS, ABSOLUTE, LOG_RATIO, RATIO, SQUARE, K3 = range(6)  # columns of Totals.sums
+PER_DECADE = 80
+EDGES = 10.0 ** (np.arange(9 * PER_DECADE + 1) / PER_DECADE - 7)  # of |d|: from 1e-7 to 100
+BINS = len(EDGES) + 1  # a bin below the first edge and one above the last
+COARSE = PER_DECADE // 2  # so many bins are one of a written histogram
+HISTOGRAM_EDGES = np.concatenate([-EDGES[::-COARSE], [0.0], EDGES[::COARSE]])  # of d, between the 40 counts of a written histogram
+
+EQUAL_WEIGHTS = f"agreement/{AGES[0]}/abs_diff_mean"
+RECENT = 10  # what is warned of is a median over so many steps
+WARM_UP = 10  # steps left out of what later ones are compared with
+FEWEST_TOKENS = 32  # a step with fewer says little
+DRIFT = 5  # times the earlier median, and
+DRIFT_FLOOR = 0.1  # of the limit: below it is rounding
+LEAST_ESS = 0.5
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the tokens of one optimizer step."""
+
+    sums: np.ndarray  # [ages, 6] float64
+    bins: np.ndarray  # [ages, 2, BINS] how many tokens have which |d|; first of d >= 0, then of d < 0
+    largest: np.ndarray  # [ages] of |d|
+    sequences: np.ndarray  # [3] number of sequences with such tokens, sum and sum of squares of their ratios
+
+    def metrics(self) -> dict[str, float]:
+        """Of all tokens and of each class of ages that has any; empty without tokens."""
+        found = _of("agreement", self.sums.sum(axis=0), self.bins.sum(axis=(0, 1)), float(self.largest.max()))
+        if found:
+            found["agreement/ess_sequences"] = _effective(*self.sequences.tolist())
+        for name, sums, bins, largest in zip(AGES, self.sums, self.bins, self.largest.tolist(), strict=True):
+            found |= _of(f"agreement/{name}", sums, bins.sum(axis=0), largest)
+        return found
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Of the log-ratios, under the same names."""
+        rows = {"agreement": self.bins.sum(axis=0), **{f"agreement/{name}": bins for name, bins in zip(AGES, self.bins, strict=True)}}
+        return {f"{name}/histogram": Histogram(HISTOGRAM_EDGES.tolist(), _histogram(bins)) for name, bins in rows.items() if bins.any()}
+
+
+def _of(name: str, sums: np.ndarray, bins: np.ndarray, largest: float) -> dict[str, float]:
+    tokens, absolute, log_ratio, ratio, square, k3 = sums.tolist()
+    if not tokens:
+        return {}
+    values = {
+        "tokens": tokens,
+        "abs_diff_mean": absolute / tokens,
+        "abs_diff_p99": _percentile(bins, 0.99, largest),
+        "abs_diff_max": largest,
+        "kl_k1": -log_ratio / tokens,
+        "kl_k3": k3 / tokens,
+        "ess": _effective(tokens, ratio, square),
+    }
+    return {f"{name}/{key}": value for key, value in values.items()}
+
+
+def _effective(count: float, total: float, squares: float) -> float:
+    return total * total / (count * squares) if squares else math.nan
+
+
+def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed: the middle, in logarithms, of its bin."""
+    place = int((np.cumsum(bins) >= share * bins.sum() - 1e-6).argmax())
+    if place == BINS - 1:
+        return largest
+    low, high = EDGES[max(place - 1, 0)], EDGES[place]
+    return min(math.sqrt(low * high), largest)
+
+
+def _histogram(bins: np.ndarray) -> list[int]:
+    """[40] from the lowest log-ratio to the highest, from bins [2, BINS]."""
+    coarse = [[row[0], *row[1:-1].reshape(-1, COARSE).sum(axis=1), row[-1]] for row in bins]
+    return [int(count) for count in (*reversed(coarse[1]), *coarse[0])]
+
+
+def describe_agreement(rows: Sequence[Row]) -> str:
+    """What the meters give cause to say, in words; mostly nothing.
+
+    - At equal weights the median difference of the last steps is over the probe's limit. Without asynchrony all tokens are of equal
+      weights; with it those of the first step are, at least.
+    - There, or in the probes, it is several times what it was after the first steps, and no longer negligible beside the limit.
+    - The effective sample size is small: the samples are too old for the steps that the weights make.
+    """
+    equal = [row for row in rows if EQUAL_WEIGHTS in row and LIMIT in row and row[f"agreement/{AGES[0]}/tokens"] >= FEWEST_TOKENS]
+    for key, series, what in (
+        (EQUAL_WEIGHTS, equal, "tokens sampled by the weights that they are trained on"),
+        (DIFFERENCE, [row for row in rows if DIFFERENCE in row and LIMIT in row], "probes"),
+    ):
+        if not series:
+            continue
+        now, limit = _median(series[-RECENT:], key), series[-1][LIMIT]
+        told = f"log-probs of trainer and generator differ by {now:.2g} on {what} (median of the last {len(series[-RECENT:])})"
+        if key == EQUAL_WEIGHTS and not now <= limit:  # of single probes over it describe_differences speaks
+            return f"{told}, over observe.probe_limit={limit:g}: they do not compute the same"
+        warm = [row for row in series if row["step"] >= WARM_UP]
+        if len(warm) >= 2 * RECENT and not now <= max(DRIFT * (was := _median(warm[:RECENT], key)), DRIFT_FLOOR * limit):
+            return f"{told}; it was {was:.2g} after the first steps: they drift apart"
+    sizes = [row for row in rows if row.get("agreement/tokens", 0) >= FEWEST_TOKENS][-RECENT:]
+    if len(sizes) == RECENT and not (size := _median(sizes, "agreement/ess")) >= LEAST_ESS:
+        return (
+            f"the ratios pi/mu are so uneven that tokens count as {size:.0%} of their number (median of the last {RECENT} steps): "
+            "the samples are too old, or trainer and generator disagree; see agreement/age_… in metrics.jsonl"
+        )
+    return ""
+
+
+def _median(rows: Sequence[Row], key: str) -> float:
+    """Infinite where most values are not finite."""
+    return median(value if math.isfinite(value := row[key]) else math.inf for row in rows)

@@ -1,0 +1,127 @@
+"""The meters of agreement of real gloo ranks, against their formulas on the same tokens with Hugging Face's log-probs in float64.
+
+The trainer's log-probs are within 1e-5 of these (test_trainer.py), and so may the meters be.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import batch_of
+from meters_reference import meters
+from test_trainer_minibatches import CONFIG, logprobs_of
+from trainer_cases import VOCAB, save_model
+from trainer_processes import saved, spawn
+from trainer_reference import load_float64
+
+from megarl.algorithms.minibatches import cut
+from megarl.observe.agreement import describe_agreement
+from megarl.observe.probe import BY_DTYPE, LIMIT
+from megarl.types import Batch, Group, Prompt, Sample
+
+GROUPS, SAMPLES, STEP, SEED, TEMPERATURE = 4, 3, 20, 5, 0.7
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "single": (1, {}, {}),
+    "dp2": (2, {"dp": 2}, {}),
+    "tp2": (2, {"tp": 2}, {"sequence_parallel": True}),
+    "cp2": (2, {"cp": 2}, {}),
+    "pp2": (2, {"pp": 2}, {}),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, {}),
+    "dp2_pp2": (4, {"dp": 2, "pp": 2}, {}),
+    "tp2_cp2": (4, {"tp": 2, "cp": 2}, {"sequence_parallel": True}),
+}
+EVERY_AGE = torch.tensor([0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 20])
+SMALL = {"max_tokens_per_microbatch": 24}
+
+
+def sampled(folder: Path, noise: float) -> Batch:
+    """Sampled at TEMPERATURE by something near the model, under the weights of step 20 and of older steps."""
+    generator, model, groups = torch.Generator().manual_seed(1), load_float64(folder), []
+    for ordinal in range(GROUPS):
+        prompt, samples = torch.randint(VOCAB, (2 + ordinal % 2,), generator=generator).tolist(), []
+        for number, reward in enumerate([1.0, 0.5, -0.5]):
+            tokens = torch.randint(VOCAB, (3 + (3 * ordinal + 5 * number) % 9,), generator=generator).tolist()
+            with torch.no_grad():
+                mu = logprobs_of(model, prompt, tokens) + noise * torch.randn(len(tokens), generator=generator)
+            ages = EVERY_AGE[torch.randint(len(EVERY_AGE), (len(tokens),), generator=generator)]
+            versions = sorted((STEP - ages).tolist())
+            mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first has an environment's tokens
+            samples.append(Sample(tokens, mu.clamp(max=0).float().numpy(), versions, "", reward, "stop", mask))
+        groups.append(Group(Prompt(ordinal, prompt, "", ""), samples))
+    return batch_of(groups, step=STEP)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("meters")
+    (out / "hf").mkdir()
+    save_model("untied", out / "hf")
+    overrides = [f"rollout.prompts_per_step={GROUPS}", f"rollout.n={SAMPLES}", f"seed={SEED}"]
+    for name, noise in (("near", 0.3), ("equal", 0.0)):
+        torch.save(sampled(out / "hf", noise), out / f"{name}.pt")
+
+    def scenario(name: str, batch: str, layout: str, *more: str) -> dict[str, Any]:
+        _, topology, settings = LAYOUTS[layout]
+        given = {"model": str(out / "hf"), "batch": str(out / f"{batch}.pt"), "config": str(CONFIG), "overrides": [*overrides, *more]}
+        return {"run": "meters", "name": name, "topology": topology, "trainer": {**SMALL, **settings}, **given}
+
+    right = f"rollout.temperature={TEMPERATURE}"
+    for world in (1, 2, 4):
+        cases = [scenario(f"near.{name}", "near", name, right) for name, layout in LAYOUTS.items() if layout[0] == world]
+        if world == 1:
+            cases += [scenario("several", "near", "single", right, "trainer.minibatches=2", "trainer.epochs=2")]
+            cases += [scenario("equal", "equal", "single", right), scenario("planted", "equal", "single", "rollout.temperature=1")]
+        spawn(world, out, cases)
+    return out
+
+
+def expected(runs: Path, batch: str, places: Any) -> tuple[dict[str, float], dict[str, list[int]]]:
+    batch, model, found = torch.load(runs / f"{batch}.pt", weights_only=False), load_float64(runs / "hf"), []
+    for place in places:
+        numbers = batch.numbers[place]
+        runs_of = batch.samples[place].policy_versions
+        with torch.no_grad():
+            pi = logprobs_of(model, numbers.prompt_ids, numbers.token_ids).numpy()
+        mask = np.ones(len(pi), bool) if numbers.policy_mask is None else numbers.policy_mask
+        versions = np.concatenate([np.full(count, version) for version, count in runs_of])
+        found.append((pi[mask], numbers.logprobs[mask], STEP - versions))
+    return meters(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_meters_equal_their_formulas_in_every_layout(runs: Path, layout: str) -> None:
+    metrics, histograms = expected(runs, "near", range(GROUPS * SAMPLES))
+    assert len(histograms) == 8, "every class of ages"
+    ranks = saved(runs, f"near.{layout}")
+    assert len(ranks) == LAYOUTS[layout][0]
+    (alone,) = saved(runs, "near.single")
+    for rank in ranks:
+        found = {name: value for name, value in rank["metrics"].items() if name.startswith("agreement/")}
+        assert found.keys() == metrics.keys() and rank["histograms"] == alone["histograms"] == histograms
+        for name, value in metrics.items():
+            assert found[name] == pytest.approx(value, rel=0.016 if "p99" in name else 1e-4, abs=1e-5), name
+            assert found[name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-5), name
+
+
+def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:
+    first = cut(GROUPS, 2, 2, SEED, STEP)[0]
+    metrics, _ = expected(runs, "near", [SAMPLES * group + number for group in first for number in range(SAMPLES)])
+    (rank,) = saved(runs, "several")
+    found = {name: value for name, value in rank["metrics"].items() if name.startswith("agreement/")}
+    assert found == {name: pytest.approx(value, rel=0.016, abs=1e-5) for name, value in metrics.items()}
+    assert rank["metrics"]["optimizer_steps"] == 4
+
+
+def test_a_planted_mismatch_is_seen_and_told(runs: Path) -> None:
+    """The trainer takes its log-probs at another temperature than tokens were sampled at."""
+    for name, agrees in (("equal", True), ("planted", False)):
+        ((rank,), limit) = saved(runs, name), BY_DTYPE["float32"]
+        metrics = rank["metrics"]
+        assert (metrics["agreement/age_0/abs_diff_mean"] < 1e-5) == agrees and (metrics["agreement/age_0/abs_diff_mean"] > 0.1) != agrees
+        assert (metrics["agreement/kl_k3"] < 1e-9) == agrees
+        told = describe_agreement([{"step": STEP, LIMIT: limit, **metrics, "agreement/age_0/tokens": 40}])
+        assert (told == "") == agrees and (agrees or "they do not compute the same" in told)

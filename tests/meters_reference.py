@@ -1,0 +1,49 @@
+"""The meters of agreement, by their formulas, in NumPy's float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+FIRST_AND_LAST = {
+    "age_0": (0, 0), "age_1": (1, 1), "age_2": (2, 2), "age_3_4": (3, 4), "age_5_8": (5, 8), "age_9_16": (9, 16),
+    "age_17_up": (17, 1 << 30),
+}  # fmt: skip
+HALF_DECADES = 10.0 ** (np.arange(19) / 2 - 7)
+
+
+def meters(sequences: Sequence[Sequence[np.ndarray]]) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """(metrics, histograms) of sequences (log pi, log mu, ages), each of the tokens that count."""
+    d = [np.float64(pi) - np.float64(mu) for pi, mu, _ in sequences]
+    flat, ages = np.concatenate(d), np.concatenate([each for *_, each in sequences])
+    found, histograms = _of("agreement", flat)
+    found["agreement/ess_sequences"] = _effective(np.exp([each.sum() for each in d if len(each)]))
+    for name, (first, last) in FIRST_AND_LAST.items():
+        chosen = flat[(ages >= first) & (ages <= last)]
+        if len(chosen):
+            for all_of, more in zip((found, histograms), _of(f"agreement/{name}", chosen)):
+                all_of |= more
+    return found, histograms
+
+
+def _of(name: str, d: np.ndarray) -> tuple[dict[str, float], dict[str, list[int]]]:
+    values = {
+        "tokens": len(d),
+        "abs_diff_mean": np.abs(d).mean(),
+        "abs_diff_p99": np.percentile(np.abs(d), 99, method="inverted_cdf"),
+        "abs_diff_max": np.abs(d).max(),
+        "kl_k1": (-d).mean(),
+        "kl_k3": (np.expm1(d) - d).mean(),
+        "ess": _effective(np.exp(d)),
+    }
+    edges = np.concatenate([[-np.inf], -HALF_DECADES[::-1]])  # left open, as |d| is binned
+    below = [int(((d > low) & (d <= high)).sum()) for low, high in pairwise(edges)]
+    near = [int(((d > -HALF_DECADES[0]) & (d < 0)).sum()), int(((d >= 0) & (d < HALF_DECADES[0])).sum())]
+    above = [int(((d >= low) & (d < high)).sum()) for low, high in pairwise([*HALF_DECADES, np.inf])]
+    return {f"{name}/{key}": float(value) for key, value in values.items()}, {f"{name}/histogram": [*below, *near, *above]}
+
+
+def _effective(weights: np.ndarray) -> float:
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
