@@ -30,7 +30,7 @@ BINS = len(EDGES) + 1  # a bin below the first edge and one above the last
 COARSE = PER_DECADE // 2  # so many bins are one of a written histogram
 HISTOGRAM_EDGES = np.concatenate([-EDGES[::-COARSE], [0.0], EDGES[::COARSE]])  # of d, between the 40 counts of a written histogram
 
-EQUAL_WEIGHTS = f"agreement/{AGES[0]}/abs_diff_mean"
+EQUAL_TOKENS, EQUAL_WEIGHTS = f"agreement/{AGES[0]}/tokens", f"agreement/{AGES[0]}/abs_diff_mean"
 RECENT = 10  # what is warned of is a median over so many steps
 WARM_UP = 10  # steps left out of what later ones are compared with
 FEWEST_TOKENS = 32  # a step with fewer says little
@@ -101,12 +101,12 @@ def _histogram(bins: np.ndarray) -> list[int]:
 def describe_agreement(rows: Sequence[Row]) -> str:
     """What the meters give cause to say, in words; mostly nothing.
 
-    - At equal weights the median difference of the last steps is over the probe's limit. Without asynchrony all tokens are of equal
-      weights; with it those of the first step are, at least.
+    - At equal weights the median difference of the last steps is over the probe's limit. Steps count whose tokens are all of age 0: without
+      asynchrony all do, with it at least the first. In others a token of age 0 may have keys and values of older weights in its context.
     - There, or in the probes, it is several times what it was after the first steps, and no longer negligible beside the limit.
     - The effective sample size is small: the samples are too old for the steps that the weights make.
     """
-    equal = [row for row in rows if EQUAL_WEIGHTS in row and LIMIT in row and row[f"agreement/{AGES[0]}/tokens"] >= FEWEST_TOKENS]
+    equal = [row for row in rows if LIMIT in row and FEWEST_TOKENS <= row.get("agreement/tokens", 0) == row.get(EQUAL_TOKENS)]
     for key, series, what in (
         (EQUAL_WEIGHTS, equal, "tokens sampled by the weights that they are trained on"),
         (DIFFERENCE, [row for row in rows if DIFFERENCE in row and LIMIT in row], "probes"),

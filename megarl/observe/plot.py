@@ -44,15 +44,19 @@ def plot(run_dir: Path | str) -> Path:
     _plot_times(time_axes, rows)
     reward_axes.legend(loc="lower right", frameon=False)
     for axes in (reward_axes, length_axes, time_axes):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
-        axes.set_axisbelow(True)
+        style(axes)
     target = run_dir / "report.png"
     figure.savefig(target)
     return target
 
 
-def _series(rows: list[Row], key: str) -> np.ndarray:
+def style(axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def series(rows: list[Row], key: str) -> np.ndarray:
     """[steps] the key's values; NaN on steps without one."""
     return np.array([row.get(key, math.nan) for row in rows], dtype=float)
 
@@ -68,7 +72,7 @@ def _nanmean(values: np.ndarray) -> float:
 
 
 def _plot_reward(axes, rows: list[Row]) -> None:
-    steps, reward = _series(rows, "step"), _series(rows, "reward/mean")
+    steps, reward = series(rows, "step"), series(rows, "reward/mean")
     axes.plot(steps, reward, color="#9db8d2", linewidth=1, marker="o", markersize=2.5, label="mean of the step")
     axes.plot(steps, moving_mean(reward, SMOOTH_STEPS), color="#2b5c8a", linewidth=2.2, label=f"mean of the last {SMOOTH_STEPS} steps")
     axes.set_title("Reward", loc="left", fontweight="bold")
@@ -90,14 +94,14 @@ def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
 
 def _plot_responses(axes, rows: list[Row]) -> None:
     """Response length with the band of the middle 80 %; entropy on a second axis."""
-    steps, length = _series(rows, "step"), _series(rows, "response_tokens/mean")
-    low, high = _series(rows, "response_tokens/p10"), _series(rows, "response_tokens/p90")
+    steps, length = series(rows, "step"), series(rows, "response_tokens/mean")
+    low, high = series(rows, "response_tokens/p10"), series(rows, "response_tokens/p90")
     axes.fill_between(steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %")
     axes.plot(steps, length, color="#4f9d69", linewidth=1.6, label="mean length")
     axes.set_title("Responses", loc="left", fontweight="bold")
     axes.set_ylabel("tokens")
     axes.set_ylim(0, LEGEND_ROOM * max(1.0, np.nanmax([*length, *high, 0.0])))
-    entropy, entropy_axes = _series(rows, "entropy/mean"), axes.twinx()
+    entropy, entropy_axes = series(rows, "entropy/mean"), axes.twinx()
     entropy_axes.plot(steps, entropy, color="#8a4f9d", linewidth=1.3, label="entropy")
     entropy_axes.set_ylabel("entropy (nats per token)", color="#8a4f9d")
     entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, 0.0])))
@@ -107,7 +111,7 @@ def _plot_responses(axes, rows: list[Row]) -> None:
 
 
 def _plot_times(axes, rows: list[Row]) -> None:
-    steps = _series(rows, "step")
+    steps = series(rows, "step")
     up = _stack(axes, steps, rows, TRAINER, sign=1)
     down = _stack(axes, steps, rows, GENERATOR, sign=-1)
     axes.axhline(0, color="#3a3f45", linewidth=1)
@@ -126,7 +130,7 @@ def _stack(axes, steps: np.ndarray, rows: list[Row], parts: list[tuple[str, str,
     """Draws one side's bars; returns their heights, [steps] seconds."""
     base = np.zeros(len(rows))
     for key, label, colour in parts:
-        heights = np.nan_to_num(_series(rows, key))
+        heights = np.nan_to_num(series(rows, key))
         axes.bar(steps, sign * heights, bottom=sign * base, width=0.9, color=colour, label=label)
         base = base + heights
     return base

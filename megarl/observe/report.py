@@ -1,4 +1,4 @@
-"""The report on a run: a summary in words, report.png and trace.json."""
+"""The report on a run: a summary in words, report.png, agreement.png and trace.json."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megarl.observe.advisories import advisories
 from megarl.observe.evaluations import Evaluation, complete_metrics, damaged_results, read_results, sets
 from megarl.observe.metrics import METRICS_FILE, Row, damaged_lines, read_metrics
 from megarl.observe.plot import plot
+from megarl.observe.plot_agreement import plot_agreement
 from megarl.observe.trace import merge_traces
 from megarl.rewards.failures import describe_failures
 
@@ -27,7 +28,7 @@ SPLIT = {
 
 
 def finish_report(run_dir: Path | str) -> str:
-    """Writes report.png and trace.json into `run_dir`; returns the summary and where to find what.
+    """Writes report.png, agreement.png and trace.json into `run_dir`; returns the summary and where to find what.
 
     The run's first and last evaluations count as those before its first and after its last step.
     """
@@ -35,7 +36,12 @@ def finish_report(run_dir: Path | str) -> str:
     complete_metrics(run_dir)
     summary = summarize(run_dir, read_results(run_dir))
     trace = merge_traces(run_dir)
-    files = [("plot", plot(run_dir)), ("rollouts", run_dir / "rollouts"), ("trace (ui.perfetto.dev)", trace)]
+    files = [
+        ("plot", plot(run_dir)),
+        ("agreement", plot_agreement(run_dir)),
+        ("rollouts", run_dir / "rollouts"),
+        ("trace (ui.perfetto.dev)", trace),
+    ]
     left_out = [("left out, as damaged", str(path)) for path in damaged_results(run_dir)]
     if lines := damaged_lines(run_dir / METRICS_FILE):
         where = f"{run_dir / METRICS_FILE}: line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:LINES_NAMED]))}"
@@ -67,6 +73,9 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         without = f"; at most {max(own):.1e} without routing replay" if own else ""
         found = f"at most {max(differences):.1e} between trainer and generator, {len(differences)} probes{without}"
         lines.append(("log-prob difference", found))
+    if sizes := _values(rows, "agreement/ess"):
+        difference = _ends(rows, "agreement/abs_diff_mean", "mean log-prob difference")
+        lines.append(("trained on", f"{difference}; effective sample size {statistics.median(sizes):.2%} (median)"))
     if _values(rows, "entropy/mean"):
         lines.append(("entropy", _ends(rows, "entropy/mean", "nats a token")))
     lengths = _values(rows, "response_tokens/mean")

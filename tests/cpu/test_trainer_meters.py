@@ -123,5 +123,5 @@ def test_a_planted_mismatch_is_seen_and_told(runs: Path) -> None:
         metrics = rank["metrics"]
         assert (metrics["agreement/age_0/abs_diff_mean"] < 1e-5) == agrees and (metrics["agreement/age_0/abs_diff_mean"] > 0.1) != agrees
         assert (metrics["agreement/kl_k3"] < 1e-9) == agrees
-        told = describe_agreement([{"step": STEP, LIMIT: limit, **metrics, "agreement/age_0/tokens": 40}])
+        told = describe_agreement([{"step": STEP, LIMIT: limit, **metrics, "agreement/tokens": 40, "agreement/age_0/tokens": 40}])
         assert (told == "") == agrees and (agrees or "they do not compute the same" in told)

@@ -117,6 +117,7 @@ NOISE = np.random.default_rng(3).lognormal(0, 0.5, 500)
         rows(*(0.2 * NOISE), key="age_1"),  # a difference of weights
         rows(*(2e-3 * NOISE), 9.0),  # one odd step
         rows(*(0.5 * NOISE), tokens=5),
+        [row | {"agreement/tokens": 500} for row in rows(*(0.2 * NOISE))],  # keys and values of older weights
         [{"step": 0, "reward/mean": 0.5}],
     ],
 )

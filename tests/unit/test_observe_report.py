@@ -12,8 +12,9 @@ from batches import batch_of
 from msgspec.structs import replace
 
 from megarl.observe.evaluations import damaged_results, read_results, write_result
-from megarl.observe.metrics import MetricsWriter
+from megarl.observe.metrics import Histogram, MetricsWriter
 from megarl.observe.plot import moving_mean, plot
+from megarl.observe.plot_agreement import plot_agreement
 from megarl.observe.report import finish_report, summarize
 from megarl.observe.rollouts import OrdinalsWriter, escape, recover_ordinals, write_rollouts
 from megarl.observe.trace import TraceWriter, merge_traces
@@ -199,3 +200,19 @@ def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> No
         writer.close()
     lines = [json.loads(line) for line in (tmp_path / "rollouts/ordinals.jsonl").read_text().splitlines()]
     assert [(line["step"], line["ordinals"][0]) for line in lines] == [(0, 0), (1, 1), (2, 102), (3, 103)]
+
+
+def test_agreement_is_drawn_and_summed_up_where_it_was_measured(tmp_path: Path) -> None:
+    write_run(tmp_path / "without", 3)
+    assert not plot_agreement(tmp_path / "without").exists()
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(40):
+        values = {"agreement/tokens": 10, "agreement/abs_diff_mean": 0.02 if step < 20 else 0.04, "agreement/ess": 0.9}
+        values |= {"agreement/abs_diff_p99": 0.3, "agreement/abs_diff_max": 0.5, "logprob/limit": 0.05, "reward/mean": 0.5}
+        values |= {f"agreement/{age}/{meter}": 0.5 for age in ("age_0", "age_3_4") for meter in ("tokens", "abs_diff_mean", "ess")}
+        counts = Histogram([0.0], [0] * 38 + [4, 6] if step else [0] * 40)
+        writer.write(step, values if step != 7 else {"reward/mean": 0.5}, {}, {"agreement/histogram": counts} if step != 7 else {})
+    writer.close()
+    assert plot_agreement(tmp_path).read_bytes().startswith(b"\x89PNG")
+    text = " ".join(summarize(tmp_path, []).split())
+    assert "0.02 mean log-prob difference in the first 10 steps, 0.04 in the last 10; effective sample size 90.00% (median)" in text
