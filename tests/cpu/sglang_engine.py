@@ -193,7 +193,15 @@ class Engine:
 
 
 def start_engine(
-    model: Path, dtype: str, tp: int, log: Path, ep: int = 1, dp_attention: int = 1, instead_of: Engine | None = None, **extra: Any
+    model: Path,
+    dtype: str,
+    tp: int,
+    log: Path,
+    ep: int = 1,
+    dp_attention: int = 1,
+    instead_of: Engine | None = None,
+    entry: str = "megarl.generator.server:main",
+    **extra: Any,
 ) -> Iterator[Engine]:
     """Body of a fixture. The engine takes the port and the keys of `instead_of`, which has ended."""
     port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
@@ -202,7 +210,7 @@ def start_engine(
     )
     (*_, arguments), env = server_command(settings, keys, {"custom_weight_loader": [LOADER, "pokes.arm"], **extra})
     with open(log, "wb") as output:
-        process = ENGINES.start("megarl.generator.server:main", [arguments], {**env, "MEGARL_ENGINE_LAUNCHER": PARENT}, output)
+        process = ENGINES.start(entry, [arguments], {**env, "MEGARL_ENGINE_LAUNCHER": PARENT}, output)
     routing = RoutingFormat.of(load_spec(model)) if extra.get("enable_return_routed_experts") else None
     engine = Engine(process, f"http://127.0.0.1:{port}", keys, tp, log, routing)
     try:

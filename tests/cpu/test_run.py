@@ -148,7 +148,15 @@ def test_every_step_reports_itself(resumed):
     assert "pass@1" in resumed.second.stdout
     assert "crashed" not in (resumed.run_dir / "logs/engine.0.log").read_text(), "the end of a run is no crash of its engines"
     assert all(row["time/train_s"] + row["time/trainer_wait_s"] + row["time/sync_s"] <= row["time/step_s"] for row in table)
-    for name in ("config.yaml", "report.png", "trace.json", "rollouts/step_000005.txt", "logs/trainer.1.log", "eval/version_000006.json"):
+    for name in (
+        "config.yaml",
+        "report.png",
+        "agreement.png",
+        "trace.json",
+        "rollouts/step_000005.txt",
+        "logs/trainer.1.log",
+        "eval/version_000006.json",
+    ):
         assert (resumed.run_dir / name).stat().st_size > 0, name
 
 
@@ -189,6 +197,9 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts
     assert all(row["sync/audit_ok"] for row in table)
     assert table[0]["logprob/abs_diff_mean"] <= 1e-4
     assert abs(table[0]["is_ratio/mean"] - 1) < 1e-3, "on policy, pi and mu are the same"
+    for row in table:
+        assert row["agreement/age_0/tokens"] == row["agreement/tokens"] == sum(row["agreement/histogram"]) > 100
+        assert row["agreement/age_0/abs_diff_max"] < 1e-3 and row["agreement/ess_sequences"] > 0.999
     assert all(row["router/replayed_fraction"] == 1 for row in table), "every token that goes into the model has its experts"
     assert all(row["router/replaced_fraction"] < 1e-3 for row in table), "in float32 the trainer's router chooses the same"
     assert table[0]["logprob/abs_diff_mean_own_routing"] > 0

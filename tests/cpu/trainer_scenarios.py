@@ -167,6 +167,45 @@ def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float
     return [scored(trainer, batch, temperature=scenario["temperature"]) for batch in (drawn, whole)]
 
 
+def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Log-probs of sequences that an engine sampled: with the trainer's own experts, with the engine's, and with the engine's weights of
+    these too; the share of choices that the engine's replaced, and the mean difference of the weights that both gave the same experts."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    trainer, given = make(scenario, plain_adam(lr=0.0)), pickle.loads(Path(scenario["sequences"]).read_bytes())
+    trainer.load_hf(scenario["model"])
+    now: dict[str, Any] = {}
+    differences: list[torch.Tensor] = []
+
+    def weights(router: Any, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not now:
+            return None
+        probs, chosen = output
+        layer = router.layer_number - 1
+        ids, theirs = (torch.from_numpy(now[name][: len(probs), layer]) for name in ("ids", "weights"))
+        assert (chosen.gather(1, ids)).all()
+        differences.append((probs.gather(1, ids) - theirs).abs().flatten())
+        replayed = torch.zeros_like(probs).scatter(1, ids, theirs.to(probs.dtype))
+        return (replayed if now["replayed"] else probs), chosen
+
+    for module in trainer.chunks[0].modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(weights)
+    sequences = [sequence for sequence, _ in given]
+    own = scored(trainer, [msgspec.structs.replace(sequence, routing=b"") for sequence in sequences])
+    trainer.replay.reset()
+    found: dict[str, Any] = {"own": own, "ids": [], "ids and weights": []}
+    for name, replayed in (("ids", False), ("ids and weights", True)):
+        for sequence, of_engine in given:
+            now |= {"ids": trainer.routing.unpack(sequence.routing).astype("int64"), "weights": of_engine, "replayed": replayed}
+            found[name] += scored(trainer, [sequence])
+        if not replayed:
+            positions = sum(len(sequence) - 1 for sequence in sequences)
+            found |= {"replaced": trainer.replay.metrics(positions, trainer.device)["router/replaced_fraction"]}
+            found |= {"weights": torch.cat(differences).mean().item()}
+    return found
+
+
 def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Megatron's configuration where CUDA is; in a process of its own, which may think so."""
     from megarl.trainer.model import transformer_config

@@ -1,0 +1,67 @@
+"""An engine that also returns the weights its routers gave the experts, for test_agreement_parts.py: beside the ids, in the same answer.
+
+SGLang returns ids alone. These hooks widen its buffers of recorded ids and put the bits of the float32 weights behind them. They take
+SGLang's private functions as they are in the pinned release, which a run should not lean on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.generator import hooks, server
+from megarl.models.routing import RoutingFormat
+
+
+@dataclass(frozen=True)
+class WideFormat(RoutingFormat):
+    """[positions, layers, 2, experts per token] int32: ids, and the bits of their weights."""
+
+    @property
+    def position_bytes(self) -> int:
+        return 8 * self.layers * self.top_k
+
+    def from_engine(self, answered: bytes) -> bytes:
+        return answered
+
+    def parts(self, packed: bytes) -> tuple[bytes, np.ndarray]:
+        """(ids as RoutingFormat packs them, weights [positions, layers, experts per token] float32)."""
+        both = np.frombuffer(packed, "<i4").reshape(-1, self.layers, 2, self.top_k)
+        return self.pack(both[:, :, 0]), np.ascontiguousarray(both[:, :, 1]).view(np.float32)
+
+
+def main() -> None:
+    """As megarl.generator.server:main."""
+    registered = hooks.register
+
+    def register() -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        registered()
+        HookRegistry.register("sglang.srt.state_capturer.base.BaseTopkCapturer.__init__", _twice_as_wide, HookType.AROUND)
+        HookRegistry.register("sglang.srt.layers.moe.topk._post_process_topk_ids", _with_weights, HookType.AROUND)
+        HookRegistry.register("sglang.srt.state_capturer.base.BaseTopkCapturer.capture", _behind_the_ids, HookType.AROUND)
+
+    hooks.register = register
+    server.main()
+
+
+_now: list[torch.Tensor] = []  # the weights of the ids that are about to be recorded
+
+
+def _twice_as_wide(original: Callable[..., None], *given: Any, topk_size: int, **settings: Any) -> None:
+    original(*given, topk_size=2 * topk_size, **{**settings, "device_topk_size": 2 * topk_size})
+
+
+def _with_weights(original: Callable[..., Any], topk_ids: torch.Tensor, topk_weights: torch.Tensor, *given: Any, **settings: Any) -> Any:
+    _now[:] = [topk_weights]
+    return original(topk_ids, topk_weights, *given, **settings)
+
+
+def _behind_the_ids(original: Callable[..., None], capturer: Any, layer_id: int, topk_indices: torch.Tensor) -> None:
+    bits = _now.pop().float().contiguous().view(torch.int32)
+    original(capturer, layer_id, torch.cat([topk_indices.to(torch.int32), bits], dim=1))
