@@ -46,7 +46,8 @@ class ActorCriticSteps(BatchSteps):
         results, of_critic = [], []
         for each in cut:
             if batch.step >= self.config.critic.warmup_steps:
-                results.append(self._step(each, weighted, rewards, reference, proximal))
+                ages = None if results else self._ages(batch, each.places, sequences)
+                results.append(self._step(each, weighted, rewards, reference, proximal, ages))
             of_critic.append(self._critic_step(each, sequences, values, returns))
         self._told.clear()
         self._told.update(told | _of_results(of_critic))

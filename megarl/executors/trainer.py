@@ -177,7 +177,7 @@ class TrainerExecutor:
                 **self._evaluations.metrics(),
             },
             {name: [getattr(sample, field) for sample in batch.generated] for name, field in DISTRIBUTIONS.items()},
-            agreement.histograms() if (agreement := results[0].agreement) else {},
+            results[0].agreement.histograms() if results and results[0].agreement else {},
         )
         self._probe_metrics = {}
         self._write_rollouts(batch)

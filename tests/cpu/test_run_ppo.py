@@ -43,6 +43,7 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
         assert {"value/loss", "value/explained_variance", "value/clipped_fraction", "returns"} <= row.keys()
         assert (row["optimizer_steps"], row["loss"] is None) == ((0, True) if row["step"] < 2 else (4, False))
         assert "zero_advantage_fraction" not in row and row["sync/audit_ok"]
+        assert ("agreement/histogram" in row) == ("agreement/age_1/ess" in row) == (row["step"] >= 2), "the policy's first optimizer step"
     lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
     assert sorted(itertools.chain(*(line["ordinals"] for line in lines))) == list(range(8 * PROMPTS))
     exported = run(["export", *settings, "--output", str(tmp_path / "policy")])
