@@ -16,6 +16,7 @@ MEANINGS = {
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
     "packing": "a training step on packed sequences, beside one on sequences filled up to a common length",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
+    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds; a night's work, in parts",
     "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
 }
 EXAMPLES = [
@@ -26,6 +27,7 @@ EXAMPLES = [
     "megarl bench logprobs",
     "megarl bench packing --sequences 256",
     "megarl bench staleness configs/quickstart.yaml --seeds 3",
+    "megarl bench offpolicy configs/offpolicy/chain.yaml --parts losses,lags --seeds 1",
     "megarl bench faults --faults 50 --seed 1",
     "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'",
 ]
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         by_name[name] = bench = benches.add_parser(name, help=meaning, description=meaning)
         bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     sync, overlap, packing, staleness, faults = (by_name[name] for name in ("sync", "overlap", "packing", "staleness", "faults"))
+    _offpolicy_arguments(by_name["offpolicy"])
     sync.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
     sync.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
     sync.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
@@ -59,6 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
     kept = "a new folder in which the run and its logs are kept; default: kept only when something is wrong"
     faults.add_argument("--keep", metavar="DIR", help=kept)
+
+
+def _offpolicy_arguments(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("config", metavar="CONFIG", help="YAML file of the task")
+    bench.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
+    bench.add_argument("--parts", metavar="PART,…", default="", help="losses, lags, policies, epochs, samples, asynchrony; default: all")
+    bench.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
+    bench.add_argument(
+        "--lanes", metavar="N", type=int, default=1, help="runs side by side; their times mean something only with 1, the default"
+    )
+    bench.add_argument("--runs", metavar="DIR", default="runs/offpolicy", help="folder of the runs; complete runs are not repeated")
+    bench.add_argument("--picture", metavar="FILE", help="draw score against divergence: .svg or .png")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -108,6 +123,17 @@ def _staleness(arguments: argparse.Namespace) -> None:
     run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
 
 
+def _offpolicy(arguments: argparse.Namespace) -> None:
+    from megarl.bench.offpolicy.study import run
+
+    for name in ("seeds", "lanes"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} {getattr(arguments, name)}: must be at least 1")
+    parts = [part.strip() for part in arguments.parts.split(",") if part.strip()]
+    chosen = parts, arguments.seeds, arguments.lanes, arguments.json, arguments.picture
+    run(arguments.config, arguments.overrides, Path(arguments.runs), *chosen)
+
+
 def _faults(arguments: argparse.Namespace) -> None:
     from megarl.bench.faults import run
 
@@ -122,5 +148,6 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "logprobs": _logprobs,
     "packing": _packing,
     "staleness": _staleness,
+    "offpolicy": _offpolicy,
     "faults": _faults,
 }

@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.bench.runs import run_megarl
 from megarl.config.keys import yaml_text
 from megarl.config.load import load_config
 from megarl.observe.evaluations import read_results
@@ -83,7 +83,7 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
     for left, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
         print(f"{plan.config.run_dir}; {left} runs to go", file=sys.stderr)
         for command in ("sft", "train"):
-            _megarl(command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir))
+            run_megarl(command, config, [*overrides, *_overrides(runs, *job)], Path(plan.config.run_dir))
         results.append(_result(*job, plan))
     rows = [asdict(result) for result in results]
     compared = [asdict(comparison) for comparison in compare(results)]
@@ -98,15 +98,6 @@ def _plan(config: str, overrides: Sequence[str], runs: Path, setting: Setting, s
 def _overrides(runs: Path, setting: Setting, seed: int) -> list[str]:
     seeded = runs / f"seed_{seed}"
     return [f"seed={seed}", f"run_dir={seeded / setting.name}", f"sft.output={seeded / 'warm_start'}", *setting.overrides]
-
-
-def _megarl(command: str, config: str, overrides: Sequence[str], run_dir: Path) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    log = run_dir / f"{command}.log"
-    with open(log, "ab") as output:
-        status = subprocess.run([sys.executable, "-m", "megarl", command, config, *overrides], stdout=output, stderr=output).returncode
-    if status != 0:
-        raise RuntimeError(f"megarl {command} {config} {' '.join(overrides)} ended with exit status {status}; see {log}")
 
 
 def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:

@@ -1,0 +1,139 @@
+"""`megarl bench offpolicy CONFIG`: how losses bear data that older weights have sampled. Real runs over losses, mini-batches, seeds, sizes.
+
+Every run is a `megarl train` by the shipped program; runs with the same seed and size begin from the same warm start. What a run has led to
+is kept in its folder's result.json, and its weights are removed. The same command continues an interrupted study: complete runs are not
+repeated, interrupted ones go on, failed ones are tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.bench.offpolicy.cells import PARTS, SIZES, Cell
+from megarl.bench.offpolicy.tables import render
+from megarl.bench.runs import run_megarl
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import RunConfig
+from megarl.files import write_whole
+from megarl.observe.metrics import METRICS_FILE, read_metrics
+
+RESULT = "result.json"
+LAST_SAMPLES = 1280  # the mean reward of so many last ones counts
+CURVE_POINTS = 4  # weights measured in a run, the last among them
+
+
+@dataclass(frozen=True)
+class Study:
+    config: str
+    overrides: Sequence[str]
+    runs: Path
+
+    def common(self, cell: Cell) -> list[str]:
+        model = [] if SIZES[cell.policy] is None else [f"model.path={self.runs / 'models' / cell.policy}"]
+        return [*self.overrides, *model, f"seed={cell.seed}", f"sft.output={self.initial(cell)}"]
+
+    def initial(self, cell: Cell) -> Path:
+        return self.runs / "warm_starts" / f"{cell.policy}-seed{cell.seed}"
+
+    def folder(self, cell: Cell) -> Path:
+        return self.runs / cell.name
+
+    def of_run(self, cell: Cell) -> list[str]:
+        common = self.common(cell)
+        learning_rate = load_config(self.config, common).trainer.optimizer.lr
+        kept = [f"checkpoint.hf_every={max(1, cell.steps // CURVE_POINTS)}", f"run_dir={self.folder(cell)}"]
+        return [*common, *cell.overrides(learning_rate), *kept]
+
+    def prepare(self, cells: Sequence[Cell]) -> None:
+        """Makes models and warm starts. Mistakes show before anything starts."""
+        for cell in cells:
+            if (own := SIZES[cell.policy]) is not None:
+                _write_model(Path(load_config(self.config, self.overrides).model.path), self.runs / "models" / cell.policy, own)
+            load_config(self.config, self.of_run(cell))
+        for cell in {(each.policy, each.seed): each for each in cells}.values():
+            run_megarl("sft", self.config, [*self.common(cell), f"run_dir={self.initial(cell)}.run"], Path(f"{self.initial(cell)}.run"))
+
+    def result(self, cell: Cell) -> dict[str, Any]:
+        """Of the run, which is made if it is not complete. Raises RuntimeError if it fails."""
+        path = self.folder(cell) / RESULT
+        if not path.exists():
+            print(cell.name, file=sys.stderr, flush=True)
+            run_megarl("train", self.config, self.of_run(cell), self.folder(cell))
+            found = self._found(cell, load_config(self.config, self.of_run(cell)))
+            write_whole(path, json.dumps(found))
+            for name in ("checkpoints", "hf"):
+                shutil.rmtree(self.folder(cell) / name, ignore_errors=True)
+        return json.loads(path.read_text())
+
+    def _found(self, cell: Cell, config: RunConfig) -> dict[str, Any]:
+        from megarl.bench.offpolicy.measure import measure
+        from megarl.data.prompts import held_out_sets
+        from megarl.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(config.model)
+        config.eval.limit = None
+        prompts = held_out_sets(config, tokenizer)[0].prompts
+        of_prompts = prompts, tokenizer, config.reward.name, config.rollout.max_tokens, cell.seed
+        initial = self.initial(cell)
+        curve = [{"updates": 0, **asdict(measure(initial, initial, *of_prompts))}]
+        for weights in sorted((self.folder(cell) / "hf").glob("step_*")):
+            updates = int(weights.name.removeprefix("step_")) * cell.minibatches
+            curve.append({"updates": updates, **asdict(measure(weights, initial, *of_prompts))})
+        rows = read_metrics(self.folder(cell) / METRICS_FILE)
+        last = max(1, LAST_SAMPLES // (config.rollout.prompts_per_step * config.rollout.n))
+        return {
+            **asdict(cell),
+            "curve": curve,
+            "reward": statistics.fmean(row["reward/mean"] for row in rows[-last:]),
+            "staleness_mean": statistics.fmean(row["staleness/mean"] for row in rows),
+            "step_s": statistics.median(row["time/train_s"] + row["time/trainer_wait_s"] for row in rows),
+        }
+
+
+def run(
+    config: str, overrides: Sequence[str], runs: Path, parts: Sequence[str], seeds: int, lanes: int, as_json: bool, picture: str | None
+) -> None:
+    """Prints tables, or one JSON object. `lanes`: runs side by side. Raises ConfigError; RuntimeError, at the end, if runs have failed."""
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ConfigError(f"--parts {','.join(unknown)}: must be of {', '.join(PARTS)}")
+    study = Study(config, overrides, runs)
+    chosen = list(parts or PARTS)
+    cells = {cell.name: cell for seed in range(seeds) for part in chosen for cell in PARTS[part](seed)}
+    study.prepare(list(cells.values()))
+    found: dict[str, dict[str, Any]] = {}
+    failures: list[str] = []
+
+    def make(cell: Cell) -> None:
+        try:
+            found[cell.name] = study.result(cell)
+        except RuntimeError as error:  # one run that fails must not end a night's work
+            failures.append(str(error))
+
+    with ThreadPoolExecutor(lanes) as pool:
+        list(pool.map(make, cells.values()))
+    by_part = {part: [found[cell.name] for seed in range(seeds) for cell in PARTS[part](seed) if cell.name in found] for part in chosen}
+    facts: Mapping[str, Any] = {"config": config, "overrides": list(overrides), "parts": by_part, "failures": failures}
+    print(json.dumps(facts) if as_json else render(facts))
+    if picture:
+        from megarl.bench.offpolicy.picture import draw
+
+        draw(facts, picture)
+    if failures:
+        raise RuntimeError(f"{len(failures)} runs failed; the same command tries them again\n" + "\n".join(failures))
+
+
+def _write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in shipped.iterdir():
+        if file.name != "config.json" and file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    write_whole(folder / "config.json", json.dumps(json.loads((shipped / "config.json").read_text()) | sizes, indent=2))
