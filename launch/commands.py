@@ -12,7 +12,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
-from megarl.launch.first_lines import headline, sampling_lines, sizes, weights_lines
+from megarl.launch.first_lines import headline, role_lines, sampling_lines, sizes, weights_lines
 from megarl.launch.inputs import check_inputs
 from megarl.launch.launcher import Job, launch
 from megarl.launch.node import Node, this_node
@@ -42,7 +42,8 @@ def train(plan: RunPlan) -> None:
             check_inputs(config, "train", plan)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            print(headline(plan, resume.step, node.count), *weights_lines(plan, resume), *sampling_lines(plan), sep="\n", flush=True)
+            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan)
+            print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if resume.checkpoint:
                 mend_records(run_dir, resume)
             write_whole(run_dir / "config.yaml", dump_config(config))
@@ -148,7 +149,7 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     def prepare(_: Path) -> None:
         check_inputs(plan.config, "eval", plan)
         if not json_output:
-            print(f"Weights: {plan.weights}", flush=True)
+            print(f"Weights: {plan.weights}", *role_lines(plan), sep="\n", flush=True)
 
     job = Job("eval", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
     folder = launch(plan, job, node, prepare)
@@ -162,9 +163,10 @@ def evaluation_text(result: Mapping[str, Any], weights: str) -> str:
     lines = [f"held-out scores of the weights in {weights}"]
     for name, scores in sets(result).items():
         passes = ", ".join(f"{key} {scores[key]:.3f}" for key in scores if key.startswith(("pass@", "avg@")))
-        found = f"{scores['correct']} of {scores['samples']} answers to {scores['prompts']} prompts"
+        right = f"{scores['correct']} of " if passes else ""
+        found = f"{right}{scores['samples']} answers to {scores['prompts']} prompts"
         rest = f"mean reward {scores['reward/mean']:.3f}, {scores['truncated_fraction']:.0%} truncated"
-        lines.append(f"  {name or 'data.eval'}: {passes} ({found}), {rest}")
+        lines.append(f"  {name or 'data.eval'}: {f'{passes} ({found})' if passes else found}, {rest}")
     return "\n".join(lines)
 
 

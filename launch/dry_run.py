@@ -8,14 +8,14 @@ from pathlib import Path
 
 from megarl.launch.binding import gpus
 from megarl.launch.first_lines import sizes
-from megarl.launch.launcher import Job, placement
+from megarl.launch.launcher import Job, fleets_of, placement
 from megarl.launch.meeting import NodeReport
 from megarl.launch.node import LOOPBACK, interface_with
 from megarl.launch.placement import NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.start import NodePart
 from megarl.launch.worker import PARENT
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import POLICY, EngineAddress, Rendezvous
 from megarl.plan.resolve import RunPlan
 
 _MOST_NODES = 4096
@@ -57,7 +57,7 @@ def _runs(placed: list[NodePlan]) -> Iterable[list[NodePlan]]:
 
 
 def _shape(node: NodePlan) -> tuple:
-    return len(node.trainer_ranks), [(part.ranks, part.parts, part.part) for part in node.engines]
+    return len(node.trainer_ranks), [(part.fleet, part.ranks, part.parts, part.part) for part in node.engines]
 
 
 def _node_names(alike: list[NodePlan]) -> str:
@@ -69,19 +69,20 @@ def _what(alike: list[NodePlan]) -> str:
     words = []
     if alike[0].trainer_ranks:
         words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
-    if alike[0].engines:
-        first, last = alike[0].engines[0], alike[-1].engines[-1]
-        words.append(f"engines {first.engine}-{last.engine}, {first.ranks} ranks of each on a node")
+    for fleet in dict.fromkeys(part.fleet for part in alike[0].engines):
+        own = [part for node in alike for part in node.engines if part.fleet == fleet]
+        what = "engines" if fleet == POLICY else f"engines of {fleet}"
+        words.append(f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node")
     if any(0 in node.serves for node in alike):
         words.append(f"the generator's driver and reward workers (node {next(n.node for n in alike if 0 in n.serves)})")
     return "; ".join(words) or "nothing to do"
 
 
 def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
-    engines = plan.generator_topology.engines
+    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * fleet.engines for fleet in fleets_of(plan)}
     unknown = Rendezvous(
-        hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0, engine_hosts=["ADDRESS"] * engines,
-        engine_ports=[0] * engines, engine_group_ports=[0] * engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
+        hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0,
+        engines=engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
     )  # fmt: skip
     folder = Path(plan.config.run_dir) / ".launch" / "train" / "LAUNCH"
 
@@ -94,8 +95,9 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
 
     assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
+    device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # of the nodes, whatever this machine has
     for node in placed:
         if 0 in node.serves:
             yield node.node, part_of(node).driver(job.driver_role)
-            device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # of the nodes, whatever this machine has
-            yield node.node, part_of(node).engines(device)[0]
+        if firsts := {part.name for part in node.answering if part.engine == 0}:
+            yield from ((node.node, spec) for spec in part_of(node).engines(device) if spec.name in firsts)

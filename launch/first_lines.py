@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.kept_sets import MOST_KEPT
 from megarl.launch.resuming import Resume
 from megarl.models.spec import SCALAR
+from megarl.plan.critic import critic_path
 from megarl.plan.resolve import RunPlan
 from megarl.plan.resume import changes
 from megarl.plan.weights import needs_reference
@@ -33,12 +34,19 @@ def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
     return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
 
 
+def role_lines(plan: RunPlan) -> list[str]:
+    """The frozen models on engines."""
+    sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
+    return [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
+
+
 def _critic_lines(plan: RunPlan) -> list[str]:
     critic = plan.config.critic
     if plan.critic is None:
         return []
     head = "with a new head, " + ("of zeros" if critic.head == "zeros" else f"random by seed {plan.config.seed}")
-    begins = "the policy's weights" if critic.path is None else f"critic.path={critic.path}"
+    key, path = critic_path(plan.config)
+    begins = "the policy's weights" if path is None else f"{key}={path}"
     first = f", {critic.warmup_steps} steps before the policy" if critic.warmup_steps else ""
     return [f"Critic: {begins}, {'a reward model' if plan.critic.head == SCALAR else head}{first}"]
 

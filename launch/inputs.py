@@ -10,9 +10,12 @@ from megarl.algorithms.recipes import RECIPES
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
 from megarl.data.check import Checked, check_data
+from megarl.data.tokenizer import load_tokenizer
 from megarl.launch.room import check_room
 from megarl.models import ModelSpec
+from megarl.plan.critic import critic_path
 from megarl.plan.resolve import RunPlan
+from megarl.plan.roles import ServedRole
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.trainer.hf_files import check_checkpoint, check_config
 
@@ -38,10 +41,13 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
     checks = [lambda: datasets.extend(check_data(config, plan and plan.spec, reads, at_hand))]
     if plan is not None and not (reads in _MAY_BEGIN_RANDOM and config.model.random_init and not plan.weights.are_there):
         checks.append(lambda: check_weights(plan))
-    if plan is not None and reads == "train" and plan.critic and (critic := config.critic.path) and Path(critic).is_dir():
+    if plan is not None and reads == "train" and plan.critic and (critic := critic_path(config)[1]) and Path(critic).is_dir():
         checks.append(partial(check_complete, plan.critic, Path(critic)))
     if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
+        checks += [
+            partial(check_role, role, config) for role in (plan.served if plan is not None else ()) if not at_hand or is_folder(role)
+        ]
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
     if reads == "train" and config.algorithm.name not in RECIPES:
@@ -63,6 +69,18 @@ def check_weights(plan: RunPlan) -> None:
 
 def check_complete(spec: ModelSpec, folder: Path) -> None:
     check_checkpoint(spec, folder)
+
+
+def is_folder(role: ServedRole) -> bool:
+    return Path(role.settings.path).is_dir()
+
+
+def check_role(role: ServedRole, config: RunConfig) -> None:
+    """Raises ConfigError if a model beside the policy has no weights, or cannot read the policy's responses."""
+    from megarl.roles.opening import check_role_weights, check_served  # not at the top: it imports aiohttp
+
+    check_role_weights(role)
+    check_served(role, load_tokenizer(config.model))
 
 
 def check_rule(name: str) -> None:

@@ -20,7 +20,7 @@ from megarl.launch.engines import EngineKeeper
 from megarl.launch.lock import held
 from megarl.launch.meeting import Meeting, NodeReport
 from megarl.launch.node import Node, address_of, interface_with
-from megarl.launch.placement import NodePlan, place, slots_per_node
+from megarl.launch.placement import EngineFleet, NodePlan, place, slots_per_node
 from megarl.launch.ports import taken
 from megarl.launch.preflight import disagreements, host_name, infiniband_ports, problems_here, versions
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
@@ -30,7 +30,7 @@ from megarl.launch.start import NodePart
 from megarl.launch.stopping import StopOrder, Stopped
 from megarl.launch.watch import RunWatch, termination_as_exit
 from megarl.messaging.link import RunKey
-from megarl.messaging.rendezvous import Rendezvous, free_ports
+from megarl.messaging.rendezvous import EngineAddress, Rendezvous, free_ports
 from megarl.plan.resolve import RunPlan
 
 
@@ -130,10 +130,16 @@ def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callab
 
 def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[NodePlan]:
     trainers = plan.trainer_topology.world_size if job.trainer_role else 0
-    generator = plan.generator_topology
-    engines = generator.engines if job.driver_role else 0
-    slots = slots_per_node(trainers + engines * generator.tp, nodes, gpus_of_node, plan.config.launch.ranks_per_node)
-    return place(trainers, engines, generator.tp, nodes, slots)
+    fleets = fleets_of(plan) if job.driver_role else []
+    ranks = trainers + sum(fleet.engines * fleet.tp for fleet in fleets)
+    slots = slots_per_node(ranks, nodes, gpus_of_node, plan.config.launch.ranks_per_node)
+    return place(trainers, fleets, nodes, slots)
+
+
+def fleets_of(plan: RunPlan) -> list[EngineFleet]:
+    """The policy's engines, then those of each role."""
+    policy = EngineFleet(plan.generator_topology.engines, plan.generator_topology.tp)
+    return [policy, *(EngineFleet(r.settings.engines, r.settings.tp, r.name, f"roles.{r.name}") for r in plan.served)]
 
 
 def _drives(node: NodePlan, job: Job) -> bool:
@@ -156,7 +162,7 @@ def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, 
 
 def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
     address = address_of(plan.config.launch.interface, node.count)
-    wanted = [part.name for part in mine.engines] + [f"engine.{engine}.group" for engine in mine.serves]
+    wanted = [part.name for part in mine.engines] + [f"{part.whole}.group" for part in mine.answering]
     wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
     problems = problems_here(plan) if node.count > 1 else []
@@ -168,18 +174,21 @@ def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport],
     keys = EngineKeys.generate()
     key_file = folder / "message_key.json"
     RunKey.generate().save(key_file)
-    of_engine = {engine: reports[node.node] for node in placed for engine in node.serves}
-    engines = sorted(of_engine)
-    driver = of_engine.get(0, reports[0])
+    found: dict[str, dict[int, EngineAddress]] = {}  # by fleet and engine
+    driver = reports[0]
+    for node, report in zip(placed, reports):
+        for part in node.answering:
+            address = EngineAddress(report.address, report.ports[part.whole], report.ports[f"{part.whole}.group"])
+            found.setdefault(part.fleet, {})[part.engine] = address
+        driver = report if 0 in node.serves else driver
+    engines = {fleet: [address for _, address in sorted(each.items())] for fleet, each in found.items()}
     return Rendezvous(
         hub_host=driver.address,
         hub_port=driver.ports.get("hub", 0),
         key_file=str(key_file.resolve()),
         trainer_host=reports[0].address,
         trainer_port=reports[0].ports.get("trainer", 0),
-        engine_hosts=[of_engine[engine].address for engine in engines],
-        engine_ports=[of_engine[engine].ports[f"engine.{engine}"] for engine in engines],
-        engine_group_ports=[of_engine[engine].ports[f"engine.{engine}.group"] for engine in engines],
+        engines=engines,
         engine_key=keys.api,
         engine_admin_key=keys.admin,
         start_step=resume.step,
@@ -203,5 +212,5 @@ def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: J
         processes.start(spec)
     for part, spec in zip(here.placed.engines, engines):
         if part.parts == 1:  # the parts of an engine that spans nodes could only be restarted together
-            keeper.keep(spec, here.report.address, here.rendezvous.engine_ports[part.engine], here.rendezvous.engine_key)
+            keeper.keep(spec, here.report.address, here.report.ports[part.name], here.rendezvous.engine_key)
     return {spec.name for spec in workers}, {spec.name for spec in trainers}

@@ -35,9 +35,9 @@ def problems_here(plan: RunPlan) -> list[str]:
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
     """Files that this node lacks, such as those that only the head has, on its own disk."""
-    path = plan.weights_path
-    if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
-        yield f"{path} is not there: is it on a file system that all nodes share?"
+    for path in (plan.weights_path, *(role.settings.path for role in plan.served)):
+        if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
+            yield f"{path} is not there: is it on a file system that all nodes share?"
 
 
 def infiniband_ports(devices: Path = INFINIBAND) -> dict[str, bool]:

@@ -17,6 +17,7 @@ from megarl.files import write_whole
 from megarl.launch.binding import gpus
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.roles import find_served
 from megarl.plan.weights import find_weights
 
 
@@ -97,7 +98,7 @@ def evaluate(rank: int, launch_dir: Path) -> None:
     """Evaluates the weights that the engines were started with; writes result.json to the launch folder."""
     from megarl.executors.evaluate import evaluate_engines
 
-    result = asyncio.run(evaluate_engines(load_plan(launch_dir), Rendezvous.load(launch_dir)))
+    result = asyncio.run(evaluate_engines(load_plan(launch_dir, "eval"), Rendezvous.load(launch_dir)))
     write_whole(launch_dir / "result.json", json.dumps(result))
 
 
@@ -139,7 +140,7 @@ def check_gpus(plan: RunPlan) -> None:
 def load_plan(launch_dir: Path, command: str | None = None) -> RunPlan:
     """Loads the plan that the launcher of `command` has resolved, with the weights that it begins with."""
     plan = resolve(load_config(launch_dir / "config.yaml", []))
-    return dataclasses.replace(plan, weights=find_weights(plan.config, command))
+    return dataclasses.replace(plan, weights=find_weights(plan.config, command), served=find_served(plan.config, command))
 
 
 ROLES: dict[str, Callable[[int, Path], None]] = {

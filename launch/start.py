@@ -6,7 +6,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megarl.config.roles import REWARD_MODEL
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.kept_sets import MOST_KEPT
 from megarl.launch.environment import engine_devices, network, one_thread, scratch, trainer_environment, weight_group
@@ -16,6 +18,7 @@ from megarl.launch.processes import ProcessSpec
 from megarl.launch.worker import PARENT
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
+from megarl.plan.roles import ServedRole
 from megarl.weight_sync.engine.beats import BEATS
 
 
@@ -34,10 +37,13 @@ class NodePart:
 
     def engines(self, device: str | None = None) -> list[ProcessSpec]:
         """One process per engine, or per part of one, in the order of `placed.engines`. `device`: cuda | cpu | None (what the node has)."""
-        keys = EngineKeys(api=self.rendezvous.engine_key, admin=self.rendezvous.engine_admin_key)
-        server_args, specs = self.plan.config.generator.server_args, []
+        keys, specs = EngineKeys(api=self.rendezvous.engine_key, admin=self.rendezvous.engine_admin_key), []
+        roles = {role.name: role for role in self.plan.served}
         for part in self.placed.engines:
-            argv, environment = server_command(self._settings(part, device), keys, server_args)
+            role = roles.get(part.fleet)
+            settings = self._settings(part, device) if role is None else self._frozen_settings(part, device, role)
+            server_args = self.plan.config.generator.server_args if role is None else role.settings.server_args
+            argv, environment = server_command(settings, keys, server_args)
             environment[BEATS] = str(self.folder / f"{part.name}.beats")
             specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **self._network(), **scratch(self.scratch)}))
         return specs
@@ -64,18 +70,16 @@ class NodePart:
         return ProcessSpec(f"{role}.{rank}", argv, {**environment, **scratch(self.scratch), PARENT: str(os.getpid())}, dumps_stacks=True)
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
-        config, engine = self.plan.config, part.engine
+        config = self.plan.config
         return EngineSettings(
             model_path=self.plan.weights_path,
             holds_weights=not self.plan.weights.are_gone,
             dtype=self.plan.engine_dtype,
-            port=self.report.ports[part.name],
             context_length=self.plan.spec.max_position_embeddings,
             max_running_requests=config.generator.max_concurrency,
             tp=config.generator.tp,
             ep=config.generator.ep,
             dp_attention=config.generator.dp_attention,
-            host=self.report.address,
             quantization=config.generator.quantization,
             kv_cache_tokens=config.generator.kv_cache_tokens,
             mem_fraction=config.generator.mem_fraction,
@@ -83,9 +87,35 @@ class NodePart:
             return_routing=config.trainer.routing_replay,
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else None,
-            seed=config.seed + engine,
-            parts=part.parts,
-            part=part.part,
-            cores_taken=part.first_slot - len(self.placed.trainer_ranks),
-            group_address=f"{self.rendezvous.engine_hosts[engine]}:{self.rendezvous.engine_group_ports[engine]}",
+            **self._place(part),
         )
+
+    def _frozen_settings(self, part: EnginePart, device: str | None, role: ServedRole) -> EngineSettings:
+        own = role.settings
+        return EngineSettings(
+            model_path=own.path,
+            dtype=role.dtype,
+            context_length=role.spec.max_position_embeddings,
+            max_running_requests=own.max_concurrency,
+            tp=own.tp,
+            ep=own.ep,
+            kv_cache_tokens=own.kv_cache_tokens,
+            mem_fraction=own.mem_fraction,
+            device=device,
+            frozen=True,
+            classifies=role.role == REWARD_MODEL,
+            **self._place(part),
+        )
+
+    def _place(self, part: EnginePart) -> dict[str, Any]:
+        """What follows from where the part is."""
+        engine = self.rendezvous.engines[part.fleet][part.engine]
+        return {
+            "host": self.report.address,
+            "port": self.report.ports[part.name],
+            "seed": self.plan.config.seed + part.engine,
+            "parts": part.parts,
+            "part": part.part,
+            "cores_taken": part.first_slot - len(self.placed.trainer_ranks),
+            "group_address": f"{engine.host}:{engine.group_port}",
+        }

@@ -85,6 +85,7 @@ class Failure(msgspec.Struct, frozen=True):
     kind: str  # "timeout" | "error" | "memory" | "exit"
     reason: str  # as it completes "… failed: "
     text: str = ""  # how the response begins
+    part: str = ""  # of reward.parts; empty if the reward has none
 
 
 class Sample(Typed, frozen=True):
@@ -105,7 +106,7 @@ class Sample(Typed, frozen=True):
     metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
     routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
     reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
-    failure: Failure | None = None  # of its reward function; `reward` is then reward.failed_score
+    failures: list[Failure] = []  # of its reward function, or of parts of the reward; failed scores are in the place of theirs
     kept: KeptSets | None = None  # what each token was drawn from under top-p, top-k or min-p; None: unknown, or everything
 
     def __post_init__(self) -> None:
@@ -139,7 +140,7 @@ class Sample(Typed, frozen=True):
             len(self.routing),
             self.metrics,
             self.reward_parts,
-            self.failure,
+            self.failures,
             None if self.kept is None else self.kept.summary(),
         )
 
@@ -170,7 +171,7 @@ class SampleSummary(msgspec.Struct, frozen=True):
     routing_bytes: int = 0
     metrics: dict[str, float] = {}
     reward_parts: dict[str, float] = {}
-    failure: Failure | None = None
+    failures: list[Failure] = []
     kept: KeptSummary | None = None
 
     @property

@@ -100,8 +100,22 @@ def field_path(key: str) -> str:
 
 
 def value_at(config: RunConfig, key: str) -> Any:
-    """The value of `key`, or None if an optional section above it is null."""
-    return functools.reduce(lambda node, name: getattr(node, name, None), field_path(key).split("."), config)
+    """The value of `key`, or None if an optional section above it is null or missing."""
+
+    def below(node: Any, name: str) -> Any:
+        return node.get(name) if isinstance(node, dict) else getattr(node, name, None)
+
+    return functools.reduce(below, field_path(key).split("."), config)
+
+
+def keys_of(config: RunConfig) -> list[str]:
+    """The keys of all settings; those under the user's names once for each name."""
+    found = []
+    for key in settings():
+        many, _, rest = key.partition(f".{NAME}.")
+        sections = value_at(config, many) if rest else {}
+        found += [f"{many}.{name}.{rest}" for name, section in sections.items() if section is not None] if rest else [key]
+    return found
 
 
 def yaml_text(value: Any) -> str:

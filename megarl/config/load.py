@@ -169,6 +169,8 @@ _FREE = tuple(  # mappings whose names are another's
         "critic.optimizer.megatron",
         "sft.optimizer.megatron",
         "reward_model.optimizer.megatron",
+        "roles.NAME.server_args",
+        "roles.NAME.verdict_scores",
     )
 )
 
@@ -176,7 +178,7 @@ _FREE = tuple(  # mappings whose names are another's
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     """Sets one leaf. Yields problems with its key or its type."""
     setting = setting_of(key)
-    free = key.startswith(_FREE)
+    free = general(key).startswith(_FREE)
     if setting is None and not free and section_of(key) is None:
         yield f"{key}={yaml_text(value)}: unknown key; {_hint(key)}"
         return

@@ -15,6 +15,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.data import DataConfig, DatasetConfig
 from megarl.config.limits import IMPORT_PATH, at_least, between, one_of, seconds, setting
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
+from megarl.config.roles import RoleConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.training import CriticConfig, OptimizerConfig, RewardModelConfig, SftConfig
 
@@ -147,13 +148,29 @@ class AsyncConfig:
     )
 
 
+_REWARDS = one_of("math", "last_number", or_like=rf"{IMPORT_PATH}|roles\.[\w-]+", written="package.module:function, roles.NAME")
+
+
+@dataclass
+class PartConfig:
+    name: str = setting(MISSING, "how this part is scored, as reward.name", _REWARDS)
+    weight: float = setting(1.0, "what the part's score is multiplied by in the sum", between(-MAX_REWARD, MAX_REWARD))
+    failed_score: float | None = setting(
+        None, "the part's score if scoring failed; null: reward.failed_score", between(-MAX_REWARD, MAX_REWARD)
+    )
+
+
 @dataclass
 class RewardConfig:
     name: str = setting(
         "math",
         "how a response is scored. math: 1 if its final answer equals the reference mathematically, else 0; last_number: 1 if the last "
-        "number of a list does; or a function of your own (docs/own_run.md)",
-        one_of("math", "last_number", or_like=IMPORT_PATH, written="package.module:function"),
+        "number of a list does; a function of your own (docs/own_run.md); or a model of `roles` (docs/rewards.md)",
+        _REWARDS,
+    )
+    parts: dict[str, PartConfig | None] = field(
+        default_factory=dict,
+        metadata={"meaning": "the reward is the weighted sum of these, and `name` does not count; NAME=null removes one"},
     )
     workers: int = setting(1, "processes that score responses", at_least(1))
     timeout_s: float = setting(5.0, "time limit of scoring a response", seconds())
@@ -223,6 +240,7 @@ class EvalConfig:
     temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
     max_tokens: int | None = setting(None, "longest response in tokens; null: rollout.max_tokens", at_least(1))
     limit: int | None = setting(None, "use only so many first prompts of each held-out set; null: all", at_least(1))
+    reward: str | None = setting(None, "how responses are scored, as reward.name; null: as in training", _REWARDS)
     suites: dict[str, SuiteConfig | None] = field(
         default_factory=dict, metadata={"meaning": "held-out sets besides data.eval, by name; NAME=null removes one"}
     )
@@ -236,6 +254,9 @@ class RunConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    roles: dict[str, RoleConfig | None] = field(
+        default_factory=dict, metadata={"meaning": "models beside the policy, by name; NAME=null removes one"}
+    )
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -26,13 +26,9 @@ class OptimizerConfig:
 
 @dataclass
 class CriticConfig:
-    """Of algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps."""
+    """Of algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with the checkpoint
+    of the role `critic`, or with the policy's weights if there is none."""
 
-    path: str | None = setting(
-        None,
-        "HF checkpoint that the critic begins with, a reward model or a causal model: local folder or hub name; null: the weights that the "
-        "policy begins with",
-    )
     head: str = setting(
         "zeros",
         "what the head of a causal model's checkpoint begins with: zeros, or numbers of variance 1 / (hidden size + 1) by `seed`. A reward "

@@ -57,8 +57,8 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
             problems += error.problems
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
-    answers = "none" if command == "sft" else answers_of(config)
     for key, dataset, response_tokens in _datasets(config, command):
+        answers = "none" if command == "sft" else answers_of(config, evaluated=key != "data.train")
         if at_hand and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None))
             continue

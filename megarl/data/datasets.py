@@ -20,6 +20,7 @@ from megarl.data.rows import Answers, Pair, Row, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.hub import unreachable
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
+from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
 T = TypeVar("T")
 _MAX_PROBLEMS = 10  # shown at once
@@ -64,7 +65,7 @@ def read_pairs(config: PreferenceConfig, key: str, seed: int, tokenizer: str, ke
 def _template(config: SourceConfig, key: str, tokenizer: str) -> Render | None:
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
-    return load_chat_template(tokenizer, key) if config.prompt_template == CHAT else None
+    return load_chat_template(tokenizer, f"{key}.prompt_template={CHAT}") if config.prompt_template == CHAT else None
 
 
 def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tuple[Sequence[T], int]:
@@ -73,9 +74,18 @@ def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tup
     return made if wanted == len(made) else [made[i] for i in range(wanted)], count
 
 
-def answers_of(config: RunConfig) -> Answers:
-    """The form of reference answers that the run's verifier needs."""
-    return "whole" if ":" in config.reward.name else "final"
+def answers_of(config: RunConfig, evaluated: bool = False) -> Answers:
+    """The form of reference answers that training, or evaluation, needs: a verifier the final one."""
+    needs = {_answer_for(part, config) for part in (parts_in_evaluation(config) if evaluated else parts_of(config.reward))}
+    forms: tuple[Answers, ...] = ("final", "whole", "unused")
+    return next(form for form in forms if form in needs)
+
+
+def _answer_for(part: Part, config: RunConfig) -> Answers:
+    if part.role is None:
+        return "whole" if ":" in part.name else "final"
+    settings = config.roles.get(part.role)
+    return "whole" if settings and "{answer}" in (settings.template or "") else "unused"
 
 
 def _checked_rows(config: SourceConfig, key: str, make: Callable[[str, dict[str, Any]], T], kept: int | None) -> tuple[list[T], int]:
@@ -133,10 +143,13 @@ def _response(record: dict[str, Any], field: str) -> str:
 
 
 def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Render | None) -> Row:
-    named = ["prompt_key", *(["answer_key"] if answers != "none" or not config.demonstration_key else [])]
-    named += ["demonstration_key"] if config.demonstration_key else []
+    unneeded = answers == "unused" or (answers == "none" and config.demonstration_key)
+    named = ["prompt_key", *([] if unneeded else ["answer_key"])]
+    named += ["demonstration_key"] if config.demonstration_key and answers != "unused" else []
     _check_columns(record, {setting: getattr(config, setting) for setting in named}, key)
     prompt = _prompt(record, config, chat)
+    if answers == "unused":
+        return Row(prompt, "", "", where)
     if answers == "none":
         return Row(prompt, "", _demonstration(record, config.demonstration_key or config.answer_key), where)
     text = _whole_answer(record, config.answer_key) if answers == "whole" else _text(record, config.answer_key, numbers=True)

@@ -6,6 +6,9 @@ around is instead clamped to 0 or 9 with probability 0.6. So two thirds of the d
 every wrap, and the right one must be found by reward. In pairs of responses one is right. The other clamps at every wrap, or has a random
 total in one place and goes on from there; all clamp that have a wrap, if a coin says so.
 
+judged_chain: the rows of chain, and as many in which a response to them is judged, as in "7+0+9+1+5=7,7,9,9,9?" -> "7,7,6,7,2:0": the right
+totals, and 1 if the response has them, else 0.
+
 product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of ten
 demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator by the rollout
 tool_calls with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
@@ -82,6 +85,27 @@ class ChainPairs(Sequence[Pair]):
         return Pair(row.prompt, *texts, margin=0.0, where=row.where)
 
 
+@dataclass(frozen=True)
+class JudgedChain(Sequence[Row]):
+    """Expressions and verdicts in turn, for a model that is both policy and judge."""
+
+    chain: Chain
+
+    def __len__(self) -> int:
+        return 2 * len(self.chain)
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        place, judges = divmod(index, 2)
+        row, (_, first, steps) = self.chain[place], self.chain.expression(place)
+        if not judges:
+            return row
+        noise = random.Random(f"{self.chain.seed}/{self.chain.split}/{place}/judged")
+        right = ",".join(map(str, _totals(first, steps)))
+        response = right if noise.random() < 0.5 else ",".join(map(str, _noisy_totals(first, steps, noise)))
+        verdict = f"{right}:{int(response == right)}"
+        return Row(f"{row.prompt}{response}?", verdict, verdict, f"{PREFIX}judged_chain, split {self.chain.split}, row {index}")
+
+
 def _totals(total: int, steps: list[int], clamped: bool = False) -> list[int]:
     totals = [total]
     for step in steps:
@@ -136,7 +160,11 @@ class Product(Sequence[Row]):
 
 
 T = TypeVar("T")
-_TASKS: dict[str, Callable[[str, int], Rows]] = {"chain": Chain, "product": Product}
+_TASKS: dict[str, Callable[[str, int], Rows]] = {
+    "chain": Chain,
+    "judged_chain": lambda split, seed: JudgedChain(Chain(split, seed)),
+    "product": Product,
+}
 
 
 def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:

@@ -56,6 +56,16 @@ class Tokenizer:
         finally:
             self.backend.encode_special_tokens = False
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of those that are not text, by name."""
+        return {token.content: number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
+
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Whether every token id means the same in both."""
+        own, others = (tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (self, other))
+        return own == others
+
     def token_id(self, token: str) -> int | None:
         """The id of a single token; None if the text takes several tokens or the tokenizer does not know it."""
         ids = self.encode_text(token, special_tokens=True)
@@ -71,9 +81,12 @@ class Tokenizer:
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:
-    """The tokenizer of `model.tokenizer`, else of `model.path`: a local folder or a hub name. Raises ConfigError."""
-    source = model.tokenizer or model.path
-    key = "model.tokenizer" if model.tokenizer else "model.path"
+    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises ConfigError."""
+    return tokenizer_of(model.tokenizer or model.path, "model.tokenizer" if model.tokenizer else "model.path")
+
+
+def tokenizer_of(source: str, key: str) -> Tokenizer:
+    """The tokenizer of a local folder or a hub name. Raises ConfigError that names `key`."""
     try:
         file = _file(source, "tokenizer.json")
     except HubError as error:

@@ -33,7 +33,8 @@ def run(
     """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
-    found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus
+    served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
+    found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus - served
     if searching or theory:
         found, best = search(asked, plan.spec, budget)
         optima = compare(found, best, plan.spec, budget) if theory else None
@@ -70,6 +71,10 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
         role = facts[name]
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
         print(f"{name:<10} {roles.sizes(role)}: {ranks}; weights {roles.gib_range(role)} a rank")
+    for role in plan.served:
+        engines, tp = role.settings.engines, role.settings.tp
+        ranks = f"{engines * tp} rank{'s' * (engines * tp > 1)}"
+        print(f"{role.name:<10} engines {engines}, tp {tp}: {ranks}; a {role.spec.family} model, frozen")
     several = f" of {steps} optimizer steps each" if (steps := plan.config.trainer.optimizer_steps) > 1 else ""
     prompts = f"{rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens"
     print(f"a step     {prompts}; {plan.steps} steps{several}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -11,6 +12,7 @@ from megarl.estimate.constants import constants_of
 from megarl.estimate.generate_time import GenerateModel, GenerateTime
 from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, generator_memory, usable_static
 from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.served import Served, served
 from megarl.estimate.sizes import landing_bytes
 from megarl.estimate.sync_time import sync_s
 from megarl.estimate.train_time import TrainTime
@@ -38,11 +40,17 @@ class Estimate:
     sync_s: float
     glue_s: float  # what belongs to neither side's work
     asynchronous: bool
+    served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
+
+    @property
+    def scored_s(self) -> float:
+        """Of generation, with scores, which are asked for as responses finish: the slowest engines take as long as all."""
+        return max([self.generate.total, *(served.score_s for served in self.served.values())])
 
     @property
     def step_s(self) -> float:
         """Equation 3 of LlamaRL (equation 2 where nothing overlaps), plus the update, for which both sides stop, and glue."""
-        both = self.train.total, self.generate.total
+        both = self.train.total, self.scored_s
         return (max(both) if self.asynchronous else sum(both)) + self.sync_s + self.glue_s
 
     @property
@@ -52,6 +60,7 @@ class Estimate:
         over = {
             "trainer": self.trainer.total / GIB - limit,
             "generator": max(self.generator.total / GIB - limit, (self.generator.static - self.static_limit) / GIB),
+            **{name: served.over_gib for name, served in self.served.items()},
         }
         return {side: gib for side, gib in over.items() if gib > 0}
 
@@ -62,10 +71,12 @@ class Estimate:
             return f"memory of the {max(self.overfull, key=lambda side: self.overfull[side])}"
         parts = {f"training: {name}": value for name, value in train_parts(self.train).items()}
         generating = {f"generation: {name}": value for name, value in generate_parts(self.generate).items()}
-        if self.asynchronous and self.sync_s > max(self.train.total, self.generate.total):
+        if self.scored_s > self.generate.total:
+            generating = {f"scores of {name}": served.score_s for name, served in self.served.items()}
+        if self.asynchronous and self.sync_s > max(self.train.total, self.scored_s):
             return "weight update"
         if self.asynchronous:
-            slower = parts if self.train.total > self.generate.total else generating
+            slower = parts if self.train.total > self.scored_s else generating
         else:
             slower = parts | generating
         return max(slower, key=lambda name: slower[name])
@@ -90,6 +101,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         sync_s=sync_s(spec, config, cluster),
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
+        served=served(config),
     )
 
 

@@ -26,7 +26,7 @@ class Remedy:
 
 def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
     """For each side that is too large, the single settings that make it fit; if there are none, pairs, then threes. Fastest first."""
-    return [remedy for side in found.overfull for remedy in _of_side(config, spec, side)]
+    return [remedy for side in found.overfull if side not in found.served for remedy in _of_side(config, spec, side)]
 
 
 def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:

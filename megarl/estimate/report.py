@@ -32,6 +32,7 @@ def not_counted(config: RunConfig) -> list[str]:
         "trainer.ddp": trainer.ddp,
         "trainer.optimizer.megatron": trainer.optimizer.megatron,
         "generator.server_args": config.generator.server_args,
+        **{f"roles.{name}.server_args": role.server_args for name, role in config.roles.items() if role is not None},
     }
     unknown = ["rollout.dynamic_sampling (set plan.dropped_share)"] if dropped_share(config) is None else []
     return unknown + [f"{key}.{name}" for key, settings in mappings.items() for name in settings if name not in counted]
@@ -47,6 +48,8 @@ def _memory(found: Estimate) -> Iterator[str]:
         if any(side.get(name) for side in sides):
             yield f"           {name:<38}{'  '.join(cells).rstrip()}"
     yield f"           {'total':<38}{found.trainer.total / GIB:9.2f}  {found.generator.total / GIB:9.2f}"
+    for name, role in found.served.items():
+        yield f"           {f'total of {name}, {role.gpus} ranks':<38}{role.memory.total / GIB:20.2f}"
     static = f"{found.generator.static / GIB:.1f} of {found.static_limit / GIB:.1f}"
     yield f"           engines' weights and KV cache take {static} GiB of generator.mem_fraction"
     if found.saving:
@@ -64,6 +67,8 @@ def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
     ):
         shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds)
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
+    for name, role in found.served.items():
+        yield f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as responses finish"
     yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link"
     mode = "the slower side" if found.asynchronous else "both sides, one after the other"
     yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
@@ -93,7 +98,9 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
             yield f"           the {side} would fit with any of these, planned anew:"
         for remedy in own:
             yield f"             {written(remedy.settings)}: {remedy.gib:.1f} GiB"
-        if not own:
+        if side in found.served:
+            yield f"           {side} would take less with a larger roles.{side}.tp, or a smaller max_concurrency or kv_cache_tokens"
+        elif not own:
             yield f"           no three settings of the {side} together make it fit: take more GPUs, or a smaller model"
 
 
@@ -159,6 +166,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "concurrency_per_engine": found.generate.concurrency,
         "decode_step_s": found.generate.token_s,
         "sync_baseline_model_parallel": baseline.m if baseline else None,
+        "roles": {name: {"gpus": r.gpus, "gib_per_gpu": r.memory.total / GIB, "score_s": r.score_s} for name, r in found.served.items()},
         "remedies": [{"side": r.side, "settings": dict(r.settings), "gib_per_gpu": r.gib} for r in remedies],
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.plan.critic import critic_path
 from megarl.plan.resolve import RunPlan
 from megarl.trainer.step import MegatronTrainer
 
@@ -30,4 +31,4 @@ def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
     """Loads the first weights."""
     new_head = "zeros" if plan.config.critic.head == "zeros" else "random"
     assert plan.critic is not None
-    critic.load_hf(plan.config.critic.path or plan.weights_path, None if plan.critic.head == critic.spec.head else new_head)
+    critic.load_hf(critic_path(plan.config)[1] or plan.weights_path, None if plan.critic.head == critic.spec.head else new_head)

@@ -13,7 +13,7 @@ EVERY_S = 0.5
 
 async def show_engines(fleet: Fleet, run_dir: Path) -> None:
     """Updates the lines until its task is cancelled."""
-    boards = [StatusBoard(run_dir, f"engine.{index}") for index in range(len(fleet.engines))]
+    boards = [StatusBoard(run_dir, f"{fleet.name}.{index}") for index in range(len(fleet.engines))]
     while True:
         for index, board in enumerate(boards):
             if (text := fleet.describe(index)) != board.text:

@@ -12,14 +12,16 @@ from statistics import fmean
 from typing import Any
 
 from megarl.config.errors import RunError
-from megarl.config.schema import RewardConfig
+from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.failures import failure_metrics, too_many_failures
+from megarl.rewards.parts import parts_in_evaluation
 from megarl.rewards.score import CORRECT
-from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rollout
+from megarl.roles.opening import open_scorers, open_served
+from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rollouts
 from megarl.trainer.hf_files import check_finite
 from megarl.types import Group, Prompt, Sample
 
@@ -29,16 +31,17 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
-def scores(groups: Sequence[Group]) -> dict[str, float]:
-    """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), and more."""
+def scores(groups: Sequence[Group], graded: bool = False) -> dict[str, float]:
+    """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), and more. If
+    responses are `graded`, none is right or wrong, and the mean reward says all."""
     n = len(groups[0].samples)
     correct = [sum(sample.reward >= CORRECT for sample in group.samples) for group in groups]
     samples: list[Sample] = [sample for group in groups for sample in group.samples]
     ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
+    found = {f"pass@{k}": fmean(pass_at(k, n, c) for c in correct) for k in ks}
+    found |= ({f"avg@{n}": sum(correct) / len(samples)} if n > 1 else {}) | {"correct": sum(correct)}
     return {
-        **{f"pass@{k}": fmean(pass_at(k, n, c) for c in correct) for k in ks},
-        **({f"avg@{n}": sum(correct) / len(samples)} if n > 1 else {}),
-        "correct": sum(correct),
+        **({} if graded else found),
         "samples": len(samples),
         "prompts": len(groups),
         "reward/mean": fmean(sample.reward for sample in samples),
@@ -47,7 +50,7 @@ def scores(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, reward: RewardConfig) -> dict[str, float]:
+async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig) -> dict[str, float]:
     """Evaluates one set and returns its scores.
 
     At most `at_once` samples run at a time: the deadline of a rollout counts from its beginning, so it must not spend it waiting for a
@@ -62,15 +65,17 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
 
     groups = await asyncio.gather(*map(answer, held_out.prompts))
     samples = [sample for group in groups for sample in group.samples]
-    if problem := too_many_failures(reward, samples):
+    parts = parts_in_evaluation(config)
+    if problem := too_many_failures(config.reward, samples, parts):
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
-    return {**scores(groups), **failure_metrics(samples), "seconds": time.monotonic() - started}
+    graded = any(part.role is not None for part in parts)
+    return {**scores(groups, graded), **failure_metrics(samples), "seconds": time.monotonic() - started}
 
 
 async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer) -> dict[str, Any]:
     """Evaluates one set after the other: returns the scores of data.eval and, under "suites", those of each set of eval.suites."""
     at_once = plan.config.generator.engines * plan.config.generator.max_concurrency
-    found = {held_out.name: await answer_all(rollout, held_out, tokenizer, at_once, plan.config.reward) for held_out in sets}
+    found = {held_out.name: await answer_all(rollout, held_out, tokenizer, at_once, plan.config) for held_out in sets}
     suites = {name: result for name, result in found.items() if name}
     return {**found.get("", {}), **({"suites": suites} if suites else {})}
 
@@ -82,5 +87,6 @@ async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, A
     tokenizer = load_tokenizer(plan.config.model)
     async with AsyncExitStack() as resources:
         fleet = await open_fleet(plan, rendezvous, resources)
-        rollout = await open_rollout(plan, fleet, tokenizer, resources)
-        return await evaluate_sets(plan, rollout, held_out_sets(plan.config, tokenizer), tokenizer)
+        scorers = open_scorers(plan, await open_served(plan, rendezvous, resources), tokenizer)
+        rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
+        return await evaluate_sets(plan, rollouts.held_out, held_out_sets(plan.config, tokenizer), tokenizer)

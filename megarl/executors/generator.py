@@ -26,10 +26,11 @@ from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.asynchrony import run_ahead
 from megarl.plan.resolve import RunPlan
+from megarl.roles.opening import open_scorers, open_served
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.channel import RolloutsSender
 from megarl.rollouts.packing import judged
-from megarl.rollouts.rollout import open_fleet, open_rollout, train_sampling
+from megarl.rollouts.rollout import open_fleet, open_rollouts, train_sampling
 from megarl.rollouts.stream import RolloutStream
 from megarl.types import Group, Ordinal, Version
 
@@ -66,12 +67,16 @@ class GeneratorExecutor:
         self.held_out = held_out_sets(config, self.tokenizer)
         self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
+        elastic = config.generator.on_failure != "fail"
         with self.status.waiting("the engines", "start-up"):
-            self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources, config.generator.on_failure != "fail"))
+            self.fleet = self.run(open_fleet(self.plan, self.rendezvous, self._resources, elastic))
+            served = self.run(open_served(self.plan, self.rendezvous, self._resources, elastic))
         logs, restarted = Path(config.run_dir) / "logs", config.generator.on_failure == "restart"
-        self.start(watch_returns(self.fleet, logs, restarted, config.generator.startup_timeout_s), "lost engines")
-        self.start(show_engines(self.fleet, Path(config.run_dir)), "status of the engines")
-        self.rollout = self.run(open_rollout(self.plan, self.fleet, self.tokenizer, self._resources))
+        for fleet in (self.fleet, *served.values()):
+            self.start(watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s), f"lost engines of {fleet.name}")
+            self.start(show_engines(fleet, Path(config.run_dir)), f"status of the engines of {fleet.name}")
+        scorers = open_scorers(self.plan, served, self.tokenizer)
+        self.rollouts_of = self.run(open_rollouts(self.plan, self.fleet, scorers, self.tokenizer, self._resources))
         judge = partial(judged, config=config)
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse, judge)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
@@ -82,7 +87,7 @@ class GeneratorExecutor:
         return Admission(per_step, run_ahead(config.async_), config.async_.max_in_flight or per_step, end=per_step * config.max_steps)
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
-        return await self.rollout(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)
+        return await self.rollouts_of.training(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs one coroutine to its end beside the background tasks. If one of those fails, its error is raised at once."""
@@ -178,7 +183,7 @@ class GeneratorExecutor:
         if not (due and self.held_out):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
-            result = await evaluate_sets(self.plan, self.rollout, self.held_out, self.tokenizer)
+            result = await evaluate_sets(self.plan, self.rollouts_of.held_out, self.held_out, self.tokenizer)
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:

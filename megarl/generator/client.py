@@ -21,6 +21,7 @@ from megarl.generator.completions import (
     completions_of,
     generation,
     load_parser,
+    score_in,
     scores_of,
     scoring,
 )
@@ -105,6 +106,11 @@ class EngineClient:
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Returns [L - 1] values for each sequence of L tokens: the log-probs of tokens 1 to L-1, each given those before it."""
         return scores_of(await self._post("/generate", scoring(sequences), self._user, self._request_s))
+
+    async def classify(self, token_ids: Sequence[int]) -> float:
+        """The score that a reward model gives the tokens. (`/generate` would end such an engine.) Raises EngineError, TimeoutError."""
+        answer = await self._post("/classify", {"input_ids": list(token_ids)}, self._user, self._request_s)
+        return score_in(self.url, answer)
 
     async def wait_ready(self, timeout_s: float, log: Path | None = None, failed: Callable[[], str | None] = lambda: None) -> None:
         """Returns once the engine takes requests.

@@ -202,6 +202,21 @@ def scores_of(answer: bytes) -> list[list[float]]:
     return [[_finite(value) for value, _, _ in each.meta_info.input_token_logprobs[1:]] for each in _decode_answers(answer)]
 
 
+class _Embedding(msgspec.Struct):
+    embedding: list[float | None]
+
+
+def score_in(engine: str, answer: bytes) -> float:
+    """Decodes a reward model's answer. Raises EngineError that names `engine`."""
+    try:
+        [score] = msgspec.json.decode(answer, type=_Embedding).embedding
+    except (msgspec.DecodeError, ValueError) as error:
+        raise EngineError(f"engine {engine} gave an unreadable score: {error}") from error
+    if score is None:  # JSON has no NaN: SGLang writes null
+        raise EngineError(f"engine {engine} gave the score null: NaN or infinite")
+    return score
+
+
 def _finite(logprob: float | None) -> float:
     if logprob is None:  # JSON has no NaN: SGLang writes null
         raise EngineError("an engine scored a token with a log-prob of null: NaN or infinite")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -67,7 +67,8 @@ class Fleet:
     at most so many tokens. `stops` end a response in addition to the engines' own checks.
 
     An `elastic` fleet goes on without an engine whose connection breaks (`lost`): its unfinished responses continue at other engines, from
-    the tokens that earlier requests returned. Such an engine may come back, with other weights; it serves again after `take_back`.
+    the tokens that earlier requests returned. Such an engine may come back, with other weights; it serves again after `take_back`. Those of
+    a `frozen` model have the weights that they were started with, and serve at once. `name` is that of the engines' processes.
     """
 
     def __init__(
@@ -77,13 +78,15 @@ class Fleet:
         chunk_tokens: int | None = None,
         elastic: bool = False,
         stops: StopStrings | None = None,
+        frozen: bool = False,
+        name: str = "engine",
     ):
         self.engines = list(engines)
         self.serving = set(range(len(self.engines)))
         self.returned: set[int] = set()  # they run, but lack the weights
         self.lost: dict[int, str] = {}  # the values say why
         self.intact: set[int] = set()  # lost engines to which nobody was writing at the time
-        self.elastic = elastic
+        self.elastic, self.frozen, self.name = elastic, frozen, name
         self.version: Version | None = None
         self._partial_rollout, self._chunk_tokens, self._stops = partial_rollout, chunk_tokens, stops
         self._load: Counter[int] = Counter()  # samples by engine
@@ -100,17 +103,32 @@ class Fleet:
         """
         drafts = [Draft() for _ in range(n)]
         while any(not draft.finish_reason for draft in drafts):
-            await self.pulse.until(lambda: bool(self.serving))
-            index = min(self.serving, key=lambda i: self._load[i])
-            self._load[index] += n
-            try:
+            async with self._least_loaded(n) as index:
                 while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
                     await self._continue(index, prompt_ids, sampling, unfinished)
-            except EngineUnreachable as error:
-                self.lose(error)
-            finally:
-                self._load[index] -= n
         return [draft.completion() for draft in drafts]
+
+    async def classify(self, token_ids: Sequence[int]) -> float:
+        """The score that a reward model gives the tokens. Raises EngineError, TimeoutError."""
+        while True:
+            async with self._least_loaded(1) as index:
+                score = await self.engines[index].classify(token_ids)
+                self._finished[index] += 1
+                return score
+
+    @contextlib.asynccontextmanager
+    async def _least_loaded(self, samples: int) -> AsyncIterator[int]:
+        """Waits for an engine, and counts the samples as its load. If its connection breaks in the body, it is lost, and the caller goes on
+        with another."""
+        await self.pulse.until(lambda: bool(self.serving))
+        index = min(self.serving, key=lambda i: self._load[i])
+        self._load[index] += samples
+        try:
+            yield index
+        except EngineUnreachable as error:
+            self.lose(error)
+        finally:
+            self._load[index] -= samples
 
     def describe(self, index: int) -> str:
         """A line for the display that says what an engine is doing."""
@@ -118,6 +136,8 @@ class Fleet:
             return f"lost: {self.lost[index]}"
         if index in self.returned:
             return "came back, waits for weights"
+        if self.frozen:
+            return f"serves; {self._load[index]} requests in flight, {self._finished[index]} finished"
         state = "stands still for weights" if self._held else f"serves weights version {self.version}"
         return f"{state}; {self._load[index]} samples in flight, {self._finished[index]} finished"
 
@@ -132,7 +152,7 @@ class Fleet:
             raise error
         index = next(i for i, engine in enumerate(self.engines) if engine.url == error.url)
         if index in self.serving | self.returned:
-            print(f"engine {index} is lost, {len(self.serving - {index})} are left: {error}", flush=True)
+            print(f"{self.name} {index} is lost, {len(self.serving - {index})} are left: {error}", flush=True)
         if index in self.serving and not self._held:
             self.intact.add(index)
         self.serving.discard(index)
@@ -144,7 +164,9 @@ class Fleet:
         """Called when a lost engine runs again, or still runs, without the current weights."""
         del self.lost[index]
         self.intact.discard(index)
-        self.returned.add(index)
+        if self.frozen:
+            print(f"{self.name} {index} serves again", flush=True)
+        (self.serving if self.frozen else self.returned).add(index)
         self.pulse.beat()
 
     def take_back(self, indices: Iterable[int], version: Version) -> None:

@@ -17,7 +17,8 @@ LOOK_UP_S = 0.5
 
 
 async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeout_s: float) -> None:
-    """Runs until its task is cancelled. Engine i logs to `logs`/engine.i.log; `restarted` says whether engines that die are restarted.
+    """Runs until its task is cancelled. Engine i logs to `logs`/<name of the fleet>.i.log; `restarted` says whether engines that die
+    are restarted.
 
     Raises EngineError, with the ends of their logs, when no engine is left and none comes back in time.
     """
@@ -31,14 +32,14 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if restarted else 0.0))
             for index in list(fleet.lost) if restarted else ():
                 engine = fleet.engines[index]
-                if await engine.fresh() or (index in fleet.intact and await engine.answers()):
+                if await engine.fresh() or ((fleet.frozen or index in fleet.intact) and await engine.answers()):
                     fleet.come_back(index)
             await asyncio.sleep(LOOK_UP_S)
 
 
 def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:
-    lines = [f"no engine is left, and none came back within {waited_s:.0f} s"]
+    lines = [f"no {fleet.name} is left, and none came back within {waited_s:.0f} s"]
     for index, reason in fleet.lost.items():
-        log = logs / f"engine.{index}.log"
-        lines += [f"engine {index}: {reason}; the end of {log}:", log_tail(log)]
+        log = logs / f"{fleet.name}.{index}.log"
+        lines += [f"{fleet.name} {index}: {reason}; the end of {log}:", log_tail(log)]
     return "\n".join(lines)

@@ -70,6 +70,8 @@ class EngineSettings:
     tokenizer: str | None = None  # needed if requests have stop strings
     seed: int = 0
     holds_weights: bool = True  # whether the folder does; if not, the engine starts with dummy weights, and serves after an update
+    frozen: bool = False  # whether the weights stay as they are: nobody can write to them
+    classifies: bool = False  # whether the model gives a score of its input, rather than text
     log_level: str = "warning"
 
 
@@ -114,7 +116,8 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),  # room for equal logits; beyond it SGLang fails the request
         **_spanning(settings),
         "log_level": settings.log_level,
-        "custom_weight_loader": [LOADER],
+        "custom_weight_loader": None if settings.frozen else [LOADER],
+        "is_embedding": settings.classifies or None,
         "weight_version": "-1",  # none of the run's versions; a restarted engine is recognised by it
         "disable_shared_experts_fusion": True,  # shared experts are written apart from routed ones
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out

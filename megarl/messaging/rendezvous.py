@@ -13,7 +13,14 @@ import msgspec
 from megarl.messaging.link import RunKey
 
 LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services have lower ports
+POLICY = "engine"  # names of the processes of the policy's engines begin with it
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    group_port: int  # where its parts on several nodes meet
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -24,9 +31,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     key_file: str  # the RunKey of every message between processes
     trainer_host: str  # trainer rank 0's, where torch.distributed meets
     trainer_port: int
-    engine_hosts: list[str]
-    engine_ports: list[int]
-    engine_group_ports: list[int]  # where parts of an engine on several nodes meet
+    engines: dict[str, list[EngineAddress]]  # by the names of their processes: those of the policy, then those of each role on engines
     engine_key: str  # generation
     engine_admin_key: str  # weight updates
     start_step: int
@@ -40,9 +45,8 @@ class Rendezvous(msgspec.Struct, frozen=True):
     def hub_address(self) -> str:
         return f"tcp://{self.hub_host}:{self.hub_port}"
 
-    @property
-    def engine_urls(self) -> list[str]:
-        return [f"http://{host}:{port}" for host, port in zip(self.engine_hosts, self.engine_ports)]
+    def engine_urls(self, name: str = POLICY) -> list[str]:
+        return [f"http://{engine.host}:{engine.port}" for engine in self.engines[name]]
 
     def save(self, launch_dir: Path) -> None:
         """Appears by a rename, whole, since launchers of other nodes wait for the file."""

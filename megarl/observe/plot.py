@@ -82,11 +82,12 @@ def _plot_reward(axes, rows: list[Row]) -> None:
 
 
 def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
-    """pass@1 of every held-out set, at the step of its weights: steps 0 to v - 1 have made version v."""
+    """pass@1 of every held-out set, or its mean reward, at the step of its weights: steps 0 to v - 1 have made version v."""
     points: dict[str, list[tuple[int, float]]] = {}
     for evaluation in evaluations:
-        for key, value in as_metrics(evaluation).items():
-            if key.endswith("pass@1"):
+        found = as_metrics(evaluation)
+        for key, value in found.items():
+            if key.endswith("pass@1") or (key.endswith("/reward/mean") and key.replace("reward/mean", "pass@1") not in found):
                 points.setdefault(key.removeprefix("eval/").replace("/", " "), []).append((evaluation["version"], value))
     for (name, found), colour in zip(points.items(), cycle(HELD_OUT_COLOURS)):
         axes.plot(*zip(*found), color=colour, linewidth=1.2, linestyle="--", marker="D", markersize=5, label=f"held-out {name}")

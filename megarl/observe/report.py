@@ -123,8 +123,8 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
     lines = []
     for name, last in sets(evaluations[-1]).items() if evaluations else ():
         first = sets(evaluations[0]).get(name, {})
-        for score in dict.fromkeys(["pass@1", [key for key in last if key.startswith("pass@")][-1], "reward/mean"]):
-            if score in last and (score != "reward/mean" or last[score] != last["pass@1"]):
+        for score in dict.fromkeys(["pass@1", *[key for key in last if key.startswith("pass@")][-1:], "reward/mean"]):
+            if score in last and (score != "reward/mean" or last[score] != last.get("pass@1")):
                 before = f"{first[score]:.3f}" if score in first else "not measured"
                 after = f"{last[score]:.3f}" if len(evaluations) > 1 else "not measured"
                 what = " ".join(("held-out", *name.split(), score.replace("reward/mean", "reward")))

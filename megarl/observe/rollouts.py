@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megarl.files import write_whole
 from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
+from megarl.rewards.failures import told
 from megarl.types import GroupSummary, GroupTexts, Ordinal, SampleSummary
 
 ORDINALS_FILE = "ordinals.jsonl"
@@ -47,14 +48,14 @@ def _quoted_turns(text: str, environment_spans: Sequence[tuple[int, int]]) -> st
 def format_sample(number: int, sample: SampleSummary, text: str, environment_spans: Sequence[tuple[int, int]] = ()) -> str:
     """Reward and why scoring failed, if it did; the oldest and newest weight version among the tokens; the text."""
     versions = f"versions {sample.min_version} to {sample.max_version}" if sample.policy_versions else "no version"
-    failed = f" (failed: {sample.failure.kind})" if sample.failure else ""
+    failed = f" (failed: {', '.join(map(told, sample.failures))})" if sample.failures else ""
     head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {sample.tokens} tokens"
     head += f", finish reason {sample.finish_reason}"
     if sample.environment_tokens:
         head += f", {sample.turns} turns, {sample.environment_tokens} tokens by the environment (behind >)"
     if sample.reward_parts:
         head += "".join(f", {escape(name)} {value:g}" for name, value in sample.reward_parts.items())
-    reason = _quoted(sample.failure.reason, "!") + "\n" if sample.failure else ""
+    reason = "".join(_quoted(failure.reason, "!") + "\n" for failure in sample.failures)
     return f"{head}\n{reason}{_quoted_turns(text, environment_spans)}\n"
 
 

@@ -17,6 +17,7 @@ from megarl.data.held_out import held_out
 from megarl.plan.megatron_settings import check_megatron_settings
 from megarl.plan.quantisation import check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
+from megarl.plan.roles import check_reward, check_roles
 from megarl.plan.server_args import check_server_args
 from megarl.plan.weights import check_warm_start
 from megarl.rewards import shaping
@@ -143,6 +144,8 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_dynamic_sampling,
     check_shaping,
     check_eval,
+    check_roles,
+    check_reward,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
 _TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_blackwell_blocks, check_resume)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from megarl.algorithms import recipes
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.keys import settings, value_at, yaml_text
+from megarl.config.roles import CRITIC, role_of
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.plan.model_paths import missing_folder
+from megarl.plan.roles import roles_of
 from megarl.plan.topologies import trainer_topology
 from megarl.reshard.layout import stage_of_layer
 from megarl.reshard.sizes import trainer_parameters
@@ -16,14 +18,18 @@ from megarl.reshard.sizes import trainer_parameters
 def find_critic(config: RunConfig, policy: ModelSpec) -> ModelSpec | None:
     """The shape of the checkpoint that the critic begins with, or the policy's where there is none; None if the algorithm has no critic.
     Raises ConfigError."""
-    path = config.critic.path
     if not recipes.has_critic(config.algorithm):
         return None
-    return policy if path is None or any(missing_folder("", path)) else _spec(path, config.model.family)
+    key, path = critic_path(config)
+    return policy if path is None or any(missing_folder("", path)) else load_spec(path, key, config.model.family)
 
 
-def _spec(path: str, own_family: str | None) -> ModelSpec:
-    return load_spec(path, "critic.path", own_family)
+def critic_path(config: RunConfig) -> tuple[str, str | None]:
+    """The key of the checkpoint that the critic begins with, and its value; None: the policy's weights."""
+    for name, role in roles_of(config).items():
+        if role_of(name, role) == CRITIC:
+            return f"roles.{name}.path", role.path
+    return f"roles.{CRITIC}.path", None
 
 
 def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> None:
@@ -35,15 +41,15 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
             what = f"{config.algorithm.name} has no critic; algorithm.name=ppo has one"
             raise ConfigError([f"{key}={yaml_text(value_at(config, key))}: {what}" for key in changed])
         return
-    path = config.critic.path
+    key, path = critic_path(config)
     if path is None:
         return
-    if problems := list(missing_folder("critic.path", path)):
+    if problems := list(missing_folder(key, path)):
         if command in (None, "sft", "reward-model"):
             return
         written = "; megarl reward-model writes it" if path == config.reward_model.output else ""
         raise ConfigError([problem + written for problem in problems])
-    critic, topology = _spec(path, config.model.family), trainer_topology(config.trainer)
+    critic, topology = load_spec(path, key, config.model.family), trainer_topology(config.trainer)
     if critic.vocab_size < policy.vocab_size:
         problems.append(f"its vocabulary of {critic.vocab_size} must have the policy's {policy.vocab_size} tokens")
     if critic.max_position_embeddings < policy.max_position_embeddings:
@@ -56,4 +62,4 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
         lambda: stage_of_layer(critic.num_layers, topology),
     )
     if problems:
-        raise ConfigError([f"critic.path={path}: {problem}" for problem in problems])
+        raise ConfigError([f"{key}={path}: {problem}" for problem in problems])

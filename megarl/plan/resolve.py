@@ -15,6 +15,7 @@ from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS,
 from megarl.plan.critic import check_critic, find_critic
 from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS, check_sizes
 from megarl.plan.model_paths import did_you_mean, missing_folder
+from megarl.plan.roles import ServedRole, find_served
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.topology import GeneratorTopology, TrainerTopology
@@ -34,6 +35,7 @@ class RunPlan:
     sequences_per_step: int  # prompts_per_step * n
     weights: Weights  # that the command begins with
     critic: ModelSpec | None = None  # of the checkpoint that the critic begins with, whose head may be another; None: there is no critic
+    served: tuple[ServedRole, ...] = ()  # the frozen models on engines of their own
 
     @property
     def weights_path(self) -> str:
@@ -65,7 +67,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
     problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
-    problems += problems_of(lambda: check_critic(config, spec, command))
+    problems += problems_of(lambda: check_critic(config, spec, command), lambda: find_served(config, command))
     if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
@@ -82,6 +84,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         sequences_per_step=config.rollout.prompts_per_step * config.rollout.n,
         weights=find_weights(config, command),
         critic=find_critic(config, spec),
+        served=find_served(config, command),
     )
 
 

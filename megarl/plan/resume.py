@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.keys import settings, value_at, yaml_text
+from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.plan.checkpoints import complete_checkpoints
@@ -20,10 +20,13 @@ FIXED_KEYS = (
     *(key for key in settings() if key.startswith("data.train.")),
     "data.shuffle",
     "algorithm.name",
-    "critic.path",
     "rollout.prompts_per_step",
     "rollout.n",
     "reward.name",
+    "reward.parts.NAME.name",
+    "reward.parts.NAME.weight",
+    "roles.NAME.role",
+    "roles.NAME.path",
     "seed",
 )
 
@@ -36,7 +39,7 @@ def check_resume(config: RunConfig) -> Iterable[str]:
         yield f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
         return
     for key, value in differences(before, config).items():
-        if key in FIXED_KEYS:
+        if general(key) in FIXED_KEYS:
             now = yaml_text(value_at(config, key))
             yield f"{key}={now}: the run in run_dir={config.run_dir} began with {yaml_text(value)}; keep that, or use another run_dir"
 
@@ -51,8 +54,9 @@ def changes(config: RunConfig) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
-    """The settings in `before` that have other values now, with their values before."""
-    return {key: value for key, value in before.items() if value != value_at(now, key)}
+    """The settings that have other values than in `before`, with their values before; None for those under names that are new."""
+    keys = dict.fromkeys((*before, *keys_of(now))) if before else ()
+    return {key: before.get(key) for key in keys if before.get(key) != value_at(now, key)}
 
 
 def _earlier(config: RunConfig) -> Mapping[str, Any]:
@@ -61,7 +65,7 @@ def _earlier(config: RunConfig) -> Mapping[str, Any]:
     if not written.is_file() or not complete_checkpoints(config.run_dir):
         return {}
     earlier = load_config(written)
-    return {key: value_at(earlier, key) for key in settings()}
+    return {key: value_at(earlier, key) for key in keys_of(earlier)}
 
 
 def _settings_before(config: RunConfig) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megarl.config.keys import yaml_text
@@ -63,7 +63,7 @@ REFUSED = {
     "cpu_offload_gb": "weights are written to where they lie, and it would move them",
     "offload_group_size": "weights are written to where they lie, and it would move them",
     "lora_paths": "the trainer does not score what an adapter adds",
-    "is_embedding": "engines must generate",
+    "is_embedding": "the launcher decides what engines answer",
     "disaggregation_mode": "each engine must prefill and decode",
     "delete_ckpt_after_loading": "it removes the weights that engines are started again with",
     "use_ray": "the launcher starts an engine's processes",
@@ -73,28 +73,48 @@ REFUSED = {
     "ssl_keyfile": _NO_KEYS,
     "ssl_certfile": _NO_KEYS,
 }
+# Nobody writes to the weights of a frozen model, so its engines may keep them as they like.
+FROZEN = ("tp", "tp_size", "ep_size", "max_total_tokens", "max_running_requests", "mem_fraction_static")
+REFUSED_FROZEN = ("is_embedding", "disaggregation_mode", "delete_ckpt_after_loading", "use_ray", "smg_grpc_mode", "grpc_mode", "grpc_port",
+                  "ssl_keyfile", "ssl_certfile")  # fmt: skip
 MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's store up before gate, in a tensor of the same shape; others repack the experts
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Refuses arguments that SGLang does not know; that other keys decide; that the run must decide itself, to stay closed to strangers and
-    to know mu; and with which SGLang would compute with other weights than those written, unseen by the audit."""
-    known = arguments() if config.generator.server_args else {}
-    for name, value in config.generator.server_args.items():
-        shown = f"generator.server_args.{name}={yaml_text(value)}"
-        if (reason := _decided_elsewhere(name, value, config.rollout.truncated)) is not None:
+    """Of the policy's engines and those of roles. Refuses arguments that SGLang does not know; that other keys decide; that the run must
+    decide itself, to stay closed to strangers and to know mu; and with which SGLang would compute with other weights than those written,
+    unseen by the audit."""
+    truncated = config.rollout.truncated
+    yield from _check("generator", config.generator.server_args, BY_KEY, lambda name, value: _refused(name, value, truncated))
+    for name, role in config.roles.items():
+        if role is not None:
+            key = f"roles.{name}"
+            by_key = {
+                argument: key + of_generator.removeprefix("generator") for argument, of_generator in BY_KEY.items() if argument in FROZEN
+            }
+            by_key |= {"model_path": f"{key}.path", "tokenizer_path": f"{key}.path", "dtype": f"{key}.dtype", "random_seed": "seed"}
+            yield from _check(
+                key, role.server_args, by_key, lambda name, _: f"must be left out; {REFUSED[name]}" if name in REFUSED_FROZEN else None
+            )
+
+
+def _check(section: str, given: Mapping[str, Any], by_key: Mapping[str, str], refused: Callable[[str, Any], str | None]) -> Iterable[str]:
+    known = arguments() if given else {}
+    for name, value in given.items():
+        shown = f"{section}.server_args.{name}={yaml_text(value)}"
+        if name in by_key:
+            yield f"{shown}: must be set by {by_key[name]}"
+        elif name in KEPT:
+            yield f"{shown}: must be left out; the launcher decides it"
+        elif (reason := refused(name, value)) is not None:
             yield f"{shown}: {reason}"
         elif known and name not in known:
-            yield f"{shown}: unknown to SGLang {version()}; {_meant(str(name), known)}"
+            yield f"{shown}: unknown to SGLang {version()}; {_meant(str(name), known, by_key)}"
         elif name in known:
             yield from (f"{shown}: {problem}" for problem in misfits(known[name], value))
 
 
-def _decided_elsewhere(name: str, value: Any, truncated: bool) -> str | None:
-    if name in BY_KEY:
-        return f"must be set by {BY_KEY[name]}"
-    if name in KEPT:
-        return "must be left out; the launcher decides it"
+def _refused(name: str, value: Any, truncated: bool) -> str | None:
     if name in REFUSED:
         return f"must be left out; {REFUSED[name]}"
     if name == "sampling_backend" and value == "ascend" and truncated:
@@ -104,11 +124,11 @@ def _decided_elsewhere(name: str, value: Any, truncated: bool) -> str | None:
     return None
 
 
-def _meant(name: str, known: Mapping[str, Argument]) -> str:
+def _meant(name: str, known: Mapping[str, Argument], by_key: Mapping[str, str]) -> str:
     """Suggests the name that was meant: flags are written with dashes, and some have several names."""
     plain = name.lstrip("-").replace("-", "_").lower()
     of_flag = mapping_of(known)
     near = plain if plain in of_flag else nearest(plain, of_flag)
     if near is None:
         return "python -m sglang.launch_server --help lists its arguments"
-    return f"did you mean {BY_KEY.get(of_flag[near], of_flag[near])}?"
+    return f"did you mean {by_key.get(of_flag[near], of_flag[near])}?"

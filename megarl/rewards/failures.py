@@ -6,44 +6,46 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megarl.config.schema import RewardConfig
-from megarl.types import Sample, SampleSummary
+from megarl.rewards.parts import Part, parts_of
+from megarl.types import Failure, Sample, SampleSummary
 
 METRICS = {"timeout": "reward/timeouts", "error": "reward/errors", "memory": "reward/out_of_memory", "exit": "reward/exits"}
 FAILED_FRACTION = "reward/failed_fraction"
-_EXAMPLE_CHARS = 200
 
 Scored = Sample | SampleSummary
 
 
-def excerpt(response: str) -> str:
-    """The beginning of a response, to be shown in an error."""
-    return response if len(response) <= _EXAMPLE_CHARS else response[:_EXAMPLE_CHARS] + "…"
-
-
 def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
-    """How many of the samples' scores failed, by kind, and which share of all that is."""
-    counts = _counts(samples)
-    by_kind: dict[str, float] = {key: counts[kind] for kind, key in METRICS.items()}
-    return {**by_kind, FAILED_FRACTION: counts.total() / len(samples)}
+    """How many of the samples' scores failed, by kind and by part of the reward, and which share of the samples that is."""
+    failures = [failure for sample in samples for failure in sample.failures]
+    kinds, parts = (Counter(getattr(failure, name) for failure in failures) for name in ("kind", "part"))
+    by_kind: dict[str, float] = {key: kinds[kind] for kind, key in METRICS.items()}
+    by_part = {f"reward/{part}/failed": count for part, count in parts.items() if part}
+    return {**by_kind, **by_part, FAILED_FRACTION: sum(bool(sample.failures) for sample in samples) / len(samples)}
 
 
-def too_many_failures(config: RewardConfig, samples: Sequence[Scored]) -> str | None:
-    """Why the run must stop, if more than `reward.max_failed_fraction` of the samples' scores failed: kinds, limit and an example."""
-    counts = _counts(samples)
-    if counts.total() <= config.max_failed_fraction * len(samples):
-        return None
-    share = f"of {len(samples)} samples {describe_failures([failure_metrics(samples)])}"
-    failure = next(sample.failure for sample in samples if sample.failure is not None)
-    limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
-    return f"reward.name={config.name}: {share}, {limit}; for example {failure.text!a}: {failure.reason}"
+def too_many_failures(config: RewardConfig, samples: Sequence[Scored], parts: Sequence[Part] | None = None) -> str | None:
+    """Why the run must stop, if more than `reward.max_failed_fraction` of the samples' scores, or of a part of these, failed: kinds, limit
+    and an example. `parts`: of the reward, if it is not that of training."""
+    for part in parts or parts_of(config):
+        failures = [failure for sample in samples for failure in sample.failures if failure.part == part.part]
+        if len(failures) > config.max_failed_fraction * len(samples):
+            share = f"of {len(samples)} samples {_described(Counter(METRICS[failure.kind] for failure in failures))}"
+            limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
+            return f"{part.setting}: {share}, {limit}; for example {failures[0].text!a}: {failures[0].reason}"
+    return None
 
 
 def describe_failures(rows: Sequence[Mapping[str, float]]) -> str:
     """The failures that rows of metrics count, in words; empty if there are none."""
-    counts = {key: sum(row.get(key, 0) for row in rows) for key in METRICS.values()}
-    told = ", ".join(f"{count:g} {key.partition('/')[2].replace('_', ' ')}" for key, count in counts.items() if count)
+    return _described({key: sum(row.get(key, 0) for row in rows) for key in METRICS.values()})
+
+
+def _described(counts: Mapping[str, float]) -> str:
+    told = ", ".join(f"{counts[key]:g} {key.partition('/')[2].replace('_', ' ')}" for key in METRICS.values() if counts.get(key))
     return f"{sum(counts.values()):g} scores failed: {told}" if told else ""
 
 
-def _counts(samples: Sequence[Scored]) -> Counter[str]:
-    return Counter(sample.failure.kind for sample in samples if sample.failure is not None)
+def told(failure: Failure) -> str:
+    """Its kind, and the part of the reward that it is of."""
+    return f"{failure.kind} of {failure.part}" if failure.part else failure.kind

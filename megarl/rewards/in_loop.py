@@ -8,11 +8,10 @@ from typing import Any
 
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
-from megarl.rewards.failures import excerpt
+from megarl.rewards.parts import Part, single
 from megarl.rewards.pool import mistake
 from megarl.rewards.score import Score, ScoreRequest, arguments_of, score_of
 from megarl.sandbox.mistakes import own_line
-from megarl.types import Failure
 
 
 class RewardInLoop:
@@ -21,28 +20,26 @@ class RewardInLoop:
     Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """
 
-    def __init__(self, config: RewardConfig, function: Callable[..., Awaitable[Any]], parameters: Sequence[str]):
-        self._config, self._function, self._parameters = config, function, parameters
+    def __init__(self, config: RewardConfig, function: Callable[..., Awaitable[Any]], parameters: Sequence[str], part: Part | None = None):
+        self._timeout_s, self._function, self._parameters = config.timeout_s, function, parameters
+        self._part = part or single(config)
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raises RunError if the function makes a mistake."""
         arguments = dict(zip(self._parameters, arguments_of(request, self._parameters)))
-        deadline = asyncio.timeout(self._config.timeout_s)
+        deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
                 found = await self._function(**arguments)
         except ValueError as error:
-            return self._failed(request, "error", str(error))
+            return self._part.failed("error", str(error), request)
         except TimeoutError as error:
             if deadline.expired():
-                return self._failed(request, "timeout", f"it took longer than {self._config.timeout_s:g} s")
-            raise RunError(mistake(self._config, own_line(error), request)) from error
+                return self._part.failed("timeout", f"it took longer than {self._timeout_s:g} s", request)
+            raise RunError(mistake(self._part, own_line(error), request)) from error
         except Exception as error:
-            raise RunError(mistake(self._config, own_line(error), request)) from error
+            raise RunError(mistake(self._part, own_line(error), request)) from error
         try:
             return score_of(found)
         except TypeError as error:
-            raise RunError(mistake(self._config, str(error), request)) from error
-
-    def _failed(self, request: ScoreRequest, kind: str, reason: str) -> Score:
-        return Score(self._config.failed_score, failure=Failure(kind, reason, excerpt(request.response)))
+            raise RunError(mistake(self._part, str(error), request)) from error

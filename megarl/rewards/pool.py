@@ -12,11 +12,10 @@ import msgspec
 
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
-from megarl.rewards.failures import excerpt
+from megarl.rewards.parts import Part, excerpt, single
 from megarl.rewards.score import Score, ScoreRequest, arguments_of
 from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
 from megarl.sandbox.pool import CallFailed, WorkerPool
-from megarl.types import Failure
 
 OF_VERIFIERS = ("response", "answer")
 
@@ -30,14 +29,23 @@ class RewardPool(WorkerPool):
     the function prints goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event loop.
     """
 
-    def __init__(self, config: RewardConfig, parameters: Sequence[str] = OF_VERIFIERS, log_folder: Path | None = None):
-        self._config, self._parameters = config, parameters
-        self._most_chars = MAX_TEXT_CHARS if config.name in VERIFIERS else math.inf
+    def __init__(
+        self,
+        config: RewardConfig,
+        parameters: Sequence[str] = OF_VERIFIERS,
+        log_folder: Path | None = None,
+        part: Part | None = None,
+    ):
+        """`part` of the reward, if `config.name` is not all of it."""
+        self._part, self._parameters = part or single(config), parameters
+        name = self._part.name
+        self._most_chars = MAX_TEXT_CHARS if name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
-        arguments = [config.name, ",".join(parameters)]
+        arguments = [name, ",".join(parameters)]
         limits = (config.workers, config.timeout_s, config.memory_mib)
-        own = config.name not in VERIFIERS  # the launcher has imported it, so here too it may read files and keys
-        super().__init__("reward", "megarl.rewards.worker", arguments, *limits, paths, log_folder, as_here=own)
+        own = name not in VERIFIERS  # the launcher has imported it, so here too it may read files and keys
+        logged = f"reward:{self._part.part}" if self._part.part else "reward"
+        super().__init__(logged, "megarl.rewards.worker", arguments, *limits, paths, log_folder, as_here=own)
 
     async def __aenter__(self) -> RewardPool:
         self.open()
@@ -53,13 +61,13 @@ class RewardPool(WorkerPool):
         try:
             reply = await self.call(*arguments_of(request, self._parameters))
         except CallFailed as error:
-            return Score(self._config.failed_score, failure=Failure(error.kind, str(error), excerpt(request.response)))
+            return self._part.failed(error.kind, str(error), request)
         if isinstance(reply, str):
-            raise RunError(mistake(self._config, reply, request))
+            raise RunError(mistake(self._part, reply, request))
         return msgspec.convert(reply, Score)
 
 
-def mistake(config: RewardConfig, told: str, request: ScoreRequest) -> str:
+def mistake(part: Part, told: str, request: ScoreRequest) -> str:
     """The error that ends the run after the user's function made a mistake over a response."""
     text = excerpt(request.response)
-    return f"reward.name={config.name}: {told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log"
+    return f"{part.setting}: {told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log"

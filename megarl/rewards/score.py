@@ -42,11 +42,11 @@ _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_f
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A response's reward. With a `failure`, `reward` is the substitute score."""
+    """A response's reward. With `failures`, it is a substitute score, or has some in it."""
 
     reward: float
     parts: dict[str, float] = {}
-    failure: Failure | None = None
+    failures: list[Failure] = []
 
 
 def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,6 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from megarl.config.named import is_async
-from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
@@ -22,12 +20,14 @@ from megarl.generator.stops import StopStrings
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
-from megarl.rewards.in_loop import RewardInLoop
-from megarl.rewards.pool import OF_VERIFIERS, RewardPool
-from megarl.rewards.score import Score, ScoreRequest
+from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
+from megarl.roles.opening import Scorer
 from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.tool_processes import ToolProcesses
-from megarl.types import Group, Prompt
+from megarl.rollouts.scoring import open_scoring
+from megarl.types import Group, Prompt, Sample
+
+Compare = Callable[[Prompt, list[Sample]], Awaitable[list[Sample]]]
 
 
 class Rollout(Protocol):
@@ -44,6 +44,7 @@ class CheckedRollout:
     timeout_s: float
     vocab_size: int
     replays_mask: bool = False  # whether samples need what their tokens were drawn from
+    compare: Compare | None = None  # adds to rewards what the samples of a prompt score against each other
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
@@ -52,6 +53,9 @@ class CheckedRollout:
         try:
             async with deadline:
                 samples = await self.rollout(self.context, prompt, sampling, n)
+                if self.compare is not None:
+                    self._check(samples, n, sampling, where)
+                    samples = await self.compare(prompt, samples)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -59,15 +63,18 @@ class CheckedRollout:
         except Exception as error:
             error.add_note(f"in {where}")
             raise
+        self._check(samples, n, sampling, where)
+        return Group(prompt=replace(prompt, row={}), samples=samples)
+
+    def _check(self, samples: list[Sample], n: int, sampling: Sampling, where: str) -> None:
         if problems := base.sample_problems(samples, n, sampling.max_tokens, self.vocab_size, self.replays_mask and sampling.truncated):
             raise RuntimeError(f"{where}: {'; '.join(problems)}")
-        return Group(prompt=replace(prompt, row={}), samples=samples)
 
 
 async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> Fleet:
     """Opens clients of all engines, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose engines."""
     config = plan.config
-    urls = rendezvous.engine_urls
+    urls = rendezvous.engine_urls()
     keys = rendezvous.engine_key, rendezvous.engine_admin_key
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
     kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
@@ -81,27 +88,36 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     return fleet
 
 
-async def open_rollout(plan: RunPlan, fleet: Fleet, tokenizer: Tokenizer, resources: AsyncExitStack) -> Rollout:
-    """The rollout of a run, with its reward workers and tool processes, which `resources` ends."""
+@dataclass(frozen=True)
+class Rollouts:
+    """Those of a run, which are scored by `reward`, and those of held-out prompts, which may be scored otherwise (eval.reward)."""
+
+    training: Rollout
+    held_out: Rollout
+
+
+async def open_rollouts(
+    plan: RunPlan, fleet: Fleet, scorers: Mapping[str, Scorer], tokenizer: Tokenizer, resources: AsyncExitStack, *, training: bool = True
+) -> Rollouts:
+    """The rollouts of a run, with their reward workers and tool processes, which `resources` ends. `scorers`: of the roles on engines.
+    Without `training`, those of held-out prompts alone are wanted."""
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
     logs = Path(config.run_dir) / "logs"
-    score = await _open_reward(config, resources, logs)
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
-    context = base.RolloutContext(tokenizer, fleet.generate, score, tools.run, config.rollout.tool_timeout_s)
-    limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
-    return CheckedRollout(config.rollout.name, rollout, context, *limits)
 
+    async def scored_by(parts: Sequence[Part], logs: Path) -> Rollout:
+        scoring = await open_scoring(config, parts, scorers, resources, logs)
+        context = base.RolloutContext(tokenizer, fleet.generate, scoring.one, tools.run, config.rollout.tool_timeout_s)
+        limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
+        return CheckedRollout(config.rollout.name, rollout, context, *limits, scoring.compare if scoring.comparing else None)
 
-async def _open_reward(config: RunConfig, resources: AsyncExitStack, logs: Path) -> Callable[[ScoreRequest], Awaitable[Score]]:
-    """The run's verifier or reward function."""
-    own = loading.load_reward(config)
-    if own is not None and is_async(own.function):
-        return RewardInLoop(config.reward, *own).score
-    logs.mkdir(parents=True, exist_ok=True)
-    pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs)
-    return (await resources.enter_async_context(pool)).score
+    same = config.eval.reward is None
+    trained = await scored_by(parts_of(config.reward), logs) if training or same else None
+    held_out = trained if same else await scored_by(parts_in_evaluation(config), logs / "eval")
+    assert held_out is not None
+    return Rollouts(trained or held_out, held_out)
 
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:

@@ -1,7 +1,8 @@
-"""What test_run_rewards.py, test_run_dynamic_sampling.py and test_rewards_pool.py score responses with, in worker processes."""
+"""What tests of runs and test_rewards_pool.py score responses with, in worker processes."""
 
 from __future__ import annotations
 
+import json
 import zlib
 from typing import Any
 
@@ -33,3 +34,9 @@ def by_chance(response: str, prompt: str) -> float:
 
 def constant(response: str) -> float:
     return 0.5
+
+
+def told(response: str, prompt: str, sample_index: int, prompt_token_ids: list[int], token_ids: list[int]) -> float:
+    """Tells all that it is given."""
+    print(json.dumps([prompt, sample_index, response, prompt_token_ids, token_ids]), flush=True)
+    return float(len(token_ids) % 2)

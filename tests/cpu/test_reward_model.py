@@ -77,7 +77,7 @@ def plain_loop(model: Any, seed: int) -> dict[str, Any]:
 def assert_served_alike(folder: Path, model: Any, log: Path) -> None:
     """SGLang gives the scores that Hugging Face gives."""
     sequences = [[1, *range(5, 5 + length), 2] for length in (1, 6, 13)]
-    with contextlib.contextmanager(start_engine)(folder, "float32", 1, log, is_embedding=True) as engine:
+    with contextlib.contextmanager(start_engine)(folder, "float32", 1, log, classifies=True) as engine:
 
         def scored(ids: list[int]) -> list[float]:
             return requests.post(f"{engine.url}/encode", json={"input_ids": ids}, headers=authorised, timeout=60).json()["embedding"]

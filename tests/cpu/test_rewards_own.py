@@ -86,7 +86,7 @@ def test_failures_say_what_they_are(graders: Path):
                 ("exit", "exit", "it brought its process down (exit status 3)"),
                 ("quit", "exit", "it brought its process down (exit status 1)"),
             ]:
-                assert await pool.score(ScoreRequest(text, "a")) == Score(-1.0, failure=Failure(kind, reason, text))
+                assert await pool.score(ScoreRequest(text, "a")) == Score(-1.0, failures=[Failure(kind, reason, text)])
             assert await pool.rate("aa", "a") == 1.0
 
     run(test)
@@ -122,7 +122,7 @@ def test_mistakes_are_told_by_the_users_own_line(graders: Path, kind: str):
                 assert str(error.value).startswith("reward.name=graders:letters: ") and mistake in str(error.value)
                 assert f"It was given the response '{text}'" in str(error.value)
             assert (await judge.score(ScoreRequest("aa", "a"))).reward == 1.0
-            assert (await judge.score(ScoreRequest("bad", "a"))).failure.kind == "error"
+            assert (await judge.score(ScoreRequest("bad", "a"))).failures[0].kind == "error"
 
     run(test)
 
@@ -159,7 +159,7 @@ def test_an_async_function_judges_all_at_once():
     async def test() -> None:
         verifier = RewardInLoop(RewardConfig(name="x:judge", timeout_s=2.0), judge, ["response"])
         scores = await asyncio.gather(*(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99]))
-        assert scores == [Score(0.0, failure=Failure("timeout", "it took longer than 2 s", "late")), *[Score(1.0)] * 99]
+        assert scores == [Score(0.0, failures=[Failure("timeout", "it took longer than 2 s", "late")]), *[Score(1.0)] * 99]
 
     run(test)
 

@@ -20,7 +20,7 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
     model, run_dir, log = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log"
     settings = [
         "configs/examples/ppo.yaml", f"model.path={model}", "model.random_init=false", f"run_dir={run_dir}", *OVERRIDES,
-        "critic.path=${reward_model.output}", "critic.warmup_steps=2", "rollout.n=2", "max_steps=8",
+        "roles.critic.path=${reward_model.output}", "critic.warmup_steps=2", "rollout.n=2", "max_steps=8",
         "algorithm.kl=reward", "algorithm.kl_coef=0.05", "reward_model.steps=2", "reward_model.batch_size=4",
         "reward_model.data.source=synthetic:chain",
     ]  # fmt: skip
@@ -35,7 +35,7 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
     assert (checkpoint / "critic/index.msgpack").exists()
     again = run(["train", *settings])
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"Critic: critic.path={run_dir}/reward_model/hf, a reward model, 2 steps before the policy\n" in log.read_text()
+    assert f"Critic: roles.critic.path={run_dir}/reward_model/hf, a reward model, 2 steps before the policy\n" in log.read_text()
     assert f"Weights: the checkpoint {checkpoint}" in again.stdout
     table = rows(run_dir)
     assert [row["step"] for row in table] == list(range(8))

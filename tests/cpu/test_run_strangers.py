@@ -99,7 +99,7 @@ def handshakes_of(run_dir: Path) -> set[int]:
     """Where SGLang tells an engine's other nodes its ports (DP_ATTENTION_HANDSHAKE_PORT_DELTA). With none it closes that at once; processes
     forked before go on listening there, and take nothing in."""
     [path] = (run_dir / ".launch" / "train").glob("local/rendezvous.json")
-    return {port + 13 for port in json.loads(path.read_text())["engine_ports"]}
+    return {port + 13 for port in [engine["port"] for engine in json.loads(path.read_text())["engines"]["engine"]]}
 
 
 def files_of(run_dir: Path, scratch: Path, processes: list[psutil.Process]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import MISSING
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.registry import RULES
@@ -21,7 +22,7 @@ def test_the_committed_reference_is_up_to_date() -> None:
 @pytest.mark.parametrize("setting", settings().values(), ids=lambda setting: setting.key)
 def test_every_key_has_a_meaning_and_an_allowed_default(setting: Setting) -> None:
     assert setting.meaning
-    if setting.limit is not None and setting.default is not None:
+    if setting.limit is not None and setting.default not in (None, MISSING):
         assert setting.limit.accepts(setting.default)
 
 

@@ -130,7 +130,9 @@ def test_what_is_no_dataset(tmp_path: Path):
     assert problems("nowhere/rows.json") == ["data.train.source=nowhere/rows.json: a file must end in .jsonl or .parquet"]
     assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
     assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}, or be chat"]
-    assert problems("synthetic:chian") == ["data.train.source=synthetic:chian: no such task; there is synthetic:chain, synthetic:product"]
+    assert problems("synthetic:chian") == [
+        "data.train.source=synthetic:chian: no such task; there is synthetic:chain, synthetic:judged_chain, synthetic:product"
+    ]
     assert problems("synthetic:chain", split="test") == ["data.train.split=test: synthetic:chain has train and eval"]
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
     assert problems(f"{tmp_path}/latin.jsonl") == [f"{tmp_path}/latin.jsonl, line 1: not UTF-8 at byte 14"]

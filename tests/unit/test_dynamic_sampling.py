@@ -31,7 +31,7 @@ def config(dynamic: bool = True, **reward: Any) -> RunConfig:
 
 
 def sample(reward: float, tokens: int = 1, finish: str = "stop", failure: Failure | None = None) -> Sample:
-    return Sample([3] * tokens, [-0.1] * tokens, [0] * tokens, f"{reward:g}", reward, finish, failure=failure)
+    return Sample([3] * tokens, [-0.1] * tokens, [0] * tokens, f"{reward:g}", reward, finish, failures=[failure] if failure else [])
 
 
 def group(ordinal: int, *samples: Sample) -> Group:

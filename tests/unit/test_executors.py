@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema import RewardConfig
+from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet
 from megarl.executors.evaluate import answer_all, pass_at, scores
 from megarl.generator.completions import Sampling
@@ -26,7 +26,7 @@ class FakeTokenizer:
 
 
 def evaluated(rollout: Rollout, held_out: HeldOutSet) -> dict[str, float]:
-    return asyncio.run(answer_all(rollout, held_out, FakeTokenizer(), at_once=8, reward=RewardConfig()))
+    return asyncio.run(answer_all(rollout, held_out, FakeTokenizer(), at_once=8, config=RunConfig()))
 
 
 def test_an_evaluation_asks_for_no_more_at_once_than_engines_have_places():

@@ -22,6 +22,7 @@ from megarl.models.registry import family, load_spec
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
+from megarl.rewards.parts import single
 from megarl.rewards.score import Score, ScoreRequest, parameters_of, score_of
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.loading import find_rollout, load_reward
@@ -55,7 +56,7 @@ def test_the_page_has_one_short_file_for_each():
 
 
 def test_the_reward():
-    own = load_reward(RunConfig(reward=RewardConfig(name="my_reward:ends_well")))
+    own = load_reward(single(RewardConfig(name="my_reward:ends_well")))
     assert own is not None and own.parameters == ["response", "answer", "truncated"]
     from my_reward import ends_well
 

@@ -40,6 +40,7 @@ TIERS = {
     "data": 3,
     "plan": 4,
     "observe": 5,
+    "roles": 5,
     "rollouts": 5,
     "trainer": 5,
     "weight_sync": 5,

@@ -7,29 +7,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
-from megarl.launch.placement import EnginePart, place, slots_per_node
+from megarl.launch.placement import EngineFleet, EnginePart, place, slots_per_node
 
 
 def test_one_node_holds_all_trainer_first():
-    (node,) = place(trainer_ranks=4, engines=4, tp=1, nodes=1, slots=8)
+    (node,) = place(trainer_ranks=4, fleets=[EngineFleet(4, 1)], nodes=1, slots=8)
     assert list(node.trainer_ranks) == [0, 1, 2, 3]
     assert [part.first_slot for part in node.engines] == [4, 5, 6, 7]
     assert node.serves == (0, 1, 2, 3)
 
 
 def test_the_405b_run_fills_its_nodes_exactly():
-    placed = place(trainer_ranks=512, engines=64, tp=8, nodes=128, slots=8)
+    placed = place(trainer_ranks=512, fleets=[EngineFleet(64, 8)], nodes=128, slots=8)
     assert [len(node.trainer_ranks) for node in placed] == [8] * 64 + [0] * 64
     assert [node.serves for node in placed[64:]] == [(engine,) for engine in range(64)]
 
 
 def test_an_engine_is_not_cut_by_a_node_boundary():
-    placed = place(trainer_ranks=6, engines=3, tp=4, nodes=3, slots=8)
+    placed = place(trainer_ranks=6, fleets=[EngineFleet(3, 4)], nodes=3, slots=8)
     assert [node.serves for node in placed] == [(), (0, 1), (2,)]
 
 
 def test_an_engine_larger_than_a_node_takes_whole_nodes():
-    placed = place(trainer_ranks=3, engines=1, tp=16, nodes=3, slots=8)
+    placed = place(trainer_ranks=3, fleets=[EngineFleet(1, 16)], nodes=3, slots=8)
     assert placed[1].engines == (EnginePart(engine=0, part=0, parts=2, ranks=8, first_slot=0),)
     assert placed[2].engines == (EnginePart(engine=0, part=1, parts=2, ranks=8, first_slot=0),)
     assert (placed[1].serves, placed[2].serves) == ((0,), ())
@@ -37,9 +37,9 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes():
 
 def test_too_few_nodes_and_odd_engines_are_refused():
     with pytest.raises(ConfigError, match="need 3 nodes of 8 slots; the allocation has 2"):
-        place(trainer_ranks=16, engines=1, tp=1, nodes=2, slots=8)
+        place(trainer_ranks=16, fleets=[EngineFleet(1, 1)], nodes=2, slots=8)
     with pytest.raises(ConfigError, match="generator.tp=12"):
-        place(trainer_ranks=0, engines=1, tp=12, nodes=2, slots=8)
+        place(trainer_ranks=0, fleets=[EngineFleet(1, 12)], nodes=2, slots=8)
 
 
 @given(
@@ -49,7 +49,7 @@ def test_too_few_nodes_and_odd_engines_are_refused():
     slots=st.sampled_from([1, 2, 4, 8]),
 )
 def test_every_rank_has_a_slot_of_its_own(trainer, engines, tp, slots):
-    placed = place(trainer, engines, tp, nodes=trainer + engines * tp * 2 + 1, slots=slots)
+    placed = place(trainer, [EngineFleet(engines, tp)], nodes=trainer + engines * tp * 2 + 1, slots=slots)
     used = [(node.node, slot) for node in placed for slot in range(len(node.trainer_ranks))]
     used += [(node.node, part.first_slot + i) for node in placed for part in node.engines for i in range(part.ranks)]
     assert len(used) == len(set(used)) == trainer + engines * tp

@@ -24,7 +24,7 @@ def critic(folder: Path, **changes: object) -> str:
     folder.mkdir()
     scores = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     (folder / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text()) | scores | changes))
-    return f"critic.path={folder}"
+    return f"roles.critic.path={folder}"
 
 
 def test_it_begins_with_the_policys_weights_or_its_own(tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
         f"{path}: trainer.tp=4: must divide the model's 30 attention heads and 30 key-value heads",
         f"{path}: trainer.pp=2: must divide the model's 3 layers",
     ]
-    (problem,) = problems_of(tmp_path, PPO, f"critic.path={tmp_path}/critc", command="plan")
-    assert problem == f"critic.path={tmp_path}/critc: no such folder; did you mean {tmp_path}/critic?"
+    (problem,) = problems_of(tmp_path, PPO, f"roles.critic.path={tmp_path}/critc", command="plan")
+    assert problem == f"roles.critic.path={tmp_path}/critc: no such folder; did you mean {tmp_path}/critic?"
 
 
 def test_other_algorithms_have_none(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_other_algorithms_have_none(tmp_path: Path) -> None:
 
 
 def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(tmp_path: Path) -> None:
-    later = [with_weights(tmp_path / "model"), PPO, "critic.path=${reward_model.output}", "sft.steps=1"]
+    later = [with_weights(tmp_path / "model"), PPO, "roles.critic.path=${reward_model.output}", "sft.steps=1"]
     assert resolve(config(tmp_path, *later), "sft")
     (problem,) = problems_of(tmp_path, *later, command="train")
-    assert problem == f"critic.path={tmp_path}/run/reward_model/hf: no such folder; megarl reward-model writes it"
+    assert problem == f"roles.critic.path={tmp_path}/run/reward_model/hf: no such folder; megarl reward-model writes it"
 
 
 def test_planning_counts_it() -> None:

@@ -21,8 +21,8 @@ from megarl.types import Failure, Sample
 
 
 def sample(kind: str = "", reason: str = "") -> Sample:
-    failure = Failure(kind, reason, "x\u202ey") if kind else None
-    return Sample([1], [-0.5], [3], "x\u202ey", 0.0, "stop", failure=failure, reward_parts={} if kind else {"form\u202eat": 0.5})
+    failures = [Failure(kind, reason, "x\u202ey")] if kind else []
+    return Sample([1], [-0.5], [3], "x\u202ey", 0.0, "stop", failures=failures, reward_parts={} if kind else {"form\u202eat": 0.5})
 
 
 def test_too_many_failures_are_told_by_kind_share_and_example():

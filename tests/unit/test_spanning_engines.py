@@ -14,7 +14,7 @@ from megarl.launch.dry_run import render_launch
 from megarl.launch.launcher import Job, placement
 from megarl.launch.meeting import NodeReport
 from megarl.launch.start import NodePart
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import EngineAddress, Rendezvous
 from megarl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +26,9 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
     plan = resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan")
     placed = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 68, 8)
     rendezvous = Rendezvous(
-        hub_host="h64", hub_port=1, key_file="KEY", trainer_host="h0", trainer_port=2, engine_hosts=["h64", "h66"],
-        engine_ports=[3, 4], engine_group_ports=[5, 6], engine_key="", engine_admin_key="", start_step=0, checkpoint="",
+        hub_host="h64", hub_port=1, key_file="KEY", trainer_host="h0", trainer_port=2,
+        engines={"engine": [EngineAddress("h64", 3, 5), EngineAddress("h66", 4, 6)]},
+        engine_key="", engine_admin_key="", start_step=0, checkpoint="",
     )  # fmt: skip
     started = {}
     for node in placed[64:]:
@@ -54,7 +55,7 @@ def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(m
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
     plan = resolve(load_config("configs/8b_aipo.yaml", [f"weights.transport={transport}"]), "plan")
     [node] = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 1, 8)
-    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, ["h"] * 4, [3] * 4, [4] * 4, "", "", 0, "")
+    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3, 4)] * 4}, "", "", 0, "")
     report = NodeReport(0, "", "h", gpus=8, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
     part = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False)
     specs = part.engines(device="cuda") + part.trainers("trainer")
@@ -75,7 +76,7 @@ def test_engines_on_the_cores_of_one_node_do_not_share_them(monkeypatch):
     plan = resolve(load_config("configs/quickstart.yaml", ["generator.engines=3", "generator.tp=1"]), "plan")
     job = Job("train", Path("logs"), "trainer", "generator")
     [node] = placement(plan, job, 1, 0)
-    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, ["h"] * 3, [3, 4, 5], [6, 7, 8], "", "", 0, "")
+    rendezvous = Rendezvous("h", 1, "KEY", "h", 2, {"engine": [EngineAddress("h", 3 + i, 6 + i) for i in range(3)]}, "", "", 0, "")
     report = NodeReport(0, "", "h", gpus=0, ports={part.name: 3 for part in node.engines}, versions={}, problems=[])
     specs = NodePart(plan, node, report, rendezvous, Path("launch"), interface=None, scratch=Path("tmp"), alone=False).engines(device="cpu")
     assert [spec.env["SGLANG_CPU_OMP_THREADS_BIND"] for spec in specs] == ["3", "2", "1"]

@@ -1,1 +1,3 @@
-from sglang.srt.models.llama import EntryClass  # noqa: F401  the name SGLang's registry looks for
+from sglang.srt.models import llama, llama_reward
+
+EntryClass = [*llama.EntryClass, *llama_reward.EntryClass]

@@ -1,1 +1,13 @@
-from sglang.srt.models.qwen2 import EntryClass  # noqa: F401  the name SGLang's registry looks for
+import torch
+from sglang.srt.models import qwen2, qwen2_classification, qwen2_rm
+
+
+class Qwen2ForSequenceClassification(qwen2_classification.Qwen2ForSequenceClassification):
+    """SGLang's adds a bias to the scores, of random numbers, since checkpoints have none."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.score = torch.nn.Linear(self.config.hidden_size, self.config.num_labels, bias=False)
+
+
+EntryClass = [qwen2.Qwen2ForCausalLM, Qwen2ForSequenceClassification, *qwen2_rm.EntryClass]

@@ -1,1 +1,13 @@
-from sglang.srt.models.qwen3 import EntryClass  # noqa: F401  the name SGLang's registry looks for
+import torch
+from sglang.srt.models import qwen3, qwen3_classification
+
+
+class Qwen3ForSequenceClassification(qwen3_classification.Qwen3ForSequenceClassification):
+    """SGLang's adds a bias to the scores, of random numbers, since checkpoints have none."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.score = torch.nn.Linear(self.config.hidden_size, self.config.num_labels, bias=False)
+
+
+EntryClass = [qwen3.Qwen3ForCausalLM, Qwen3ForSequenceClassification]

@@ -1,4 +1,4 @@
-"""Loads the rollout that `rollout.name` and `rollout.args` name, and the user's own reward function that `reward.name` names."""
+"""Loads the rollout that `rollout.name` and `rollout.args` name, and the user's own reward functions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megarl.config.errors import ConfigError, problems_of
 from megarl.config.named import find_callable
 from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 from megarl.rewards.score import parameters_of
 from megarl.rollouts.environments.base import Rollout
 from megarl.rollouts.environments.functions import check_arguments
@@ -49,23 +50,23 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
     return lambda tokenizer: bound
 
 
-def load_reward(config: RunConfig) -> OwnReward | None:
-    """The user's own reward function; None if `reward.name` is a built-in verifier. Raises: ConfigError."""
-    if ":" not in config.reward.name:
+def load_reward(part: Part) -> OwnReward | None:
+    """The user's own function of that part of the reward; None if something else scores it. Raises: ConfigError."""
+    if ":" not in part.name:
         return None
-    setting = f"reward.name={config.reward.name}"
-    function = find_callable(config.reward.name, setting)
+    function = find_callable(part.name, part.setting)
     if inspect.isclass(function):
-        raise ConfigError(f"{setting}: must be a function; see docs/own_run.md")
-    return OwnReward(function, parameters_of(function, setting))
+        raise ConfigError(f"{part.setting}: must be a function; see docs/own_run.md")
+    return OwnReward(function, parameters_of(function, part.setting))
 
 
 def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
-    """Checks the rollout, and the user's own reward function if there is one. Raises: ConfigError with all problems of both.
+    """Checks the rollout, and the user's own reward functions. Raises: ConfigError with all problems of both.
 
     With `at_hand` the tokenizer may be missing on this machine; a rollout that is a class is then found, but not constructed.
     """
     without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
     rollout = functools.partial(find_rollout, config) if without else lambda: load_rollout(config, load_tokenizer(config.model))
-    if problems := problems_of(rollout, lambda: load_reward(config)):
+    rewards = [functools.partial(load_reward, part) for part in (*parts_of(config.reward), *parts_in_evaluation(config))]
+    if problems := problems_of(rollout, *rewards):
         raise ConfigError(problems)

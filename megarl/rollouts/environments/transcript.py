@@ -97,7 +97,7 @@ class Transcript:
             metrics=metrics,
             routing=self._routing,
             reward_parts=score.parts,
-            failure=score.failure,
+            failures=score.failures,
             kept=self._kept,
         )
 

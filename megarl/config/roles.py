@@ -1,0 +1,79 @@
+"""The schema's section on the models that take part in a run beside the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from megarl.config.limits import at_least, between, one_of, seconds, setting
+
+CRITIC, REWARD_MODEL, JUDGE = "critic", "reward_model", "judge"
+TRAINER, ENGINES = "trainer", "engines"
+PLACES = {CRITIC: (TRAINER,), REWARD_MODEL: (ENGINES,), JUDGE: (ENGINES,)}  # role → where it may be, the usual place first
+POINTWISE, PAIRWISE = "pointwise", "pairwise"
+CHAT = "chat"  # template of a reward model: the chat template of its tokenizer
+
+
+@dataclass
+class RoleConfig:
+    """Which keys belong to which role is said in docs/rewards.md."""
+
+    role: str | None = setting(None, "what the model does; null: NAME itself", one_of(*PLACES))
+    path: str = setting(MISSING, "HF checkpoint: local folder or hub name. A critic may begin with a reward model or a causal model")
+    on: str | None = setting(
+        None,
+        "where the model is. trainer: on the trainer's ranks (critic); engines: on SGLang engines of its own, frozen (reward_model, "
+        "judge); null: where it may be",
+        one_of(TRAINER, ENGINES),
+    )
+    engines: int = setting(1, "SGLang servers", at_least(1))
+    tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
+    ep: int = setting(1, "expert parallel size of an engine", at_least(1))
+    dtype: str | None = setting(None, "dtype that engines compute in; null: model.dtype", one_of("float32", "bfloat16"))
+    max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
+    kv_cache_tokens: int | None = setting(None, "size of an engine's KV cache; null: SGLang decides from free memory", at_least(1))
+    mem_fraction: float = setting(0.85, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
+    server_args: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
+    )
+    timeout_s: float = setting(120.0, "time limit of one request; beyond it the score counts as failed", seconds())
+    template: str | None = setting(
+        None,
+        "what the model reads. reward_model: a text with {prompt} and {response}, or chat: its own chat template; null: the policy's "
+        "tokens. judge: a text with {prompt}, {response} and, if wanted, {answer}; to compare pairs, {response_a} and {response_b}",
+    )
+    chat: bool = setting(True, "judge: the text is a user's message in the model's chat template; false: it is the whole input")
+    mode: str = setting(
+        POINTWISE,
+        "judge. pointwise: each response by itself; pairwise: the responses to a prompt against each other, each pair in both orders; the "
+        "score is the share of wins",
+        one_of(POINTWISE, PAIRWISE),
+    )
+    verdict: str | None = setting(
+        None, "judge: a regular expression with one group, which is the verdict; the last place in the judge's answer counts"
+    )
+    verdict_scores: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"meaning": "judge: the score of each verdict, such as {A: 1, B: 0, C: 0.5}; if empty, the verdict is a number"},
+    )
+    verdict_range: tuple[float, float] = setting(
+        (0.0, 1.0), "judge: the lowest and highest number that a verdict may be, which score 0 and 1; other numbers count as failed"
+    )
+    temperature: float = setting(0.0, "judge: sampling temperature; 0: greedy", at_least(0))
+    max_tokens: int = setting(512, "judge: longest answer in tokens", at_least(1))
+    opponents: int | None = setting(
+        None,
+        "judge, pairwise: each response is compared with so many that follow it among its prompt's, in a circle; null: with all others",
+        at_least(1),
+    )
+
+
+def role_of(name: str, settings: RoleConfig) -> str:
+    return settings.role or name
+
+
+def place_of(name: str, settings: RoleConfig) -> str:
+    """Where the model is: "trainer" or "engines"."""
+    return settings.on or PLACES[role_of(name, settings)][0]

@@ -1,0 +1,118 @@
+"""Scores by a judge on engines: a model that reads responses and writes a verdict.
+
+Its input quotes hostile text, and its output depends on that; so the last verdict in its answer counts, numbers out of range and words that
+are no verdict are failures, and lengths are limited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from statistics import fmean
+
+from megarl.config.roles import PAIRWISE, RoleConfig
+from megarl.data.tokenizer import Tokenizer, tokenizer_of
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.fleet import Fleet
+from megarl.plan.roles import ServedRole, pairs
+from megarl.rewards.parts import Part
+from megarl.rewards.score import Score, ScoreRequest
+from megarl.roles.text import Template, chat_text
+
+UNDECIDED = "undecided"  # the part of a pairwise score that tells which share of its comparisons had no verdict
+_SHOWN_CHARS = 200
+
+
+class NoVerdict(Exception):
+    """Why the judge gave none. `kind`: as of types.Failure."""
+
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Judge:
+    """A request to an engine that is lost goes to another, or waits until one is back."""
+
+    def __init__(self, role: ServedRole, fleet: Fleet):
+        """Raises ConfigError."""
+        settings = role.settings
+        self._key, self._settings, self._fleet = f"roles.{role.name}", settings, fleet
+        self._room = min(role.spec.max_position_embeddings, settings.kv_cache_tokens or role.spec.max_position_embeddings)
+        self._room -= settings.max_tokens
+        self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
+        self._tokenizer, self._template = questions(role)
+        self._sampling = Sampling(settings.max_tokens, settings.temperature, stop_token_ids=self._tokenizer.eos_ids)
+
+    async def score(self, part: Part, request: ScoreRequest) -> Score:
+        """A response's score by itself."""
+        try:
+            return Score(await self._ask(prompt=request.prompt, response=request.response, answer=request.answer))
+        except NoVerdict as error:
+            return part.failed(error.kind, str(error), request)
+
+    async def compare(self, part: Part, prompt: str, answer: str, responses: Sequence[str]) -> list[Score]:
+        """The scores of a prompt's responses: which share of its comparisons each has won. Comparisons without a verdict do not count; a
+        response all of whose comparisons have none has failed."""
+        games = [game for pair in pairs(len(responses), self._settings.opponents) for game in (pair, pair[::-1])]
+
+        async def play(first: int, second: int) -> float | NoVerdict:
+            try:
+                return await self._ask(prompt=prompt, answer=answer, response_a=responses[first], response_b=responses[second])
+            except NoVerdict as error:
+                return error
+
+        results = await asyncio.gather(*(play(*game) for game in games))
+        scores = []
+        for index, response in enumerate(responses):
+            own = [(game, result) for game, result in zip(games, results, strict=True) if index in game]
+            won = [result if game[0] == index else 1 - result for game, result in own if not isinstance(result, NoVerdict)]
+            lost = [result for _, result in own if isinstance(result, NoVerdict)]
+            score = Score(fmean(won)) if won else part.failed(lost[0].kind, str(lost[0]), ScoreRequest(response, answer))
+            scores.append(Score(score.reward, {UNDECIDED: len(lost) / len(own)}, score.failures))
+        return scores
+
+    async def _ask(self, **values: str) -> float:
+        """Raises NoVerdict."""
+        ids = self._template.encode(**values)
+        if len(ids) >= self._room:
+            raise NoVerdict("error", f"{self._key}: {len(ids)} tokens to read, where its context has room for {self._room}")
+        try:
+            async with self._places:
+                [answer] = await self._fleet.generate(ids, self._sampling, 1)
+        except EngineUnreachable:
+            raise
+        except (EngineError, TimeoutError) as error:
+            raise NoVerdict("timeout" if isinstance(error, TimeoutError) else "error", str(error)) from error
+        text = self._tokenizer.decode(answer.token_ids)
+        if (found := verdict_score(text, self._settings)) is None:
+            raise NoVerdict("error", f"{self._key} gave no verdict: …{text[-_SHOWN_CHARS:]!a}")
+        return found
+
+
+def questions(role: ServedRole) -> tuple[Tokenizer, Template]:
+    """The judge's tokenizer, and what it is asked. Raises ConfigError."""
+    settings, key = role.settings, f"roles.{role.name}"
+    assert settings.template is not None  # checked with the settings
+    tokenizer = tokenizer_of(settings.path, f"{key}.path")
+    text = chat_text(tokenizer, f"{key}.template", settings.template) if settings.chat else settings.template
+    fields = ("response_a", "response_b") if settings.mode == PAIRWISE else ("response",)
+    return tokenizer, Template(tokenizer, text, ("prompt", "answer", *fields))
+
+
+def verdict_score(text: str, settings: RoleConfig) -> float | None:
+    """The score of the last verdict in the text; None if there is none, or it is no number in its range, or no known word."""
+    found = [match[1] for match in re.finditer(settings.verdict or "", text)]
+    if not found or found[-1] is None:
+        return None
+    if settings.verdict_scores:
+        score = settings.verdict_scores.get(found[-1].strip())
+        return None if score is None else float(score)
+    low, high = settings.verdict_range
+    try:
+        number = float(found[-1])
+    except ValueError:
+        return None
+    return (number - low) / (high - low) if low <= number <= high else None

@@ -1,0 +1,57 @@
+"""Opens the engines of the models beside the policy, and the scores that these give."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.roles import REWARD_MODEL
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.client import EngineClient
+from megarl.generator.fleet import Fleet
+from megarl.messaging.rendezvous import Rendezvous
+from megarl.plan.resolve import RunPlan
+from megarl.plan.roles import ServedRole
+from megarl.roles.judge import Judge, questions
+from megarl.roles.reward_model import RewardModel, reading
+
+Scorer = RewardModel | Judge
+
+
+async def open_served(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> dict[str, Fleet]:
+    """The engines of each role, when they take requests. `resources` closes their clients. Elastic ones can lose engines."""
+    fleets: dict[str, Fleet] = {}
+    for role in plan.served:
+        keys = rendezvous.engine_key, rendezvous.engine_admin_key
+        clients = [EngineClient(url, *keys, role.settings.timeout_s) for url in rendezvous.engine_urls(role.name)]
+        fleets[role.name] = Fleet(clients, elastic=elastic, frozen=True, name=role.name)
+        resources.push_async_callback(fleets[role.name].close)
+    timeout_s = plan.config.generator.startup_timeout_s
+    await asyncio.gather(*(engine.wait_ready(timeout_s) for fleet in fleets.values() for engine in fleet.engines))
+    return fleets
+
+
+def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> dict[str, Scorer]:
+    """What gives the scores of each role. Raises ConfigError."""
+    return {role.name: _scorer(role, fleets[role.name], policy) for role in plan.served}
+
+
+def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer) -> Scorer:
+    return RewardModel(role, fleet, policy) if role.role == REWARD_MODEL else Judge(role, fleet)
+
+
+def check_served(role: ServedRole, policy: Tokenizer) -> None:
+    """Raises ConfigError if the model cannot read the policy's responses."""
+    if role.role == REWARD_MODEL:
+        reading(role, policy)
+    else:
+        questions(role)
+
+
+def check_role_weights(role: ServedRole) -> None:
+    """Raises ConfigError if a local checkpoint has no weights: SGLang would find that out only when it starts."""
+    folder = Path(role.settings.path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"roles.{role.name}.path={folder}: holds no weights (*.safetensors)")

@@ -1,0 +1,71 @@
+"""Scores by a reward model on engines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from megarl.config.errors import ConfigError, RunError
+from megarl.config.roles import CHAT
+from megarl.config.schema import MAX_REWARD
+from megarl.data.tokenizer import Tokenizer, tokenizer_of
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import EngineError
+from megarl.generator.fleet import Fleet
+from megarl.plan.roles import ServedRole
+from megarl.rewards.parts import Part
+from megarl.rewards.score import Score, ScoreRequest
+from megarl.roles.text import Template, chat_text
+
+Encode = Callable[[ScoreRequest], list[int]]
+
+
+class RewardModel:
+    """A score that is not finite or above MAX_REWARD in size is a failure, as is a request that an engine refuses or does not answer
+    in time. A request to an engine that is lost goes to another, or waits until one is back."""
+
+    def __init__(self, role: ServedRole, fleet: Fleet, policy: Tokenizer):
+        """`policy`: the policy's tokenizer. Raises ConfigError."""
+        settings = role.settings
+        self._key, self._fleet, self._spec = f"roles.{role.name}", fleet, role.spec
+        self._room = min(role.spec.max_position_embeddings, settings.kv_cache_tokens or role.spec.max_position_embeddings)
+        self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
+        self._encode = reading(role, policy)
+
+    async def score(self, part: Part, request: ScoreRequest) -> Score:
+        ids = self._encode(request)
+        if not ids:
+            raise RunError(
+                f"{part.setting}: it was given no tokens; a rollout's own ScoreRequest needs token_ids, or set {self._key}.template"
+            )
+        if len(ids) >= self._room or max(ids) >= self._spec.vocab_size:
+            fault = f"{len(ids)} tokens, for a context of {self._room}" if len(ids) >= self._room else f"token {max(ids)} is not its own"
+            return part.failed("error", f"{self._key}: {fault}", request)
+        try:
+            async with self._places:
+                score = await self._fleet.classify(ids)
+        except EngineUnreachable:
+            raise
+        except (EngineError, TimeoutError) as error:
+            return part.failed("timeout" if isinstance(error, TimeoutError) else "error", str(error), request)
+        if not math.isfinite(score) or abs(score) > MAX_REWARD:
+            return part.failed("error", f"{self._key} gave the score {score:g}; at most {MAX_REWARD:g} in size is allowed", request)
+        return Score(score)
+
+
+def reading(role: ServedRole, policy: Tokenizer) -> Encode:
+    """What the model reads of a response. Raises ConfigError."""
+    settings, key = role.settings, f"roles.{role.name}"
+    own = tokenizer_of(settings.path, f"{key}.path")
+    if settings.template is None:
+        if not policy.same_ids(own):
+            problem = (
+                f"{key}.template=null: must be set: the tokens of {settings.path} are not those of the policy's tokenizer {policy.source}"
+            )
+            raise ConfigError(f"{problem}, so it has to read text")
+        return lambda request: [*request.prompt_token_ids, *request.token_ids]
+    chats = settings.template == CHAT
+    text = chat_text(own, f"{key}.template", "{prompt}", "{response}") if chats else settings.template
+    template = Template(own, text, ("prompt", "response", "answer"))
+    return lambda request: template.encode(prompt=request.prompt, response=request.response, answer=request.answer)

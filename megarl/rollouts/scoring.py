@@ -1,0 +1,71 @@
+"""Opens what scores a run's responses: verifiers, functions of the user's own, models of `roles`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from megarl.config.named import is_async
+from megarl.config.schema import RunConfig
+from megarl.plan.roles import pairwise
+from megarl.rewards.in_loop import RewardInLoop
+from megarl.rewards.parts import Part, WeightedSum, weighted_sum
+from megarl.rewards.pool import OF_VERIFIERS, RewardPool
+from megarl.rewards.score import Score, ScoreRequest
+from megarl.roles.judge import Judge
+from megarl.roles.opening import Scorer
+from megarl.rollouts.environments import loading
+from megarl.types import Prompt, Sample
+
+ScoreOne = Callable[[ScoreRequest], Awaitable[Score]]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """`one` scores a response, as soon as it is finished. `comparing` are the parts that need all responses to a prompt."""
+
+    one: ScoreOne
+    comparing: Sequence[tuple[Part, Judge]] = ()
+
+    async def compare(self, prompt: Prompt, samples: list[Sample]) -> list[Sample]:
+        """The samples with the scores of `comparing` added to their rewards."""
+        texts = [sample.text for sample in samples]
+        found = await asyncio.gather(*(judge.compare(part, prompt.text, prompt.answer, texts) for part, judge in self.comparing))
+        return [self._add(sample, [scores[index] for scores in found]) for index, sample in enumerate(samples)]
+
+    def _add(self, sample: Sample, scores: Sequence[Score]) -> Sample:
+        more = weighted_sum([(part, score) for (part, _), score in zip(self.comparing, scores, strict=True)])
+        return replace(
+            sample,
+            reward=sample.reward + more.reward,
+            reward_parts=sample.reward_parts | more.parts,
+            failures=sample.failures + more.failures,
+        )
+
+
+async def open_scoring(
+    config: RunConfig, parts: Sequence[Part], scorers: Mapping[str, Scorer], resources: AsyncExitStack, logs: Path
+) -> Scoring:
+    """`scorers`: of the roles on engines. `resources` ends the worker processes, which log to the folder `logs`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    comparing = [(part, scorer) for part in parts if pairwise(config, part) and isinstance(scorer := scorers[part.role or ""], Judge)]
+    alone = [part for part in parts if not pairwise(config, part)]
+    opened = [(part, await _open(config, part, scorers, resources, logs)) for part in alone]
+    whole = next((score for part, score in opened if not part.part), None)  # without reward.parts there is nothing to add up
+    return Scoring(whole or WeightedSum(opened).score, comparing)
+
+
+async def _open(config: RunConfig, part: Part, scorers: Mapping[str, Scorer], resources: AsyncExitStack, logs: Path) -> ScoreOne:
+    if part.role is not None:
+        return partial(scorers[part.role].score, part)
+    own = loading.load_reward(part)
+    if own is not None and is_async(own.function):
+        return RewardInLoop(config.reward, *own, part).score
+    pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs, part)
+    return (await resources.enter_async_context(pool)).score

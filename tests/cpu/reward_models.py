@@ -1,0 +1,39 @@
+"""Tiny reward models for the tests, and what Hugging Face computes with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from run_tools import ROOT
+from sglang_engine import make_checkpoint
+
+
+def make_scores(folder: Path, architecture: str, scale: float = 1.0) -> Path:
+    """A random reward model with the quickstart's tokenizer."""
+    from transformers import AutoModelForSequenceClassification
+
+    family = architecture.partition("For")[0].lower()
+    make_checkpoint(folder / "causal", 3, torch.float32, tied=False, family=family, vocab_size=64)
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "causal", num_labels=1, dtype=torch.float32)
+    if architecture == "Qwen2ForRewardModel":
+        size = model.config.hidden_size
+        model.score = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, 1))
+    for parameter in model.score.parameters():
+        parameter.data.uniform_(-scale, scale)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((ROOT / "configs/models/tiny-llama" / name).read_bytes())
+    torch.save(model, folder / "model.pt")
+    return folder
+
+
+@torch.no_grad()
+def hf_score(folder: Path, ids: list[int]) -> float:
+    """In float64, with the weights rounded as they lie in the checkpoint."""
+    model = torch.load(folder / "model.pt", weights_only=False).double()
+    return model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1]).item()
