@@ -45,9 +45,8 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
         checks.append(partial(check_complete, plan.critic, Path(critic)))
     if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
-        checks += [
-            partial(check_role, role, config) for role in (plan.served if plan is not None else ()) if not at_hand or is_folder(role)
-        ]
+        served = plan.served if plan is not None else ()
+        checks += [partial(check_role, role, config) for role in served if not at_hand or is_here(role, config)]
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
     if reads == "train" and config.algorithm.name not in RECIPES:
@@ -71,8 +70,9 @@ def check_complete(spec: ModelSpec, folder: Path) -> None:
     check_checkpoint(spec, folder)
 
 
-def is_folder(role: ServedRole) -> bool:
-    return Path(role.settings.path).is_dir()
+def is_here(role: ServedRole, config: RunConfig) -> bool:
+    """Whether its checkpoint and the policy's tokenizer are on this machine."""
+    return all(Path(path).is_dir() for path in (role.settings.path, config.model.tokenizer or config.model.path))
 
 
 def check_role(role: ServedRole, config: RunConfig) -> None:

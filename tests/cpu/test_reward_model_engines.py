@@ -42,8 +42,8 @@ def requests() -> list[ScoreRequest]:
     ]
 
 
-@pytest.mark.parametrize("architecture", SERVED)
-def test_scores_are_hugging_faces(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "tp"), [*((architecture, 1) for architecture in SERVED), (SERVED[1], 2)])
+def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) -> None:
     folder = make_scores(tmp_path / "scores", architecture)
 
     async def check(engine) -> None:
@@ -68,7 +68,7 @@ def test_scores_are_hugging_faces(architecture: str, tmp_path: Path) -> None:
             assert (score.reward, score.failures[0].part, score.failures[0].reason) == (-1.0, "liked", f"roles.judge: {reason}")
         await fleet.close()
 
-    with contextlib.contextmanager(start_engine)(folder, "float32", 1, tmp_path / "log", classifies=True) as engine:
+    with contextlib.contextmanager(start_engine)(folder, "float32", tp, tmp_path / "log", classifies=True) as engine:
         asyncio.run(check(engine))
 
 

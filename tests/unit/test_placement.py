@@ -46,19 +46,22 @@ def test_too_few_nodes_and_odd_engines_are_refused():
     trainer=st.integers(0, 40),
     engines=st.integers(0, 12),
     tp=st.sampled_from([1, 2, 4, 8, 16]),
+    frozen=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 8])), max_size=2),
     slots=st.sampled_from([1, 2, 4, 8]),
 )
-def test_every_rank_has_a_slot_of_its_own(trainer, engines, tp, slots):
-    placed = place(trainer, [EngineFleet(engines, tp)], nodes=trainer + engines * tp * 2 + 1, slots=slots)
+def test_every_rank_has_a_slot_of_its_own(trainer, engines, tp, frozen, slots):
+    fleets = [EngineFleet(engines, tp), *(EngineFleet(*sizes, name=f"rm{i}") for i, sizes in enumerate(frozen))]
+    ranks = sum(fleet.engines * fleet.tp for fleet in fleets)
+    placed = place(trainer, fleets, nodes=trainer + 2 * ranks + 1, slots=slots)
     used = [(node.node, slot) for node in placed for slot in range(len(node.trainer_ranks))]
     used += [(node.node, part.first_slot + i) for node in placed for part in node.engines for i in range(part.ranks)]
-    assert len(used) == len(set(used)) == trainer + engines * tp
+    assert len(used) == len(set(used)) == trainer + ranks
     assert all(slot < slots for _, slot in used)
     assert [rank for node in placed for rank in node.trainer_ranks] == list(range(trainer))
     assert sorted(engine for node in placed for engine in node.serves) == list(range(engines))
-    for engine in range(engines):
-        parts = [part for node in placed for part in node.engines if part.engine == engine]
-        assert [part.part for part in parts] == list(range(parts[0].parts))
+    for fleet, engine in [(each, engine) for each in fleets for engine in range(each.engines)]:
+        parts = [part for node in placed for part in node.engines if (part.fleet, part.engine) == (fleet.name, engine)]
+        assert [part.part for part in parts] == list(range(parts[0].parts)) and sum(part.ranks for part in parts) == fleet.tp
 
 
 def test_slots_are_asked_for_or_gpus_or_spread():

@@ -18,7 +18,7 @@ from megarl.config.schema import PartConfig, RewardConfig, RunConfig
 from megarl.data.datasets import answers_of
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
 from megarl.estimate.estimate import estimate
-from megarl.generator.completions import Completion, EngineError
+from megarl.generator.completions import Completion, EngineError, score_in
 from megarl.launch.launcher import Job, placement
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
@@ -263,6 +263,13 @@ def test_pairs_are_compared_in_both_orders() -> None:
     assert [score.reward for score in found] == [0.75, 0.0, 0.75, -3.0]  # two that are equal win the game in which each is first
     assert [score.parts[UNDECIDED] for score in found] == [pytest.approx(1 / 3)] * 3 + [1.0]
     assert [bool(score.failures) for score in found] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("answer", [b'{"embedding":[null]}', b'{"embedding":[]}', b'{"embedding":[1,2]}', b"{}", b'["x"]'])
+def test_what_is_no_score_is_an_error_of_the_engine(answer: bytes) -> None:
+    assert score_in("e", b'{"embedding":[-1.5],"meta_info":{}}') == -1.5
+    with pytest.raises(EngineError, match="engine e gave "):
+        score_in("e", answer)
 
 
 def test_an_engine_that_refuses_is_a_failure() -> None:
