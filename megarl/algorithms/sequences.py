@@ -27,7 +27,9 @@ def batch_rewards(batch: Batch) -> Tensor:
 
 def length_penalties(batch: Batch, config: RunConfig) -> Tensor:
     """[G, n], float64: what training takes off the rewards (rewards/shaping.py)."""
-    found = [[length_penalty(sample.tokens, sample.finish_reason, config) for sample in group.samples] for group in batch.groups]
+    found = [
+        [length_penalty(sample.reward, sample.tokens, sample.finish_reason, config) for sample in group.samples] for group in batch.groups
+    ]
     return torch.tensor(found, dtype=torch.float64)
 
 

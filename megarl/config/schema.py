@@ -188,6 +188,12 @@ class RewardConfig:
     unfinished_penalty: float = setting(
         0.0, "what a response that was cut at rollout.max_tokens loses of its reward in training", between(0, MAX_REWARD)
     )
+    unfinished_score: float | None = setting(
+        None,
+        "the reward in training of every response that was cut at rollout.max_tokens, whatever its score; null: its score, less "
+        "unfinished_penalty",
+        between(-MAX_REWARD, MAX_REWARD),
+    )
     overlong_tokens: int = setting(
         0,
         "how many of the last tokens before rollout.max_tokens lower the reward in training, up to overlong_penalty for a response of "

@@ -16,8 +16,8 @@ class OptimizerConfig:
     eps: float = setting(1e-8, "Adam's epsilon", above(0))
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least(0))
     warmup_steps: int = setting(0, "optimizer steps of linear warm-up", at_least(0))
-    schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine"))
-    min_lr_ratio: float = setting(0.1, "cosine ends at lr * min_lr_ratio", between(0, 1))
+    schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine", "linear"))
+    min_lr_ratio: float = setting(0.1, "cosine and linear end at lr * min_lr_ratio", between(0, 1))
     clip_grad: float = setting(1.0, "global gradient norm to clip to; 0: no clipping", at_least(0))
     megatron: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further settings, by the names of Megatron's OptimizerConfig"}

@@ -31,13 +31,14 @@ class Gpu:
         return self.fp8_flops if precision == "fp8" else self.bf16_flops
 
 
-# From NVIDIA's data sheets of L40S, H100 SXM, H200 SXM and HGX B200, with one 400 Gb/s NIC per GPU (ConnectX-7). L40S has no NVLink: the
-# figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server running fp32 in PyTorch over gloo, measured on two-core machines:
-# good only for the quickstart's order of magnitude.
+# From NVIDIA's data sheets of L40S, A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 400 Gb/s NIC per GPU (ConnectX-7; with A100,
+# which has no fp8 either, 200 Gb/s). L40S has no NVLink: the figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server running
+# fp32 in PyTorch over gloo, measured on two-core machines: good only for the quickstart's order of magnitude.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("L40S", 44.4, 864e9, 362e12, 733e12, 32e9, 50e9),
+        Gpu("A100", 79.1, 2.039e12, 312e12, 312e12, 300e9, 25e9),
         Gpu("H100", 79.1, 3.35e12, 989e12, 1979e12, 450e9, 50e9),
         Gpu("H200", 139.8, 4.8e12, 989e12, 1979e12, 450e9, 50e9),
         Gpu("B200", 178.3, 8.0e12, 2250e12, 4500e12, 900e9, 50e9),

@@ -92,6 +92,6 @@ def generator_knobs(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def _larger_gpu(config: RunConfig) -> Iterator[dict[str, Any]]:
-    larger = {"L40S": "H100", "H100": "H200", "H200": "B200"}.get(config.cluster.gpu)
+    larger = {"L40S": "H100", "A100": "H200", "H100": "H200", "H200": "B200"}.get(config.cluster.gpu)
     if larger:
         yield {"cluster.gpu": larger}

@@ -15,7 +15,7 @@ from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.schema import RunConfig
 from megarl.data.held_out import held_out
 from megarl.plan.megatron_settings import check_megatron_settings
-from megarl.plan.quantisation import check_blackwell_blocks, check_evaluated_format, check_format_arguments
+from megarl.plan.quantisation import check_ampere, check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
 from megarl.plan.roles import check_reward, check_roles
 from megarl.plan.server_args import check_server_args
@@ -148,7 +148,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_reward,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_blackwell_blocks, check_resume)
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),
     "reward-model": (check_run_dir, check_reward_model_command),

@@ -45,9 +45,10 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
     if path is None:
         return
     if problems := list(missing_folder(key, path)):
-        if command in (None, "sft", "reward-model"):
+        made = path == config.reward_model.output
+        if command in (None, "sft", "reward-model") or (made and command in ("plan", "reshard", "dry-run")):
             return
-        written = "; megarl reward-model writes it" if path == config.reward_model.output else ""
+        written = "; megarl reward-model writes it" if made else ""
         raise ConfigError([problem + written for problem in problems])
     critic, topology = load_spec(path, key, config.model.family), trainer_topology(config.trainer)
     if critic.vocab_size < policy.vocab_size:

@@ -19,6 +19,11 @@ def check_format_arguments(config: RunConfig) -> Iterable[str]:
             yield f"generator.server_args.{name}: must be left out with generator.quantization={quantization}, which decides it"
 
 
+def check_ampere(config: RunConfig) -> Iterable[str]:
+    if config.cluster.gpu == "A100" and config.generator.quantization is not None:
+        yield f"generator.quantization={config.generator.quantization}: must be null with cluster.gpu=A100, which has no fp8"
+
+
 def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
     """Refuses DeepGEMM, SGLang's choice on Blackwell: with it scales of blocks are rounded to powers of two and packed after loading."""
     backend = config.generator.server_args.get("fp8_gemm_runner_backend", "auto")

@@ -8,11 +8,14 @@ from megarl.config.schema import RunConfig
 from megarl.types import SampleSummary
 
 
-def length_penalty(tokens: int, finish_reason: str, config: RunConfig) -> float:
-    """At least 0. A response that was cut costs `reward.unfinished_penalty`. Of the longest allowed response the last
-    `reward.overlong_tokens` cost `reward.overlong_penalty` in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
+def length_penalty(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
+    """What is taken off `score`. A response that was cut costs `reward.unfinished_penalty`, or, so that `reward.unfinished_score` is left, the
+    difference to it, which may be below 0. Of the longest allowed response the last `reward.overlong_tokens` cost `reward.overlong_penalty`
+    in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
     reward = config.reward
-    cut = reward.unfinished_penalty if finish_reason == "length" else 0.0
+    cut = 0.0
+    if finish_reason == "length":
+        cut = reward.unfinished_penalty if reward.unfinished_score is None else score - reward.unfinished_score
     if not reward.overlong_tokens:
         return cut
     beyond = tokens - (config.rollout.max_tokens - reward.overlong_tokens)
@@ -21,16 +24,19 @@ def length_penalty(tokens: int, finish_reason: str, config: RunConfig) -> float:
 
 def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
     """Whether the rewards of a prompt's samples, after penalties, are not all the same."""
-    rewards = {sample.reward - length_penalty(sample.tokens, sample.finish_reason, config) for sample in samples}
+    rewards = {sample.reward - length_penalty(sample.reward, sample.tokens, sample.finish_reason, config) for sample in samples}
     return len(rewards) > 1
 
 
 def shapes(config: RunConfig) -> bool:
     """Whether there are penalties at all."""
-    return config.reward.unfinished_penalty > 0 or config.reward.overlong_tokens > 0
+    reward = config.reward
+    return reward.unfinished_penalty > 0 or reward.unfinished_score is not None or reward.overlong_tokens > 0
 
 
 def problems(config: RunConfig) -> Iterable[str]:
     reward, longest = config.reward, config.rollout.max_tokens
     if reward.overlong_tokens > longest:
         yield f"reward.overlong_tokens={reward.overlong_tokens}: must be at most rollout.max_tokens={longest}"
+    if reward.unfinished_score is not None and reward.unfinished_penalty:
+        yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with reward.unfinished_penalty={reward.unfinished_penalty:g}"

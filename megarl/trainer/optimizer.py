@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megarl.config.errors import ConfigError
 from megarl.config.schema import OptimizerConfig
 
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = ("constant", "cosine", "linear")
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> ChainedOptimizer:
@@ -124,7 +124,7 @@ def set_steps_made(optimizer: ChainedOptimizer, steps: int) -> None:
 
 
 class LearningRate:
-    """Warm-up, then constant or cosine, with Megatron's scheduler. Step k = 1, 2, … has the rate of scheduler position k.
+    """Warm-up, then constant, cosine or linear, with Megatron's scheduler. Step k = 1, 2, … has the rate of scheduler position k.
 
     A run that is no longer than its warm-up ends in it. Raises ConfigError for an unknown schedule.
     """
@@ -133,7 +133,7 @@ class LearningRate:
         if config.schedule not in SCHEDULES:
             raise ConfigError(f"optimizer.schedule={config.schedule}: allowed are {', '.join(SCHEDULES)}")
         self.optimizer = optimizer
-        min_lr = config.lr * config.min_lr_ratio if config.schedule == "cosine" else 0.0
+        min_lr = config.lr * config.min_lr_ratio if config.schedule != "constant" else 0.0
         for group in optimizer.param_groups:  # each group carries the bounds it was made with
             group["max_lr"], group["min_lr"] = config.lr, min_lr
         self.scheduler = OptimizerParamScheduler(

@@ -113,7 +113,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas=[0.9, 1.0]: must be in [0, 1), each"),
         ("trainer.optimizer.lr=.nan", "trainer.optimizer.lr=nan: must be finite"),
         ("trainer.optimizer.lr=-1", "trainer.optimizer.lr=-1.0: must be at least 0"),
-        ("trainer.optimizer.schedule=linear", "trainer.optimizer.schedule=linear: must be one of constant, cosine"),
+        ("trainer.optimizer.schedule=sqrt", "trainer.optimizer.schedule=sqrt: must be one of constant, cosine, linear"),
         ("trainer.tp=0", "trainer.tp=0: must be at least 1"),
         ("trainer.zero=3", "trainer.zero=3: must be one of 0, 1"),
         ("generator.server_args=3", "generator.server_args=3: must be a mapping"),

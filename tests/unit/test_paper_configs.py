@@ -10,10 +10,11 @@ import pytest
 from megarl import cli
 from megarl.config.keys import value_at
 from megarl.config.load import load_config
+from megarl.config.roles import ENGINES, place_of
 
 ROOT = Path(__file__).parents[2]
 AIPO = {"trainer.optimizer.lr": 2e-7, "rollout.prompts_per_step": 512, "rollout.n": 4, "algorithm.name": "aipo", "async.capacity": 1}
-PAPERS = {  # GPUs of trainer and generator, and settings as printed: LlamaRL, section 8.1 and table 3; Asynchronous RLHF, table 10
+PAPERS = {  # GPUs of trainer and generator, and settings as printed: LlamaRL, section 8.1 and table 3; Asynchronous RLHF, tables 4 to 7 and 10
     "llamarl_8b_math": (128, 128, {**AIPO, "trainer.tp": 8, "generator.tp": 1, "generator.max_concurrency": 32}),
     "llamarl_70b_math": (136, 120, {**AIPO, "trainer.tp": 8, "generator.tp": 4, "generator.max_concurrency": 16}),
     "llamarl_405b_math": (512, 512, {**AIPO, "generator.tp": 8, "generator.max_concurrency": 32}),
@@ -33,8 +34,45 @@ PAPERS = {  # GPUs of trainer and generator, and settings as printed: LlamaRL, s
             "async.capacity": 1,
         },
     ),
+    **{
+        f"async_rlhf_{size}_tldr": (
+            2,
+            2,  # one has the reward model
+            {
+                "trainer.optimizer.lr": 3e-6,
+                "trainer.optimizer.schedule": "linear",
+                "rollout.temperature": 0.7,
+                "rollout.max_tokens": 128,
+                "trainer.epochs": 1,
+                "rollout.prompts_per_step": 512,
+                "max_steps": 131072 // 512,
+                "rollout.n": 2,
+                "algorithm.name": "online_dpo",
+                "algorithm.beta": 0.1,
+                "reward.unfinished_score": -1.0,
+            },
+        )
+        for size in ("410m", "1b", "2.8b")
+    },
+    "async_rlhf_8b_no_robots": (
+        6,
+        2,
+        {
+            "trainer.optimizer.lr": 8e-7,
+            "trainer.optimizer.schedule": "linear",
+            "rollout.temperature": 0.7,
+            "rollout.max_tokens": 1024,
+            "rollout.prompts_per_step": 256,
+            "algorithm.beta": 0.03,
+            "reward.unfinished_score": -10.0,
+            "sft.batch_size": 128,
+            "sft.optimizer.lr": 5e-6,
+            "reward_model.batch_size": 256,
+            "reward_model.optimizer.lr": 3e-6,
+        },
+    ),
 }
-ROWS = re.findall(r"^\| `(\w+)` \| .* \| `(.+)` \|$", (ROOT / "docs/papers.md").read_text(), re.MULTILINE)
+ROWS = re.findall(r"^\| `([\w.]+)` \| .* \| `(.+)` \|$", (ROOT / "docs/papers.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in PAPERS), *ROWS])
@@ -42,11 +80,12 @@ def test_a_papers_run_loads_fits_and_can_be_started(
     name: str, overrides: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert len(ROWS) == 5 and {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
+    assert len(ROWS) == 11 and {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
     path, (trainer, generator, settings) = f"configs/papers/{name}.yaml", PAPERS[name]
     config = load_config(path, overrides.split())
     t, g = config.trainer, config.generator
-    gpus = t.tp * t.pp * t.dp, g.engines * g.tp
+    served = [role for role_name, role in config.roles.items() if role and place_of(role_name, role) == ENGINES]
+    gpus = t.tp * t.pp * t.dp, sum(fleet.engines * fleet.tp for fleet in (g, *served))
     if overrides:
         assert sum(gpus) == trainer + generator
     else:

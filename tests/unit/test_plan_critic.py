@@ -66,7 +66,7 @@ def test_other_algorithms_have_none(tmp_path: Path) -> None:
 
 def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(tmp_path: Path) -> None:
     later = [with_weights(tmp_path / "model"), PPO, "roles.critic.path=${reward_model.output}", "sft.steps=1"]
-    assert resolve(config(tmp_path, *later), "sft")
+    assert all(resolve(config(tmp_path, *later), command) for command in ("sft", "plan", "dry-run"))
     (problem,) = problems_of(tmp_path, *later, command="train")
     assert problem == f"roles.critic.path={tmp_path}/run/reward_model/hf: no such folder; megarl reward-model writes it"
 

@@ -37,15 +37,26 @@ def dapo(length: int, longest: int, cache: int) -> float:
 
 @pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100])
 def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
-    assert length_penalty(tokens, "stop", config(overlong_tokens=20)) == pytest.approx(-dapo(tokens, LONGEST, 20))
-    assert length_penalty(tokens, "stop", config(overlong_tokens=20, overlong_penalty=3.0)) == pytest.approx(-3 * dapo(tokens, LONGEST, 20))
+    assert length_penalty(1.0, tokens, "stop", config(overlong_tokens=20)) == pytest.approx(-dapo(tokens, LONGEST, 20))
+    assert length_penalty(1.0, tokens, "stop", config(overlong_tokens=20, overlong_penalty=3.0)) == pytest.approx(
+        -3 * dapo(tokens, LONGEST, 20)
+    )
 
 
 def test_a_cut_response_loses_besides() -> None:
     both = config(unfinished_penalty=0.5, overlong_tokens=LONGEST)
-    assert length_penalty(LONGEST, "length", both) == 1.5
-    assert length_penalty(LONGEST, "stop", both) == 1.0
-    assert length_penalty(LONGEST, "length", config()) == 0.0
+    assert length_penalty(1.0, LONGEST, "length", both) == 1.5
+    assert length_penalty(1.0, LONGEST, "stop", both) == 1.0
+    assert length_penalty(1.0, LONGEST, "length", config()) == 0.0
+
+
+@pytest.mark.parametrize("score", [-3.0, 0.0, 2.0])
+def test_a_cut_response_may_have_a_fixed_score(score: float) -> None:
+    fixed = config(unfinished_score=-1.0)
+    assert score - length_penalty(score, LONGEST, "length", fixed) == -1
+    assert length_penalty(score, LONGEST, "stop", fixed) == 0
+    both = config(unfinished_score=-1.0, unfinished_penalty=0.5)
+    assert [*check_shaping(both)] == ["reward.unfinished_score=-1: must be null with reward.unfinished_penalty=0.5"]
 
 
 def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:

@@ -13,8 +13,9 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from megarl.bench.offpolicy.cells import PARTS, SIZES, Cell
@@ -36,6 +37,7 @@ class Study:
     config: str
     overrides: Sequence[str]
     runs: Path
+    measuring: Lock = field(default_factory=Lock)  # one run at a time: two threads must not import transformers at once
 
     def common(self, cell: Cell) -> list[str]:
         model = [] if SIZES[cell.policy] is None else [f"model.path={self.runs / 'models' / cell.policy}"]
@@ -68,7 +70,8 @@ class Study:
         if not path.exists():
             print(cell.name, file=sys.stderr, flush=True)
             run_megarl("train", self.config, self.of_run(cell), self.folder(cell))
-            found = self._found(cell, load_config(self.config, self.of_run(cell)))
+            with self.measuring:
+                found = self._found(cell, load_config(self.config, self.of_run(cell)))
             write_whole(path, json.dumps(found))
             for name in ("checkpoints", "hf"):
                 shutil.rmtree(self.folder(cell) / name, ignore_errors=True)

@@ -1,0 +1,28 @@
+"""The learning rate of every step, beside what the schedules are by their names."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.config.training import OptimizerConfig
+from megarl.trainer.optimizer import LearningRate
+
+PEAK, WARMUP, TOTAL, FLOOR = 2e-3, 4, 20, 0.25
+AFTER = {  # share of the peak, by how much of what follows the warm-up is over
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - (1 - FLOOR) * done,
+    "cosine": lambda done: FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2,
+}
+
+
+@pytest.mark.parametrize("schedule", AFTER)
+def test_rates_are_what_the_schedule_says(schedule):
+    optimizer = SimpleNamespace(param_groups=[{}])
+    config = OptimizerConfig(lr=PEAK, warmup_steps=WARMUP, schedule=schedule, min_lr_ratio=FLOOR)
+    rate = LearningRate(config, optimizer, TOTAL)
+    found = [rate.advance() for _ in range(TOTAL)]
+    after = [PEAK * AFTER[schedule](step / (TOTAL - WARMUP)) for step in range(TOTAL - WARMUP + 1)]
+    assert found == pytest.approx([PEAK * step / WARMUP for step in range(1, WARMUP)] + after)
