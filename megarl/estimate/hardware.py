@@ -32,8 +32,8 @@ class Gpu:
 
 
 # From NVIDIA's data sheets of L40S, A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 400 Gb/s NIC per GPU (ConnectX-7; with A100,
-# which has no fp8 either, 200 Gb/s). L40S has no NVLink: the figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server running
-# fp32 in PyTorch over gloo, measured on two-core machines: good only for the quickstart's order of magnitude.
+# which has no fp8 either, 200 Gb/s). L40S has no NVLink: the figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server in
+# fp32, in PyTorch over gloo, measured on two-core machines: good only for the quickstart's order of magnitude.
 GPUS = {
     gpu.name: gpu
     for gpu in (

@@ -9,8 +9,8 @@ from megarl.types import SampleSummary
 
 
 def length_penalty(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
-    """What is taken off `score`. A response that was cut costs `reward.unfinished_penalty`, or, so that `reward.unfinished_score` is left, the
-    difference to it, which may be below 0. Of the longest allowed response the last `reward.overlong_tokens` cost `reward.overlong_penalty`
+    """What is taken off `score`. A response that was cut costs `reward.unfinished_penalty`, or the difference to `reward.unfinished_score`,
+    which may be below 0. Of the longest allowed response the last `reward.overlong_tokens` cost `reward.overlong_penalty`
     in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
     reward = config.reward
     cut = 0.0
@@ -39,4 +39,5 @@ def problems(config: RunConfig) -> Iterable[str]:
     if reward.overlong_tokens > longest:
         yield f"reward.overlong_tokens={reward.overlong_tokens}: must be at most rollout.max_tokens={longest}"
     if reward.unfinished_score is not None and reward.unfinished_penalty:
-        yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with reward.unfinished_penalty={reward.unfinished_penalty:g}"
+        taken = f"reward.unfinished_penalty={reward.unfinished_penalty:g}"
+        yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with {taken}"

@@ -14,7 +14,8 @@ from megarl.config.roles import ENGINES, place_of
 
 ROOT = Path(__file__).parents[2]
 AIPO = {"trainer.optimizer.lr": 2e-7, "rollout.prompts_per_step": 512, "rollout.n": 4, "algorithm.name": "aipo", "async.capacity": 1}
-PAPERS = {  # GPUs of trainer and generator, and settings as printed: LlamaRL, section 8.1 and table 3; Asynchronous RLHF, tables 4 to 7 and 10
+# GPUs of trainer and of all engines, and settings as printed: LlamaRL, section 8.1 and table 3; Asynchronous RLHF, tables 4 to 7 and 10
+PAPERS = {
     "llamarl_8b_math": (128, 128, {**AIPO, "trainer.tp": 8, "generator.tp": 1, "generator.max_concurrency": 32}),
     "llamarl_70b_math": (136, 120, {**AIPO, "trainer.tp": 8, "generator.tp": 4, "generator.max_concurrency": 16}),
     "llamarl_405b_math": (512, 512, {**AIPO, "generator.tp": 8, "generator.max_concurrency": 32}),
