@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from megarl.kernels.chunked_kl import Teacher
     from megarl.kernels.quantise_rules import Rule
 
-__all__ = ["linear_logprobs", "quantise_with", "tile_amax"]
+__all__ = ["linear_kl", "linear_logprobs", "quantise_with", "tile_amax"]
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -58,6 +59,26 @@ def linear_logprobs(
     from megarl.kernels.chunked_logprobs import LinearLogprobs
 
     return LinearLogprobs.apply(hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, weight_grad, kept)
+
+
+def linear_kl(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: Teacher,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    weight_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[t] float32: the reverse KL divergence of softmax(hidden @ weight.T / temperature) from `teacher` at each position; the logits are
+    made in chunks, by the matrix library and torch.
+
+    All but `teacher` (chunked_kl.Whole or Likeliest) is as for linear_logprobs, also the result, its gradients and who must call this.
+    """
+    from megarl.kernels.chunked_kl import LinearKl
+
+    return LinearKl.apply(hidden, weight, teacher, group, vocab_size, temperature, chunk_tokens, weight_grad)
 
 
 def _quantise(values: torch.Tensor, rule: Rule):

@@ -35,9 +35,10 @@ def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
 
 
 def role_lines(plan: RunPlan) -> list[str]:
-    """The frozen models on engines."""
+    """The frozen models."""
     sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
-    return [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
+    served = [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
+    return served + [f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen]
 
 
 def _critic_lines(plan: RunPlan) -> list[str]:

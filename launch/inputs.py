@@ -16,6 +16,7 @@ from megarl.models import ModelSpec
 from megarl.plan.critic import critic_path
 from megarl.plan.resolve import RunPlan
 from megarl.plan.roles import ServedRole
+from megarl.plan.teachers import FrozenRole
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.trainer.hf_files import check_checkpoint, check_config
 
@@ -46,7 +47,9 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
     if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
         served = plan.served if plan is not None else ()
-        checks += [partial(check_role, role, config) for role in served if not at_hand or is_here(role, config)]
+        frozen = plan.frozen if plan is not None and reads == "train" else ()
+        checks += [partial(check_frozen, role, config) for role in frozen if not at_hand or is_here(role.path, config)]
+        checks += [partial(check_role, role, config) for role in served if not at_hand or is_here(role.settings.path, config)]
     if reads == "train" and config.weights.transport != "auto":
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
     if reads == "train" and config.algorithm.name not in RECIPES:
@@ -70,9 +73,18 @@ def check_complete(spec: ModelSpec, folder: Path) -> None:
     check_checkpoint(spec, folder)
 
 
-def is_here(role: ServedRole, config: RunConfig) -> bool:
-    """Whether its checkpoint and the policy's tokenizer are on this machine."""
-    return all(Path(path).is_dir() for path in (role.settings.path, config.model.tokenizer or config.model.path))
+def is_here(path: str, config: RunConfig) -> bool:
+    """Whether the checkpoint at `path` and the policy's tokenizer are on this machine."""
+    return all(Path(folder).is_dir() for folder in (path, config.model.tokenizer or config.model.path))
+
+
+def check_frozen(role: FrozenRole, config: RunConfig) -> None:
+    """Raises ConfigError if a model on the trainer's ranks is damaged, or does not have the policy's tokens."""
+    from megarl.roles.teacher import check_tokens  # not at the top: it imports aiohttp
+
+    if Path(role.path).is_dir():
+        check_complete(role.spec, Path(role.path))
+    check_tokens(f"roles.{role.name}.path", role.path, load_tokenizer(config.model))
 
 
 def check_role(role: ServedRole, config: RunConfig) -> None:

@@ -35,7 +35,7 @@ def problems_here(plan: RunPlan) -> list[str]:
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
     """Files that this node lacks, such as those that only the head has, on its own disk."""
-    for path in (plan.weights_path, *(role.settings.path for role in plan.served)):
+    for path in (plan.weights_path, *(role.settings.path for role in plan.served), *(role.path for role in plan.frozen)):
         if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
             yield f"{path} is not there: is it on a file system that all nodes share?"
 

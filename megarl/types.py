@@ -108,6 +108,7 @@ class Sample(Typed, frozen=True):
     reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
     failures: list[Failure] = []  # of its reward function, or of parts of the reward; failed scores are in the place of theirs
     kept: KeptSets | None = None  # what each token was drawn from under top-p, top-k or min-p; None: unknown, or everything
+    teachers: bytes = b""  # what teachers on engines say of each token (teacher_scores.py); empty without any
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")
@@ -142,6 +143,7 @@ class Sample(Typed, frozen=True):
             self.reward_parts,
             self.failures,
             None if self.kept is None else self.kept.summary(),
+            len(self.teachers),
         )
 
 
@@ -173,6 +175,7 @@ class SampleSummary(msgspec.Struct, frozen=True):
     reward_parts: dict[str, float] = {}
     failures: list[Failure] = []
     kept: KeptSummary | None = None
+    teacher_bytes: int = 0
 
     @property
     def policy_tokens(self) -> int:
@@ -214,6 +217,7 @@ class SampleNumbers(NamedTuple):
     policy_mask: np.ndarray | None  # [T] bool; None: True everywhere
     routing: bytes
     kept: KeptSets | None
+    teachers: bytes = b""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -256,6 +260,7 @@ class TrainSequence(msgspec.Struct, frozen=True, eq=False):
     advantages: np.ndarray  # [L] float32, 0 where masked
     routing: bytes = b""  # experts to use (models/routing.py), at the first positions, up to L - 1 of them
     kept: KeptSets | None = None  # of the last tokens: what each was drawn from. None: log-probs are over the whole vocabulary
+    teachers: bytes = b""  # of the last tokens: what teachers on engines say of them
 
     def __post_init__(self) -> None:
         for name, code in (("token_ids", "i"), ("loss_mask", "b"), ("mu_logprobs", "f"), ("advantages", "f")):

@@ -50,8 +50,14 @@ def undivided(rewards: Tensor) -> Tensor:
     return rewards
 
 
+def nothing(rewards: Tensor) -> Tensor:
+    """0, whatever the rewards: teachers alone are learned from."""
+    return torch.zeros_like(rewards)
+
+
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "best": best,
     "best_and_worst": best_and_worst,
     "gae": undivided,
+    "none": nothing,
 }  # of algorithms that train on chosen samples; not for others

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from megarl.algorithms.distill import Taught
 from megarl.algorithms.gae import Gae
 from megarl.algorithms.groups import GroupLoss
 
@@ -46,6 +47,9 @@ class Microbatch(Protocol):
 
     @property
     def proximal_logprobs(self) -> Tensor | None: ...  # [t] the weights that the batch began with; None: the current ones
+
+    @property
+    def teachers(self) -> tuple[Taught, ...]: ...  # what each teacher has to say; none without distillation
 
 
 class Algorithm(Protocol):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.distill import Distillation
 from megarl.algorithms.gae import Gae
 from megarl.algorithms.groups import GroupLoss
 from megarl.algorithms.kl import ESTIMATORS, k3
@@ -62,6 +63,7 @@ class PolicyGradient:
     skip_zero_advantage: bool = True
     group_loss: GroupLoss | None = None
     gae: Gae | None = None
+    distillation: Distillation | None = None  # adds a divergence from teachers (distill.py)
 
     @property
     def needs_reference(self) -> bool:
@@ -73,9 +75,9 @@ class PolicyGradient:
 
     @property
     def skip_zero(self) -> bool:
-        # A penalty acts at zero advantage too; a loss of pairs does not.
+        # A penalty and a teacher act at zero advantage too; a loss of pairs does not.
         penalty = self.kl_coef != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
-        return self.skip_zero_advantage and not penalty and self.gae is None
+        return self.skip_zero_advantage and not penalty and self.gae is None and self.distillation is None
 
     def penalties(self, policy: Tensor, reference: Tensor) -> Tensor:
         return self.kl_coef * ESTIMATORS[self.kl_estimator](policy.double() - reference.double())
@@ -101,6 +103,7 @@ class PolicyGradient:
         KL(pi || ref) at each position. With k3 it is c (1 - ref/pi) grad log pi, that of KL(ref || pi).
         The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), never negative and unbiased for the value.
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
+        Teachers change the advantages, or add their own terms (distill.py).
 
         Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if there is a reference. With a proximal
         policy: proximal_ratio (pi/prox), behavior_ratio (prox/mu), and, if decoupled, behavior_ratio_capped (tokens above the cap).
@@ -124,12 +127,16 @@ class PolicyGradient:
                 lag_weight = (self.behavior_cap, self.behavior_level, self.behavior_above)
                 factor, capped = lag_weights(lag, mask, microbatch.boundaries, *lag_weight)
                 sums["behavior_ratio_capped"] = (capped & mask).sum()
+        correction = factor * log_ratio.clamp(max=math.log(self.rho)).exp()
+        penalties: Tensor | float = 0.0
+        if self.distillation is not None:
+            more, penalties, told = self.distillation(log_pi.detach(), correction, possible, microbatch.teachers)
+            advantages, sums = advantages + more, sums | told
         weight, clipped = self.weigh(log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho)
         sums["is_ratio_clipped"] = (clipped & mask).sum()
-        terms = -factor * weight * torch.where(mask, advantages, 0.0) * log_pi
+        terms = penalties - factor * weight * torch.where(mask, advantages, 0.0) * log_pi
         if reference is not None:
             difference = log_pi - torch.where(possible, reference, 0.0)
-            correction = factor * log_ratio.clamp(max=math.log(self.rho)).exp()
             if self.kl_coef and self.kl == "loss":
                 terms = terms + self.kl_coef * correction * ESTIMATORS[self.kl_estimator](difference)
             sums["kl"] = (correction * k3(difference.detach())).sum()
@@ -144,6 +151,8 @@ class PolicyGradient:
         tokens = sums.get("tokens", 0.0) or math.nan
         always = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
         found = {metric: value / tokens for name, value in (always | sums).items() if (metric := _METRICS.get(name))}
+        if self.distillation is not None:
+            found |= self.distillation.metrics(sums)
         if "pairs" in sums:
             found["pairs/fraction"] = sums["pairs"] / sums["prompts"]
             found |= {metric: sums[name] / (sums["pairs"] or math.nan) for name, metric in _PAIR_METRICS.items()}

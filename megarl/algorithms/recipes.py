@@ -53,6 +53,7 @@ RECIPES = {
     "online_dpo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
     "ipo": replace(_OF_GROUPS, advantage="best_and_worst", beta=0.1),
     "ppo": Recipe(0.8, 1.2, advantage="gae", dual_clip=math.inf, gamma=1.0, gae_lambda=0.95, whiten=True, fixed=("advantage",)),
+    "distill": Recipe(0.0, 4.0, advantage="none", fixed=("advantage",)),  # aipo without a reward
     "copg": replace(_OF_GROUPS, advantage="leave_one_out", beta=0.05),
 }
 
@@ -72,6 +73,11 @@ _KEYS = ("rho_min", "rho", "advantage", "loss_mean", "dual_clip", "beta", "gamma
 
 def has_critic(config: AlgorithmConfig) -> bool:
     return recipe_of(config).gamma is not None
+
+
+def needs_reward(config: AlgorithmConfig) -> bool:
+    """Whether rewards make advantages; they are reported in any case."""
+    return recipe_of(config).advantage != "none"
 
 
 def needs_reference(config: AlgorithmConfig) -> str | None:

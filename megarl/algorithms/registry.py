@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from megarl.algorithms.advantages import ADVANTAGES, CHOICES
 from megarl.algorithms.base import Algorithm
+from megarl.algorithms.distill import Distillation
 from megarl.algorithms.gae import Gae
 from megarl.algorithms.groups import GROUP_LOSSES, GroupLoss
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
 from megarl.algorithms.weights import Weights, clamped, clipped, masked, response_clipped, sequence_clipped, tapered, uncorrected
+from megarl.config.algorithm import SAMPLED
 from megarl.config.errors import ConfigError
 from megarl.config.named import find_callable
 from megarl.config.schema import AlgorithmConfig
@@ -31,6 +33,7 @@ RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_cl
     "ipo": uncorrected,
     "copg": uncorrected,
     "ppo": clipped,
+    "distill": clamped,
 }
 
 
@@ -47,8 +50,8 @@ def find_rule(name: str) -> Callable[..., Weights]:
     return rule
 
 
-def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """`config.name` with its settings; where these are null, the algorithm's defaults hold."""
+def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) -> Algorithm:
+    """`config.name` with its settings; where these are null, the algorithm's defaults hold. `teachers`: their weights."""
     recipe, rule = recipe_of(config), find_rule(config.name)
     pairs = recipe.advantage == "best_and_worst"
     return PolicyGradient(
@@ -66,5 +69,6 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         behavior_above=config.behavior_above or "drop",
         skip_zero_advantage=config.skip_zero_advantage,
         group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs) if recipe.beta else None,
+        distillation=Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers) if teachers else None,
         gae=None if recipe.gamma is None else Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten)),
     )

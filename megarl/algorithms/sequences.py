@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.config.schema import RunConfig
 from megarl.kept_sets import kept_metrics
-from megarl.rewards.failures import failure_metrics
+from megarl.rewards.failures import failure_metrics, teacher_failures
 from megarl.rewards.score import CORRECT
 from megarl.rewards.shaping import length_penalty
 from megarl.types import Batch, Elsewhere, SampleNumbers, TrainSequence, Version
@@ -61,7 +61,7 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
         loss_mask[prompt:] = sample.policy_mask
         mu_logprobs[prompt:][~sample.policy_mask] = 0.0
         advantages[prompt:][~sample.policy_mask] = 0.0
-    return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept)
+    return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept, sample.teachers)
 
 
 def batch_metrics(batch: Batch, version: Version, penalties: Tensor | None = None) -> dict[str, float]:
@@ -92,6 +92,7 @@ def batch_metrics(batch: Batch, version: Version, penalties: Tensor | None = Non
         **({} if penalties is None else {"reward/penalty/mean": penalties.mean().item()}),
         **kept_metrics((sample.kept for sample in samples), own_tokens),
         **failure_metrics(samples),
+        **teacher_failures(samples),
         **parts,
         **counted,
     }

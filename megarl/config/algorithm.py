@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.config.limits import IMPORT_PATH, above, at_least, between, one_of, setting
 
-NAMES = ("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg", "ppo")
+NAMES = (
+    *("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg", "ppo"),
+    "distill",
+)
+SAMPLED, TOP_K, VOCABULARY = "sampled", "top_k", "vocabulary"
+
+
+@dataclass
+class DistillConfig:
+    """Of runs with teachers among their `roles` (docs/algorithms.md)."""
+
+    coef: float = setting(1.0, "weight of the reverse KL divergence from the teachers, which adds up by their own weights", above(0))
+    over: str = setting(
+        SAMPLED,
+        "the tokens that the divergence is taken over at each place. sampled: an estimate from the sampled token alone, as an advantage; "
+        "top_k: the teacher's likeliest tokens and one bucket for all others, for teachers on engines; vocabulary: all tokens, for "
+        "teachers on the trainer's ranks",
+        one_of(SAMPLED, TOP_K, VOCABULARY),
+    )
+    top_k: int | None = setting(None, "with over=top_k, how many of the teacher's likeliest tokens are known; null: 20", between(1, 4096))
+
+    @property
+    def likeliest(self) -> int:
+        """How many tokens a teacher on engines is asked for at each place; 0: none but the sampled one."""
+        return (self.top_k or 20) if self.over == TOP_K else 0
 
 
 @dataclass
@@ -92,3 +116,4 @@ class AlgorithmConfig:
         at_least(0),
     )
     skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")
+    distill: DistillConfig = field(default_factory=DistillConfig)

@@ -7,11 +7,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.limits import at_least, between, one_of, seconds, setting
+from megarl.config.limits import above, at_least, between, one_of, seconds, setting
 
-CRITIC, REWARD_MODEL, JUDGE = "critic", "reward_model", "judge"
+CRITIC, REWARD_MODEL, JUDGE, TEACHER, REFERENCE = "critic", "reward_model", "judge", "teacher", "reference"
 TRAINER, ENGINES = "trainer", "engines"
-PLACES = {CRITIC: (TRAINER,), REWARD_MODEL: (ENGINES,), JUDGE: (ENGINES,)}  # role → where it may be, the usual place first
+# role → where it may be, the usual place first
+PLACES = {CRITIC: (TRAINER,), REWARD_MODEL: (ENGINES,), JUDGE: (ENGINES,), TEACHER: (ENGINES, TRAINER), REFERENCE: (TRAINER,)}
 POINTWISE, PAIRWISE = "pointwise", "pairwise"
 CHAT = "chat"  # template of a reward model: the chat template of its tokenizer
 
@@ -24,8 +25,8 @@ class RoleConfig:
     path: str = setting(MISSING, "HF checkpoint: local folder or hub name. A critic may begin with a reward model or a causal model")
     on: str | None = setting(
         None,
-        "where the model is. trainer: on the trainer's ranks (critic); engines: on SGLang engines of its own, frozen (reward_model, "
-        "judge); null: where it may be",
+        "where the model is. trainer: on the trainer's ranks (critic, reference, teacher); engines: on SGLang engines of its own, frozen "
+        "(reward_model, judge, teacher); null: where it may be, a teacher on engines",
         one_of(TRAINER, ENGINES),
     )
     engines: int = setting(1, "SGLang servers", at_least(1))
@@ -39,6 +40,7 @@ class RoleConfig:
         default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
     )
     timeout_s: float = setting(120.0, "time limit of one request; beyond it the score counts as failed", seconds())
+    weight: float = setting(1.0, "teacher: what its divergence is multiplied by in the sum over all teachers", above(0))
     template: str | None = setting(
         None,
         "what the model reads. reward_model: a text with {prompt} and {response}, or chat: its own chat template; null: the policy's "

@@ -21,6 +21,7 @@ from megarl.config.training import CriticConfig, OptimizerConfig, RewardModelCon
 
 MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit
+UNSCORED = "none"  # reward.name
 
 
 @dataclass
@@ -148,7 +149,7 @@ class AsyncConfig:
     )
 
 
-_REWARDS = one_of("math", "last_number", or_like=rf"{IMPORT_PATH}|roles\.[\w-]+", written="package.module:function, roles.NAME")
+_REWARDS = one_of("math", "last_number", UNSCORED, or_like=rf"{IMPORT_PATH}|roles\.[\w-]+", written="package.module:function, roles.NAME")
 
 
 @dataclass
@@ -165,7 +166,8 @@ class RewardConfig:
     name: str = setting(
         "math",
         "how a response is scored. math: 1 if its final answer equals the reference mathematically, else 0; last_number: 1 if the last "
-        "number of a list does; a function of your own (docs/own_run.md); or a model of `roles` (docs/rewards.md)",
+        "number of a list does; none: nothing is scored, for a run that learns from teachers alone; a function of your own "
+        "(docs/own_run.md); or a model of `roles` (docs/rewards.md)",
         _REWARDS,
     )
     parts: dict[str, PartConfig | None] = field(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
-from megarl.config.schema import RunConfig
+from megarl.config.schema import UNSCORED, RunConfig
 from megarl.data.chat import CHAT, Render, load_chat_template
 from megarl.data.rows import Answers, Pair, Row, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
@@ -82,6 +82,8 @@ def answers_of(config: RunConfig, evaluated: bool = False) -> Answers:
 
 
 def _answer_for(part: Part, config: RunConfig) -> Answers:
+    if part.name == UNSCORED:
+        return "unused"
     if part.role is None:
         return "whole" if ":" in part.name else "final"
     settings = config.roles.get(part.role)

@@ -83,6 +83,10 @@ class TrainModel:
         flops = 3 * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
+    def scoring_s(self, workload: Workload) -> float:
+        """Of one pass over a batch that only scores."""
+        return self.seconds(workload, extra_forwards=1).total - self.seconds(workload).total
+
     @property
     def _hbm(self) -> float:
         return self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config.schema import TrainerConfig
@@ -30,6 +31,7 @@ class TrainerMemory:
     gradients: float
     optimizer: float
     reference: float  # frozen copy of the weights, if the algorithm needs one
+    frozen: float  # the weights of frozen models beside the policy; their activations and logits come after the policy's, and are no more
     critic: float  # its weights, gradients and optimizer; its activations come after the policy's, and are no more
     activations: float
     logits: float  # those of one chunk, and the hidden states that they are made from
@@ -42,15 +44,29 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False, critic: ModelSpec | None = None
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    dtype: str,
+    gpu: Gpu,
+    *,
+    reference: bool = False,
+    critic: ModelSpec | None = None,
+    frozen: Sequence[ModelSpec] = (),
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference, critic=critic)
+    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference, critic=critic, frozen=frozen)
     return max(stages, key=lambda memory: memory.total)
 
 
 def stage_memory(
-    spec: ModelSpec, trainer: TrainerConfig, dtype: str, gpu: Gpu, *, reference: bool = False, critic: ModelSpec | None = None
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    dtype: str,
+    gpu: Gpu,
+    *,
+    reference: bool = False,
+    critic: ModelSpec | None = None,
+    frozen: Sequence[ModelSpec] = (),
 ) -> list[TrainerMemory]:
     """[pp] memory of the fullest rank of each stage."""
     item = ITEM_BYTES[dtype]
@@ -58,6 +74,7 @@ def stage_memory(
         (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
         for held in (trainer_held(critic, trainer, dtype) if critic else ())
     ]
+    of_frozen = [trainer_held(model, trainer, dtype) for model in frozen]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
     found = []
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
@@ -69,6 +86,7 @@ def stage_memory(
                 gradients=GRADIENT_BYTES * held.total,
                 optimizer=optimizer_bytes(held, trainer, dtype),
                 reference=item * held.total if reference else 0.0,
+                frozen=item * sum(stages[stage].total for stages in of_frozen),
                 critic=of_critic[stage] if of_critic else 0.0,
                 activations=kept,
                 logits=logits,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megarl.config.roles import REFERENCE
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.constants import Constants
 from megarl.estimate.hardware import Cluster, Gpu
@@ -10,6 +13,7 @@ from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.critic import find_critic
+from megarl.plan.teachers import find_frozen
 from megarl.plan.weights import needs_reference
 
 
@@ -20,7 +24,16 @@ def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
 
 def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> TrainerMemory:
     """With `trainer` in the place of the config's. Raises ConfigError if the sizes do not divide a model."""
-    return trainer_memory(spec, trainer, config.model.dtype, gpu, reference=needs_reference(config), critic=critic_of(config, spec))
+    frozen, swapped = frozen_of(config, spec)
+    of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen}
+    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all)
+
+
+def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
+    """The frozen models on the trainer's ranks, and whether there is a reference of the policy's own shape."""
+    roles = find_frozen(config, spec, None)
+    swapped = needs_reference(config) or any(role.role == REFERENCE and role.spec == spec for role in roles)
+    return [role.spec for role in roles if role.role != REFERENCE or role.spec != spec], swapped
 
 
 def training_time(
@@ -28,6 +41,9 @@ def training_time(
 ) -> TrainTime:
     """The two models compute one after the other; the critic scores each batch once before it is trained."""
     of_policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config))
+    for model in frozen_of(config, spec)[0]:
+        scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(workload)
+        of_policy = replace(of_policy, compute=of_policy.compute + scoring)
     if (critic := critic_of(config, spec)) is None:
         return of_policy
     of_critic = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(workload, extra_forwards=1)

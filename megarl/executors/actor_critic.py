@@ -16,7 +16,8 @@ import torch
 from megarl.algorithms.gae import Moments
 from megarl.algorithms.minibatches import MiniBatch
 from megarl.algorithms.value_loss import value_loss
-from megarl.executors.batch_steps import BatchSteps, Scores, Sequences, at
+from megarl.executors.batch_steps import BatchSteps, Frozen, Scores, at
+from megarl.executors.teachers import Sequences
 from megarl.types import Batch, Elsewhere, TrainSequence
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ class ActorCriticSteps(BatchSteps):
     def train(self, batch: Batch) -> list[StepResult]:
         """Returns the policy's results; none during `critic.warmup_steps`, when its weights stay."""
         sequences, cut = self._cut(batch)
-        reference, proximal = self._frozen_scores(sequences, cut)
+        frozen = self._frozen(sequences, cut)
         values = self._by_places(self.critic.token_values, sequences, cut)
         rewards = self.rewards(batch)
-        advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), reference, proximal)
+        advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), frozen)
         advantages, told = self._whitened(cut, sequences, advantages, returns, values)
         weighted = {place: _with_advantages(sequence, advantages.get(place)) for place, sequence in sequences.items()}
         results, of_critic = [], []
         for each in cut:
             if batch.step >= self.config.critic.warmup_steps:
                 ages = None if results else self._ages(batch, each.places, sequences)
-                results.append(self._step(each, weighted, rewards, reference, proximal, ages))
+                results.append(self._step(each, weighted, rewards, frozen, ages))
             of_critic.append(self._critic_step(each, sequences, values, returns))
         self._told.clear()
         self._told.update(told | _of_results(of_critic))
@@ -69,7 +70,7 @@ class ActorCriticSteps(BatchSteps):
         return result
 
     def _estimates(
-        self, sequences: Sequences, values: Scores, rewards: list[float], reference: Scores | None, proximal: Scores | None
+        self, sequences: Sequences, values: Scores, rewards: list[float], frozen: Frozen
     ) -> tuple[Mapping[int, np.ndarray], Scores]:
         """Advantages and returns of the sequences whose tokens this rank has, by their places; each as long as the sequence, 0 on what the
         policy did not write. A response's reward is that of its last token; a KL penalty in the reward is each token's own."""
@@ -81,8 +82,8 @@ class ActorCriticSteps(BatchSteps):
             row = np.zeros(len(tokens))
             row[-1] = rewards[place]
             if self.algorithm.penalizes_rewards:
-                assert reference is not None and proximal is not None
-                both = (torch.from_numpy(scores[place][tokens]) for scores in (proximal, reference))
+                assert frozen.reference is not None and frozen.proximal is not None
+                both = (torch.from_numpy(scores[place][tokens]) for scores in (frozen.proximal, frozen.reference))
                 row -= self.algorithm.penalties(*both).numpy()
             of_tokens.append(row)
         found = self.algorithm.gae.advantages(of_tokens, [values[place][tokens].astype(np.float64) for place, tokens in own.items()])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,15 +18,22 @@ from megarl.algorithms.groups import GroupLoss, GroupWeights
 from megarl.algorithms.minibatches import MiniBatch, minibatches
 from megarl.algorithms.sequences import batch_rewards, length_penalties, to_train_sequences
 from megarl.config.schema import RunConfig
+from megarl.executors.teachers import OfBatch, Sequences, Teachers
 from megarl.rewards.shaping import shapes
 from megarl.types import Batch, Elsewhere, TrainSequence
 
 if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
     from megarl.trainer.step import MegatronTrainer, StepResult
 
-# By samples' places in the batch.
-Sequences = Mapping[int, TrainSequence | Elsewhere]
-Scores = Mapping[int, np.ndarray]  # log-probs of their tokens
+Scores = Mapping[int, np.ndarray]  # log-probs of sequences' tokens, by samples' places in the batch
+
+
+class Frozen(NamedTuple):
+    """What models that a batch does not change say of its tokens, as far as the algorithm needs it."""
+
+    reference: Scores | None
+    proximal: Scores | None  # by the policy that the batch began with
+    taught: OfBatch | None
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class BatchSteps:
     trainer: MegatronTrainer
     algorithm: Algorithm
     config: RunConfig
+    teachers: Teachers | None = field(default=None, kw_only=True)
 
     def penalties(self, batch: Batch) -> Tensor | None:
         """[G, n] what is taken off the rewards; None if nothing ever is."""
@@ -59,25 +67,26 @@ class BatchSteps:
         """Makes the optimizer steps. Where nothing of a mini-batch is trained on, the gradient is zero and the step is made all the same:
         learning rate, moments and weight decay go on as after any other."""
         sequences, cut = self._cut(batch)
-        reference, proximal, rewards = *self._frozen_scores(sequences, cut), self.rewards(batch)
+        frozen, rewards = self._frozen(sequences, cut), self.rewards(batch)
         if self.algorithm.penalizes_rewards:
-            assert proximal is not None and reference is not None
+            assert frozen.proximal is not None and frozen.reference is not None
             for place in sequences:  # all: none is left out where a penalty is to be taken off
-                both = torch.from_numpy(proximal[place]), torch.from_numpy(reference[place])
+                both = torch.from_numpy(frozen.proximal[place]), torch.from_numpy(frozen.reference[place])
                 rewards.view(-1)[place] -= self.algorithm.penalty(*both)
         advantages = self.algorithm.advantages(rewards)
         if self.algorithm.penalizes_rewards:
             of_each = advantages.flatten().tolist()
             sequences = {place: _weighted(sequence, of_each[place]) for place, sequence in sequences.items()}
-        first = self._step(cut[0], sequences, advantages, reference, proximal, self._ages(batch, cut[0].places, sequences))
-        return [first, *(self._step(each, sequences, advantages, reference, proximal) for each in cut[1:])]
+        first = self._step(cut[0], sequences, advantages, frozen, self._ages(batch, cut[0].places, sequences))
+        return [first, *(self._step(each, sequences, advantages, frozen) for each in cut[1:])]
 
-    def _frozen_scores(self, sequences: Sequences, cut: list[MiniBatch]) -> tuple[Scores | None, Scores | None]:
-        """Log-probs of the reference and of the policy that the batch began with, as far as the algorithm needs them."""
+    def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> Frozen:
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
         # With one optimizer step the proximal policy is the policy itself, which the loss knows.
         needed = (self.algorithm.needs_proximal and len(cut) > 1) or self.algorithm.penalizes_rewards
-        return reference, self._scores("policy", sequences, cut) if needed else None
+        proximal = self._scores("policy", sequences, cut) if needed else None
+        taught = self.teachers.of_batch(sequences, lambda score: self._by_places(score, sequences, cut)) if self.teachers else None
+        return Frozen(reference, proximal, taught)
 
     def value_metrics(self) -> dict[str, float]:
         """Of the critic, in the batch that was trained on last; empty without one."""
@@ -88,16 +97,14 @@ class BatchSteps:
         minibatch: MiniBatch,
         sequences: Sequences,
         advantages: Tensor,
-        reference: Scores | None,
-        proximal: Scores | None,
+        frozen: Frozen,
         ages: list[np.ndarray] | None = None,
     ) -> StepResult:
-        """Makes one optimizer step. `reference`, `proximal`: the log-probs that the algorithm needs of the batch's tokens. `ages` of the
-        mini-batch's tokens: the agreement with what sampled them is measured."""
+        """Makes one optimizer step. `ages` of the mini-batch's tokens: the agreement with what sampled them is measured."""
         chosen, weighed = [sequences[place] for place in minibatch.places], None
         if self.algorithm.group_loss is not None:
-            assert reference is not None
-            weighed = self._weigh(self.algorithm.group_loss, minibatch, chosen, advantages, reference)
+            assert frozen.reference is not None
+            weighed = self._weigh(self.algorithm.group_loss, minibatch, chosen, advantages, frozen.reference)
             weights = weighed.weights.flatten()[minibatch.places].tolist()
             chosen = [_weighted(sequence, weight) for sequence, weight in zip(chosen, weights, strict=True)]
         result = self.trainer.train_step(
@@ -105,9 +112,10 @@ class BatchSteps:
             self.algorithm.loss,
             minibatch.denominator,
             temperature=self.config.rollout.temperature,
-            reference_logprobs=at(minibatch.places, reference),
-            proximal_logprobs=at(minibatch.places, proximal),
+            reference_logprobs=at(minibatch.places, frozen.reference),
+            proximal_logprobs=at(minibatch.places, frozen.proximal),
             ages=ages,
+            teachers=frozen.taught.of_step(minibatch.places, chosen) if frozen.taught else (),
         )
         result.check_tokens(minibatch.tokens)
         if weighed is None:
@@ -137,7 +145,7 @@ class BatchSteps:
         """Weights [G, n] of all samples of the batch; those of the mini-batch's from the current weights' log-probs of them."""
         log_ratio, used = torch.zeros_like(advantages), torch.zeros_like(advantages)
         if minibatch.places:
-            scored = self.trainer.token_logprobs(chosen, "policy", self.config.rollout.temperature)
+            scored = self.trainer.token_logprobs(chosen, self.config.rollout.temperature)
             for place, logprobs in zip(minibatch.places, scored, strict=True):
                 log_ratio.view(-1)[place] = float((logprobs.astype(np.float64) - reference[place]).sum())
             used.view(-1)[minibatch.places] = advantages.reshape(-1)[minibatch.places]
@@ -149,7 +157,7 @@ class BatchSteps:
 
     def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> Scores:
         """Log-probs of all sequences, by their places."""
-        return self._by_places(lambda some: self.trainer.token_logprobs(some, model, self.config.rollout.temperature), sequences, cut)
+        return self._by_places(lambda some: self.trainer.token_logprobs(some, self.config.rollout.temperature, model), sequences, cut)
 
     def _by_places(
         self, score: Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]], sequences: Sequences, cut: list[MiniBatch]

@@ -26,7 +26,7 @@ from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.asynchrony import run_ahead
 from megarl.plan.resolve import RunPlan
-from megarl.roles.opening import open_scorers, open_served
+from megarl.roles.opening import open_scorers, open_served, open_teachers
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.channel import RolloutsSender
 from megarl.rollouts.packing import judged
@@ -76,7 +76,9 @@ class GeneratorExecutor:
             self.start(watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s), f"lost engines of {fleet.name}")
             self.start(show_engines(fleet, Path(config.run_dir)), f"status of the engines of {fleet.name}")
         scorers = open_scorers(self.plan, served, self.tokenizer)
-        self.rollouts_of = self.run(open_rollouts(self.plan, self.fleet, scorers, self.tokenizer, self._resources))
+        teachers = open_teachers(self.plan, served)
+        rollouts = open_rollouts(self.plan, self.fleet, scorers, self.tokenizer, self._resources, teachers=teachers)
+        self.rollouts_of = self.run(rollouts)
         judge = partial(judged, config=config)
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse, judge)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")

@@ -14,12 +14,14 @@ import torch
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, dropped_metrics, too_many_dropped
 from megarl.config.errors import RunError
+from megarl.config.roles import TEACHER
 from megarl.executors.actor_critic import ActorCriticSteps
 from megarl.executors.batch_steps import BatchSteps, step_metrics
 from megarl.executors.critic import begin_critic, make_critic
 from megarl.executors.export import load_checkpoint
 from megarl.executors.saving import Saving
 from megarl.executors.step_times import step_times
+from megarl.executors.teachers import Teachers, load_frozen
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.evaluations import NewEvaluations, forget_after
@@ -29,6 +31,7 @@ from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
+from megarl.plan.teachers import teachers_of
 from megarl.reshard.layout import Layout
 from megarl.rewards.failures import too_many_failures
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
@@ -68,14 +71,20 @@ class TrainerExecutor:
             total_steps=config.max_steps * config.trainer.optimizer_steps,
             timeout_s=config.timeouts.collective_s,
         )
-        self.algorithm = make_algorithm(config.algorithm)
+        self.algorithm = make_algorithm(config.algorithm, teachers_of(config))
         self.critic = make_critic(self.plan, self.trainer) if self.plan.critic else None
+        models = {role.name: load_frozen(self.plan, role, self.trainer) for role in self.plan.frozen if role.role == TEACHER}
+        teachers = Teachers(config, models) if teachers_of(config) else None
         both = self.trainer, self.algorithm, config
-        self.batch_steps = BatchSteps(*both) if self.critic is None else ActorCriticSteps(*both, critic=self.critic)
-        if self.algorithm.needs_reference or not self.rendezvous.checkpoint:
-            self.trainer.load_hf(self.plan.weights_path)
+        if self.critic is None:
+            self.batch_steps = BatchSteps(*both, teachers=teachers)
+        else:
+            self.batch_steps = ActorCriticSteps(*both, critic=self.critic, teachers=teachers)
         if self.algorithm.needs_reference:
-            self.trainer.hold_reference()  # always the weights that the run began with, also after a resume
+            self._hold_reference()
+        held = self.algorithm.needs_reference and self.plan.reference is None
+        if not (held or self.rendezvous.checkpoint):
+            self.trainer.load_hf(self.plan.weights_path)
         if self.rendezvous.checkpoint:
             load_checkpoint(self.trainer, self.rendezvous.checkpoint, self.critic)
         elif self.critic is not None:
@@ -90,6 +99,15 @@ class TrainerExecutor:
         self._probe_metrics: dict[str, float] = {}
         self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
         self.saving.resume()
+
+    def _hold_reference(self) -> None:
+        """The role's model, or always the weights that the run began with, also after a resume."""
+        role = self.plan.reference
+        if role is not None and role.spec != self.plan.spec:
+            self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
+            return
+        self.trainer.load_hf(role.path if role else self.plan.weights_path)
+        self.trainer.hold_reference()
 
     @property
     def version(self) -> Version:
@@ -134,7 +152,7 @@ class TrainerExecutor:
     def _check_scores(self, batch: Batch) -> None:
         """Raises RunError, on all ranks alike, if scoring failed for too many samples, or too many prompts were dropped. Writes the
         rollouts first."""
-        problem = too_many_failures(self.plan.config.reward, batch.generated)
+        problem = too_many_failures(self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config))
         if problem := problem or too_many_dropped(batch, self.plan.config):
             written = self._write_rollouts(batch) if self.rank == 0 else None
             raise RunError(f"step {batch.step}: {problem}" + (f"\nThe step's samples are in {written}" if written else ""))

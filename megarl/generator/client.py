@@ -20,6 +20,8 @@ from megarl.generator.completions import (
     Sampling,
     completions_of,
     generation,
+    judgement_of,
+    judging,
     load_parser,
     score_in,
     scores_of,
@@ -28,6 +30,7 @@ from megarl.generator.completions import (
 from megarl.generator.server import LOADER
 from megarl.generator.wire import tensor_payload
 from megarl.models.routing import RoutingFormat
+from megarl.teacher_scores import TeacherScores
 from megarl.types import Version
 
 
@@ -106,6 +109,11 @@ class EngineClient:
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Returns [L - 1] values for each sequence of L tokens: the log-probs of tokens 1 to L-1, each given those before it."""
         return scores_of(await self._post("/generate", scoring(sequences), self._user, self._request_s))
+
+    async def judge(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TeacherScores:
+        """What a teacher says of a response; see `completions.judging`. Raises EngineError, TimeoutError."""
+        answer = await self._post("/generate", judging(prompt, response, top_k), self._user, self._request_s)
+        return judgement_of(self.url, answer, response, top_k)
 
     async def classify(self, token_ids: Sequence[int]) -> float:
         """The score that a reward model gives the tokens. (`/generate` would end such an engine.) Raises EngineError, TimeoutError."""

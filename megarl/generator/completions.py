@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.kept_sets import MOST_KEPT, KeptSets
 from megarl.models.routing import RoutingFormat
+from megarl.teacher_scores import TeacherScores
 from megarl.types import Typed, Version, impossible_logprobs, typed, view
 
 ABORT = "abort"  # finish reason of a request that was told to end
@@ -91,7 +92,9 @@ class _Meta(msgspec.Struct):
     output_token_sampling_logprobs: list[float] | int = []
     output_token_sampling_mask: list[list[int]] | int = []
     input_token_logprobs: list[tuple[float | None, int, Any]] = []
-    routed_experts: bytes = b""  # base64 in JSON
+    input_top_logprobs_val_flat_b64: bytes = b""
+    input_top_logprobs_idx_flat_b64: bytes = b""
+    routed_experts: bytes = b""  # these three are base64 in JSON
 
 
 class _Answer(msgspec.Struct):
@@ -101,6 +104,7 @@ class _Answer(msgspec.Struct):
 # Inside a JSON string a quotation mark has a backslash before it, so what matches is a key, whatever a model wrote.
 _LIST = re.compile(rb'"output_token_(logprobs|sampling_logprobs|sampling_mask)":(?=\[)')
 _LEAST_BYTES = {b"logprobs": 10, b"sampling_logprobs": 2, b"sampling_mask": 2}  # of an entry; of a mask, of a token id
+_decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 
 
@@ -187,7 +191,7 @@ def completions_of(
     return [_completion(engine, *each, routing, vocab_size) for each in zip(answers, read, samplings, strict=True)]
 
 
-def scoring(sequences: list[list[int]]) -> dict[str, Any]:
+def scoring(sequences: list[list[int]] | list[int]) -> dict[str, Any]:
     """The request for the log-probs of given tokens."""
     return {
         "input_ids": sequences,
@@ -195,6 +199,33 @@ def scoring(sequences: list[list[int]]) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
+
+
+def judging(prompt: Sequence[int], response: Sequence[int], top_k: int) -> dict[str, Any]:
+    """The request for what a teacher says of a response: the log-probs of its tokens or, with `top_k`, the likeliest tokens at their
+    places with their log-probs. SGLang takes them at temperature 1, whatever a request asks for."""
+    body = scoring([*prompt, *response]) | {"logprob_start_len": max(0, len(prompt) - 1)}
+    if top_k:
+        body |= {"top_logprobs_num": top_k, "return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+    return body
+
+
+def judgement_of(engine: str, answer: bytes, response: Sequence[int], top_k: int) -> TeacherScores:
+    """Decodes the answer to `judging`. Raises EngineError that names `engine`."""
+    try:
+        meta, tokens = _decode_answer(answer).meta_info, len(response)
+        told = meta.input_token_logprobs[-tokens:]
+        if [token for _, token, _ in told] != list(response):
+            raise EngineError(f"engine {engine} gave log-probs of {len(told)} other tokens than the {tokens} it was sent")
+        if not top_k:
+            return TeacherScores(np.zeros((tokens, 0), np.int32), np.array([[_finite(value)] for value, _, _ in told], np.float32))
+        ids = np.frombuffer(meta.input_top_logprobs_idx_flat_b64, "<i4").reshape(-1, top_k)
+        logprobs = np.frombuffer(meta.input_top_logprobs_val_flat_b64, "<f4").reshape(-1, top_k)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise EngineError(f"engine {engine} gave an unreadable answer: {error}") from error
+    if not len(ids) == len(logprobs) >= tokens or impossible_logprobs(logprobs[-tokens:]).any():
+        raise EngineError(f"engine {engine} gave {len(ids)} x {top_k} log-probs for {tokens} tokens, or some that no token can have")
+    return TeacherScores(ids[-tokens:], logprobs[-tokens:])
 
 
 def scores_of(answer: bytes) -> list[list[float]]:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from megarl.messaging.pulse import Pulse
 from megarl.types import Version
 
 ABORT_AGAIN_S = 0.05
+T = TypeVar("T")
 
 
 @dataclass
@@ -108,13 +110,13 @@ class Fleet:
                     await self._continue(index, prompt_ids, sampling, unfinished)
         return [draft.completion() for draft in drafts]
 
-    async def classify(self, token_ids: Sequence[int]) -> float:
-        """The score that a reward model gives the tokens. Raises EngineError, TimeoutError."""
+    async def ask(self, request: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """The answer of a frozen model to one request. Raises EngineError, TimeoutError."""
         while True:
             async with self._least_loaded(1) as index:
-                score = await self.engines[index].classify(token_ids)
+                answer = await request(self.engines[index])
                 self._finished[index] += 1
-                return score
+                return answer
 
     @contextlib.asynccontextmanager
     async def _least_loaded(self, samples: int) -> AsyncIterator[int]:

@@ -19,6 +19,7 @@ from megarl.plan.quantisation import check_ampere, check_blackwell_blocks, check
 from megarl.plan.resume import check_resume
 from megarl.plan.roles import check_reward, check_roles
 from megarl.plan.server_args import check_server_args
+from megarl.plan.teachers import check_distillation
 from megarl.plan.weights import check_warm_start
 from megarl.rewards import shaping
 
@@ -51,7 +52,7 @@ def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
 
 def check_batch(config: RunConfig) -> Iterable[str]:
     rollout, dp, cuts = config.rollout, config.trainer.dp, config.trainer.minibatches
-    if rollout.n < 2 and not recipes.has_critic(config.algorithm):
+    if rollout.n < 2 and not recipes.has_critic(config.algorithm) and recipes.needs_reward(config.algorithm):
         yield f"rollout.n={rollout.n}: must be at least 2: {config.algorithm.name} compares a prompt's samples"
     if rollout.prompts_per_step % cuts:
         yield f"trainer.minibatches={cuts}: must divide rollout.prompts_per_step={rollout.prompts_per_step}"
@@ -146,6 +147,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_eval,
     check_roles,
     check_reward,
+    check_distillation,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
 _TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks, check_resume)

@@ -50,17 +50,21 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
             return
         written = "; megarl reward-model writes it" if made else ""
         raise ConfigError([problem + written for problem in problems])
-    critic, topology = load_spec(path, key, config.model.family), trainer_topology(config.trainer)
-    if critic.vocab_size < policy.vocab_size:
-        problems.append(f"its vocabulary of {critic.vocab_size} must have the policy's {policy.vocab_size} tokens")
-    if critic.max_position_embeddings < policy.max_position_embeddings:
-        context = f"its context of {critic.max_position_embeddings} tokens must be at least the policy's"
-        problems.append(f"{context}, {policy.max_position_embeddings}")
-    if bool(critic.num_experts) != bool(policy.num_experts):
-        problems.append("both it and the policy must have experts, or neither")
-    problems += problems_of(
-        lambda: trainer_parameters(critic, topology, "local" if config.cluster.gpu == "cpu" else "te"),
-        lambda: stage_of_layer(critic.num_layers, topology),
-    )
-    if problems:
+    if problems := misfits(config, load_spec(path, key, config.model.family), policy):
         raise ConfigError([f"{key}={path}: {problem}" for problem in problems])
+
+
+def misfits(config: RunConfig, model: ModelSpec, policy: ModelSpec) -> list[str]:
+    """Why a second model cannot be on the trainer's ranks, with the trainer's sizes."""
+    topology, problems = trainer_topology(config.trainer), []
+    if model.vocab_size < policy.vocab_size:
+        problems.append(f"its vocabulary of {model.vocab_size} must have the policy's {policy.vocab_size} tokens")
+    if model.max_position_embeddings < policy.max_position_embeddings:
+        context = f"its context of {model.max_position_embeddings} tokens must be at least the policy's"
+        problems.append(f"{context}, {policy.max_position_embeddings}")
+    if bool(model.num_experts) != bool(policy.num_experts):
+        problems.append("both it and the policy must have experts, or neither")
+    return problems + problems_of(
+        lambda: trainer_parameters(model, topology, "local" if config.cluster.gpu == "cpu" else "te"),
+        lambda: stage_of_layer(model.num_layers, topology),
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, problems_of
+from megarl.config.roles import REFERENCE
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CLASSIFICATION
@@ -16,6 +17,7 @@ from megarl.plan.critic import check_critic, find_critic
 from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS, check_sizes
 from megarl.plan.model_paths import did_you_mean, missing_folder
 from megarl.plan.roles import ServedRole, find_served
+from megarl.plan.teachers import FrozenRole, check_served_teachers, find_frozen
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.topology import GeneratorTopology, TrainerTopology
@@ -36,10 +38,16 @@ class RunPlan:
     weights: Weights  # that the command begins with
     critic: ModelSpec | None = None  # of the checkpoint that the critic begins with, whose head may be another; None: there is no critic
     served: tuple[ServedRole, ...] = ()  # the frozen models on engines of their own
+    frozen: tuple[FrozenRole, ...] = ()  # those on the trainer's ranks
 
     @property
     def weights_path(self) -> str:
         return self.weights.path
+
+    @property
+    def reference(self) -> FrozenRole | None:
+        """The model that the KL divergence is from, if it is not what the run began with."""
+        return next((role for role in self.frozen if role.role == REFERENCE), None)
 
     @property
     def engine_dtype(self) -> str:
@@ -67,7 +75,8 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
     problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
-    problems += problems_of(lambda: check_critic(config, spec, command), lambda: find_served(config, command))
+    problems += problems_of(lambda: check_critic(config, spec, command), lambda: find_frozen(config, spec, command))
+    problems += problems_of(lambda: check_served_teachers(find_served(config, command), spec))
     if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
@@ -85,6 +94,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         weights=find_weights(config, command),
         critic=find_critic(config, spec),
         served=find_served(config, command),
+        frozen=find_frozen(config, spec, command),
     )
 
 

@@ -9,8 +9,21 @@ from dataclasses import dataclass, fields
 from megarl.algorithms import recipes
 from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
-from megarl.config.roles import CHAT, CRITIC, ENGINES, JUDGE, PAIRWISE, PLACES, REWARD_MODEL, RoleConfig, place_of, role_of
-from megarl.config.schema import MAX_REWARD, RunConfig
+from megarl.config.roles import (
+    CHAT,
+    CRITIC,
+    ENGINES,
+    JUDGE,
+    PAIRWISE,
+    PLACES,
+    REFERENCE,
+    REWARD_MODEL,
+    TEACHER,
+    RoleConfig,
+    place_of,
+    role_of,
+)
+from megarl.config.schema import MAX_REWARD, UNSCORED, RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.tokenizer import read_json
 from megarl.models import ModelSpec, load_spec
@@ -28,7 +41,13 @@ SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3"
 _BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
 _OF_ENGINES = ("engines", "tp", "ep", "dtype", "max_concurrency", "kv_cache_tokens", "mem_fraction", "server_args", "timeout_s")
 _OF_JUDGE = ("chat", "mode", "verdict", "verdict_scores", "verdict_range", "temperature", "max_tokens", "opponents")
-_KEYS = {CRITIC: (), REWARD_MODEL: (*_OF_ENGINES, "template"), JUDGE: (*_OF_ENGINES, "template", *_OF_JUDGE)}  # beside role, path, on
+_KEYS = {  # beside role, path, on, and on engines those of engines
+    CRITIC: (),
+    REWARD_MODEL: ("template",),
+    JUDGE: ("template", *_OF_JUDGE),
+    TEACHER: ("weight",),
+    REFERENCE: (),
+}
 
 
 @dataclass(frozen=True)
@@ -72,22 +91,25 @@ def check_roles(config: RunConfig) -> Iterator[str]:
         elif settings.on not in (None, *PLACES[role]):
             yield f"{key}.on={settings.on}: a {role} must be on {' or '.join(PLACES[role])}"
         else:
-            yield from _foreign_keys(key, settings, role)
+            yield from _foreign_keys(key, settings, role, place_of(name, settings) == ENGINES)
             yield from _CHECKS[role](config, key, settings)
-            if place_of(name, settings) == ENGINES and name not in used:
+            if role in (REWARD_MODEL, JUDGE) and name not in used:
                 yield f"{key}: nothing uses it; name it in reward.name, reward.parts or eval.reward, or set {key}=null"
-    critics = [name for name, settings in roles_of(config).items() if role_of(name, settings) == CRITIC]
-    if len(critics) > 1:
-        yield f"roles.{critics[1]}: a run has one critic, and roles.{critics[0]} is one"
+    for role in (CRITIC, REFERENCE):
+        of_role = [name for name, settings in roles_of(config).items() if role_of(name, settings) == role]
+        if len(of_role) > 1:
+            yield f"roles.{of_role[1]}: a run has one {role}, and roles.{of_role[0]} is one"
 
 
-def _foreign_keys(key: str, settings: RoleConfig, role: str) -> Iterator[str]:
-    """Settings that another role has."""
+def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -> Iterator[str]:
+    """Settings that another role has, or the same one elsewhere."""
+    allowed = ("role", "path", "on", *_KEYS[role], *(_OF_ENGINES if on_engines else ()))
     default = RoleConfig()
     for name in (field.name for field in fields(settings)):
         value = getattr(settings, name)
-        if name not in ("role", "path", "on", *_KEYS[role]) and value != getattr(default, name):
-            yield f"{key}.{name}={yaml_text(value)}: a {role} has no such setting"
+        if name not in allowed and value != getattr(default, name):
+            where = " on the trainer's ranks" if name in _OF_ENGINES and ENGINES in PLACES[role] else ""
+            yield f"{key}.{name}={yaml_text(value)}: a {role}{where} has no such setting"
 
 
 def _check_critic(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
@@ -139,7 +161,22 @@ def _check_pattern(key: str, pattern: str) -> Iterator[str]:
         yield f"{key}.verdict={pattern}: must have one group, not {groups}; (?:…) groups without counting"
 
 
-_CHECKS = {CRITIC: _check_critic, REWARD_MODEL: _check_reward_model, JUDGE: _check_judge}
+def _check_teacher(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
+    return iter(())  # see teachers.check_distillation
+
+
+def _check_reference(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
+    if recipes.needs_reference(config.algorithm) is None:
+        yield f"{key}: nothing uses it; set algorithm.kl_coef, or an algorithm with a beta"
+
+
+_CHECKS = {
+    CRITIC: _check_critic,
+    REWARD_MODEL: _check_reward_model,
+    JUDGE: _check_judge,
+    TEACHER: _check_teacher,
+    REFERENCE: _check_reference,
+}
 
 
 def check_reward(config: RunConfig) -> Iterator[str]:
@@ -150,6 +187,8 @@ def check_reward(config: RunConfig) -> Iterator[str]:
     evaluated = parts_in_evaluation(config) if held_out(config) else []
     for part in dict.fromkeys((*parts_of(config.reward), *evaluated)):
         settings = config.roles.get(part.role or "")
+        if part.name == UNSCORED:
+            yield from _check_unscored(config, part, part in evaluated)
         if part.role is None:
             continue
         if settings is None:
@@ -161,6 +200,15 @@ def check_reward(config: RunConfig) -> Iterator[str]:
             yield f"{part.setting}: compares the responses to a prompt, which says nothing of held-out ones; set eval.reward to another"
 
 
+def _check_unscored(config: RunConfig, part: Part, in_evaluation: bool) -> Iterator[str]:
+    if part.part or part.key == "eval.reward":
+        yield f"{part.setting}: must score something"
+    elif recipes.needs_reward(config.algorithm):
+        yield f"{part.setting}: {config.algorithm.name} learns from rewards; algorithm.name=distill learns from teachers alone"
+    elif in_evaluation:
+        yield f"{part.setting}: scores no held-out responses either; set eval.reward"
+
+
 def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...]:
     """The models on engines, if the command needs any. One that megarl sft or reward-model will make from model.path counts as there until
     the run starts. Raises ConfigError with all problems of their checkpoints."""
@@ -170,7 +218,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
         if name not in needed or role_of(name, settings) not in PLACES or place_of(name, settings) != ENGINES:
             continue
         key = f"roles.{name}.path"
-        missing, maker = list(missing_folder(key, settings.path)), _makers(config).get(settings.path)
+        missing, maker = list(missing_folder(key, settings.path)), makers(config).get(settings.path)
         if missing and command is None:
             continue
         if missing and (maker is None or command in ("train", "eval")):
@@ -187,7 +235,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
     return tuple(found)
 
 
-def _makers(config: RunConfig) -> dict[str, str]:
+def makers(config: RunConfig) -> dict[str, str]:
     """Folder → the command that makes the checkpoint there from model.path."""
     return {config.sft.output: "sft", config.reward_model.output: "reward-model"}
 
@@ -208,8 +256,8 @@ def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
     if architecture == TWO_LAYERS:
         return load_spec(values | {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}, key)
     spec = load_spec(settings.path, key)
-    if role == JUDGE and spec.head != LM:
-        raise ConfigError(f"{key}={settings.path}: is a {architecture}, which generates no text; a judge must")
+    if role != REWARD_MODEL and spec.head != LM:
+        raise ConfigError(f"{key}={settings.path}: is a {architecture}, which generates no text; a {role} must")
     return spec
 
 
@@ -224,6 +272,6 @@ def _misfits(config: RunConfig, name: str, settings: RoleConfig, spec: ModelSpec
         yield f"{key}.ep={settings.ep}: must divide {key}.tp={settings.tp}"
     if role_of(name, settings) == JUDGE and settings.max_tokens >= context:
         yield f"{key}.max_tokens={settings.max_tokens}: must be less than its context of {context} (that of the model, or kv_cache_tokens)"
-    if role_of(name, settings) == REWARD_MODEL and config.rollout.max_tokens >= context:
+    if role_of(name, settings) != JUDGE and config.rollout.max_tokens >= context:
         longest = f"rollout.max_tokens={config.rollout.max_tokens}"
         yield f"{longest}: must be less than the context of {key}, {context}, prompt and response together"

@@ -16,6 +16,7 @@ from typing import Any
 from megarl.algorithms import recipes
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings, value_at
+from megarl.config.roles import REFERENCE, role_of
 from megarl.config.schema import RunConfig
 from megarl.files import write_whole
 from megarl.plan.checkpoints import complete_checkpoints
@@ -92,7 +93,8 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a run keeps the weights it began with beside those it trains."""
-    return recipes.needs_reference(config.algorithm) is not None
+    own = any(settings and role_of(name, settings) == REFERENCE for name, settings in config.roles.items())
+    return recipes.needs_reference(config.algorithm) is not None and not own
 
 
 def holds_weights(path: str) -> bool:

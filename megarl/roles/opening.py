@@ -7,15 +7,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.config.roles import REWARD_MODEL
+from megarl.config.roles import REWARD_MODEL, TEACHER
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.fleet import Fleet
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.plan.roles import ServedRole
+from megarl.plan.teachers import teacher_format
 from megarl.roles.judge import Judge, questions
 from megarl.roles.reward_model import RewardModel, reading
+from megarl.roles.teacher import Teacher, Teachers, check_tokens
 
 Scorer = RewardModel | Judge
 
@@ -35,7 +37,14 @@ async def open_served(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExi
 
 def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> dict[str, Scorer]:
     """What gives the scores of each role. Raises ConfigError."""
-    return {role.name: _scorer(role, fleets[role.name], policy) for role in plan.served}
+    return {role.name: _scorer(role, fleets[role.name], policy) for role in plan.served if role.role != TEACHER}
+
+
+def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> Teachers | None:
+    """The teachers on engines, if there are any."""
+    form = teacher_format(plan.config)
+    found = [Teacher(role, fleets[role.name], form.top_k) for role in plan.served if role.role == TEACHER]
+    return Teachers(found, form) if found else None
 
 
 def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer) -> Scorer:
@@ -46,6 +55,8 @@ def check_served(role: ServedRole, policy: Tokenizer) -> None:
     """Raises ConfigError if the model cannot read the policy's responses."""
     if role.role == REWARD_MODEL:
         reading(role, policy)
+    elif role.role == TEACHER:
+        check_tokens(f"roles.{role.name}.path", role.settings.path, policy)
     else:
         questions(role)
 

@@ -44,7 +44,7 @@ class RewardModel:
             return part.failed("error", f"{self._key}: {fault}", request)
         try:
             async with self._places:
-                score = await self._fleet.classify(ids)
+                score = await self._fleet.ask(lambda engine: engine.classify(ids))
         except EngineUnreachable:
             raise
         except (EngineError, TimeoutError) as error:

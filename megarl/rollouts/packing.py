@@ -1,8 +1,8 @@
 """The form of groups between generator and trainer: numbers as bytes, cut and joined without looking into them.
 
 A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's token ids; each sample's has its token ids,
-log-probs, sizes of kept sets, policy mask (where the environment has written tokens), routing and kept sets. The summary says how long
-each is. A data-parallel rank's
+log-probs, sizes of kept sets, what teachers say, policy mask (where the environment has written tokens), routing and kept sets. The summary
+says how long each is. A data-parallel rank's
 share of a batch is the pieces of its samples, end to end, each group's prompt before the first of them. Pieces are multiples of 4 bytes, so
 that no number of a share is unaligned.
 """
@@ -61,7 +61,7 @@ def _piece(sample: Sample, summary: SampleSummary) -> memoryview:
     mask = sample.policy_mask if summary.environment_tokens else b""
     sizes, records = (sample.kept.sizes, sample.kept.records) if summary.kept and sample.kept else (b"", b"")
     rest = len(mask) + len(sample.routing) + len(records)
-    piece = b"".join([sample.token_ids, sample.logprobs, sizes, mask, sample.routing, records, bytes(-rest % _ALIGNED)])
+    piece = b"".join([sample.token_ids, sample.logprobs, sizes, sample.teachers, mask, sample.routing, records, bytes(-rest % _ALIGNED)])
     if len(piece) != _piece_bytes(summary):
         raise ValueError(f"{len(sample.token_ids)} tokens, but {len(sample.logprobs)} log-probs")
     return memoryview(piece)
@@ -69,7 +69,7 @@ def _piece(sample: Sample, summary: SampleSummary) -> memoryview:
 
 def _piece_bytes(sample: SampleSummary) -> int:
     rest = sample.routing_bytes + (sample.tokens if sample.environment_tokens else 0) + (sample.kept.bytes if sample.kept else 0)
-    return 8 * sample.tokens + rest + -rest % _ALIGNED
+    return 8 * sample.tokens + sample.teacher_bytes + rest + -rest % _ALIGNED
 
 
 def join(groups: Sequence[GroupReady], sizes: Sequence[int], places: Sequence[int]) -> bytearray:
@@ -98,17 +98,21 @@ def split(groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarr
             sample = groups[group].samples[piece - 1]
             size, numbers = _piece_bytes(sample), share[at:]
             logprobs, sizes = 4 * sample.tokens, 8 * sample.tokens
-            mask = sizes + (4 * sample.tokens if sample.kept else 0)
+            teachers = sizes + (4 * sample.tokens if sample.kept else 0)
+            mask = teachers + sample.teacher_bytes
             routing = mask + (sample.tokens if sample.environment_tokens else 0)
             records = routing + sample.routing_bytes
-            end = sizes + sample.kept.bytes + routing - mask + sample.routing_bytes if sample.kept else records
+            end = records + sample.kept.bytes - (teachers - sizes) if sample.kept else records
             found[next(place)] = SampleNumbers(
                 prompt,
                 numbers[:logprobs].view(np.int32),
                 numbers[logprobs:sizes].view(np.float32),
                 numbers[mask:routing].view(np.bool_) if routing > mask else None,
                 numbers[routing:records].tobytes(),
-                KeptSets(sample.kept.vocab_size, numbers[sizes:mask].tobytes(), numbers[records:end].tobytes()) if sample.kept else None,
+                KeptSets(sample.kept.vocab_size, numbers[sizes:teachers].tobytes(), numbers[records:end].tobytes())
+                if sample.kept
+                else None,
+                numbers[teachers:mask].tobytes(),
             )
         at += size
     assert at == len(share), f"a share of {len(share)} bytes, where summaries speak of {at}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 from megarl.roles.opening import Scorer
+from megarl.roles.teacher import Teachers
 from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.tool_processes import ToolProcesses
 from megarl.rollouts.scoring import open_scoring
@@ -45,6 +47,7 @@ class CheckedRollout:
     vocab_size: int
     replays_mask: bool = False  # whether samples need what their tokens were drawn from
     compare: Compare | None = None  # adds to rewards what the samples of a prompt score against each other
+    judge: Compare | None = None  # adds what teachers say of the samples
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
@@ -53,9 +56,10 @@ class CheckedRollout:
         try:
             async with deadline:
                 samples = await self.rollout(self.context, prompt, sampling, n)
-                if self.compare is not None:
-                    self._check(samples, n, sampling, where)
-                    samples = await self.compare(prompt, samples)
+                for add in (self.compare, self.judge):
+                    if add is not None:
+                        self._check(samples, n, sampling, where)
+                        samples = await add(prompt, samples)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -97,17 +101,24 @@ class Rollouts:
 
 
 async def open_rollouts(
-    plan: RunPlan, fleet: Fleet, scorers: Mapping[str, Scorer], tokenizer: Tokenizer, resources: AsyncExitStack, *, training: bool = True
+    plan: RunPlan,
+    fleet: Fleet,
+    scorers: Mapping[str, Scorer],
+    tokenizer: Tokenizer,
+    resources: AsyncExitStack,
+    *,
+    teachers: Teachers | None = None,
+    training: bool = True,
 ) -> Rollouts:
-    """The rollouts of a run, with their reward workers and tool processes, which `resources` ends. `scorers`: of the roles on engines.
-    Without `training`, those of held-out prompts alone are wanted."""
+    """The rollouts of a run, with their reward workers and tool processes, which `resources` ends. `scorers`, `teachers`: the roles on
+    engines. Without `training`, those of held-out prompts alone are wanted."""
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
     logs = Path(config.run_dir) / "logs"
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
 
-    async def scored_by(parts: Sequence[Part], logs: Path) -> Rollout:
+    async def scored_by(parts: Sequence[Part], logs: Path) -> CheckedRollout:
         scoring = await open_scoring(config, parts, scorers, resources, logs)
         context = base.RolloutContext(tokenizer, fleet.generate, scoring.one, tools.run, config.rollout.tool_timeout_s)
         limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
@@ -117,7 +128,8 @@ async def open_rollouts(
     trained = await scored_by(parts_of(config.reward), logs) if training or same else None
     held_out = trained if same else await scored_by(parts_in_evaluation(config), logs / "eval")
     assert held_out is not None
-    return Rollouts(trained or held_out, held_out)
+    trained = trained or held_out
+    return Rollouts(dataclasses.replace(trained, judge=teachers.judged) if teachers else trained, held_out)
 
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:

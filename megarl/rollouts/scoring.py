@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from megarl.config.named import is_async
-from megarl.config.schema import RunConfig
+from megarl.config.schema import UNSCORED, RunConfig
 from megarl.plan.roles import pairwise
 from megarl.rewards.in_loop import RewardInLoop
 from megarl.rewards.parts import Part, WeightedSum, weighted_sum
@@ -61,7 +61,13 @@ async def open_scoring(
     return Scoring(whole or WeightedSum(opened).score, comparing)
 
 
+async def _unscored(request: ScoreRequest) -> Score:
+    return Score(0.0)
+
+
 async def _open(config: RunConfig, part: Part, scorers: Mapping[str, Scorer], resources: AsyncExitStack, logs: Path) -> ScoreOne:
+    if part.name == UNSCORED:
+        return _unscored
     if part.role is not None:
         return partial(scorers[part.role].score, part)
     own = loading.load_reward(part)

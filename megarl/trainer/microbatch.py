@@ -20,6 +20,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from megarl.algorithms.distill import Taught
 from megarl.models.routing import RoutingFormat
 from megarl.topology import TrainerTopology
 from megarl.types import Elsewhere, TrainSequence
@@ -87,6 +88,7 @@ class MicroBatch:
     routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
+    teachers: tuple[Taught, ...] = ()  # what each teacher has to say, if train_step was given some
 
 
 def plan_microbatches(
@@ -170,21 +172,13 @@ def build(
     """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
     held = {index: _held(sequences[index]) for index in plan.indices}
 
-    def on_host(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> np.ndarray:
-        """`values` of a sequence's tokens, of them `part`, which is by default the predicted ones."""
-        row = np.zeros(plan.positions, dtype)
-        for start, index in zip(plan.boundaries, plan.indices):
-            here = values(index)[part]
-            row[start : start + len(here)] = here
-        return row
-
     def laid(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
-        return torch.from_numpy(on_host(values, dtype, part)).to(device)
+        return torch.from_numpy(lay(plan, values, dtype, part=part)).to(device)
 
     def given(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
         return None if rows is None else laid(lambda i: rows[i], np.float32)
 
-    scored = on_host(lambda i: held[i].loss_mask, np.bool_)
+    scored = lay(plan, lambda i: held[i].loss_mask, np.bool_)
     return MicroBatch(
         inputs=laid(lambda i: held[i].token_ids, np.int64, slice(-1)),
         targets=laid(lambda i: held[i].token_ids, np.int64),
@@ -202,6 +196,17 @@ def build(
         kept=_kept(plan, held, scored),
         plan=plan,
     )
+
+
+def lay(
+    plan: MicrobatchPlan, values: Callable[[int], np.ndarray], dtype: type, shape: tuple[int, ...] = (), part: slice = slice(1, None)
+) -> np.ndarray:
+    """[t, *shape] `values` of each sequence's tokens, of them `part`, which is by default the predicted ones; 0 on padding."""
+    row = np.zeros((plan.positions, *shape), dtype)
+    for start, index in zip(plan.boundaries, plan.indices):
+        here = values(index)[part]
+        row[start : start + len(here)] = here
+    return row
 
 
 def _held(sequence: TrainSequence | Elsewhere) -> TrainSequence:

@@ -202,15 +202,17 @@ def start_engine(
     instead_of: Engine | None = None,
     entry: str = "megarl.generator.server:main",
     classifies: bool = False,
+    frozen: bool = False,
     **extra: Any,
 ) -> Iterator[Engine]:
-    """Body of a fixture. The engine takes the port and the keys of `instead_of`, which has ended. One that `classifies` is frozen."""
+    """Body of a fixture. The engine takes the port and the keys of `instead_of`, which has ended. One that `classifies` is
+    frozen."""
     port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
     settings = EngineSettings(
         str(model), dtype, port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep, dp_attention=dp_attention,
-        frozen=classifies, classifies=classifies,
+        frozen=classifies or frozen, classifies=classifies,
     )  # fmt: skip
-    loaders = {} if classifies else {"custom_weight_loader": [LOADER, "pokes.arm"]}
+    loaders = {} if classifies or frozen else {"custom_weight_loader": [LOADER, "pokes.arm"]}
     (*_, arguments), env = server_command(settings, keys, {**loaders, **extra})
     with open(log, "wb") as output:
         process = ENGINES.start(entry, [arguments], {**env, "MEGARL_ENGINE_LAUNCHER": PARENT}, output)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import actor_critic_scenarios
+import distill_scenarios
 import minibatch_scenarios
 import saving_scenarios
 import torch
@@ -28,7 +29,7 @@ import value_scenarios
 
 from megarl.trainer import cpu_support
 
-SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios, value_scenarios, actor_critic_scenarios)
+SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios, value_scenarios, actor_critic_scenarios, distill_scenarios)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ FOLDERS = {"megarl": "megarl", "megarl.kernels": "kernels", "megarl.launch": "la
 TIERS = {
     "box": 0,
     "kept_sets": 0,
+    "teacher_scores": 0,
     "types": 0,
     "protocols": 0,
     "files": 0,

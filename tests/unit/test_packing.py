@@ -46,6 +46,7 @@ def samples(draw) -> Sample:
         {},
         draw(st.sampled_from([[], [Failure("error", "no number", "text")]])),
         draw(st.one_of(st.none(), st.builds(kept_sets, st.just(ids), st.integers(0, 99)))),
+        draw(st.sampled_from([b"", bytes(range(length)) * 12])),
     )
 
 
@@ -72,7 +73,7 @@ def test_a_share_has_the_numbers_of_its_samples_and_no_others(made, data):
         prompt, sample = flat[place]
         assert numbers.prompt_ids.tolist() == prompt.token_ids and numbers.token_ids.tolist() == sample.token_ids.tolist()
         assert numbers.logprobs.tobytes() == sample.logprobs.tobytes() and numbers.routing == sample.routing
-        assert numbers.kept == sample.kept
+        assert numbers.kept == sample.kept and numbers.teachers == sample.teachers
         mask = [True] * len(sample.token_ids) if numbers.policy_mask is None else numbers.policy_mask.tolist()
         assert mask == ([bool(mine) for mine in sample.policy_mask] or [True] * len(sample.token_ids))
 

@@ -1,0 +1,165 @@
+"""Reverse KL divergences KL(pi || q) of a policy pi from a teacher q, position by position, without keeping logits.
+
+As in chunked_logprobs.py, the logits of `chunk_tokens` rows at a time are made, reduced over this rank's slice of the vocabulary, and
+dropped; the backward pass makes them again. With p the policy's probabilities and r the log-ratio log p - log q of a token:
+
+    forward   KL = sum of p r
+    backward  dz = p (r - KL) g / T, with g the gradient of KL; no collective
+
+Of a teacher whose likeliest k tokens K alone are known, all others are one bucket: with P and Q the policy's and the teacher's probability
+of the rest, r = log P - log Q for every token of it. That is the divergence of the two coarser distributions,
+
+    KL_k = sum over K of p (log p - log q) + P (log P - log Q),
+
+which is at most the whole one (log-sum inequality), equal to it if k is the vocabulary, and 0 only if pi agrees with q on each of K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megarl.kernels.chunked_logprobs import _add_product, _product, _scaled
+
+# Smallest probability that a teacher's rest counts with: what 1 minus a sum of float32 can tell from 0.
+LEAST_REST = 2.0**-23
+
+
+class Slice(NamedTuple):
+    """This rank's part of the vocabulary."""
+
+    first: int
+    real: int  # tokens; what follows is padding
+    temperature: float
+
+
+class Teacher(Protocol):
+    def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
+        """[m, N] float32: this rank's share of a chunk's divergence, from the policy's scaled logits z [N, real]. real may be 0."""
+        ...
+
+    def combine(self, everyone: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """(KL [t], the policy's log Z [t], what `ratios` needs) of all ranks' shares [tp, m, t]."""
+        ...
+
+    def ratios(self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """[N, real] the log-ratios of a chunk's tokens."""
+        ...
+
+
+class Whole(NamedTuple):
+    """A teacher of whom all is known."""
+
+    hidden: torch.Tensor  # [t, h'] of its own size
+    weight: torch.Tensor  # [padded_vocab / tp, h'] its output layer, sliced as the policy's
+
+    def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
+        if not here.real:
+            empty = z.new_full((len(z),), float("-inf"))
+            return torch.stack([empty, empty, torch.zeros_like(empty)])
+        u = self._logits(rows, here)
+        log_z, log_u = z.logsumexp(dim=1), u.logsumexp(dim=1)
+        mean = (z - log_z.unsqueeze(1)).exp_().mul_(u.neg_().add_(z)).sum(dim=1)
+        return torch.stack([log_z, log_u, mean])
+
+    def combine(self, everyone: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        log_sums, teacher_sums, means = everyone.unbind(dim=1)
+        log_z, log_u = log_sums.logsumexp(dim=0), teacher_sums.logsumexp(dim=0)
+        offset = log_u - log_z
+        return ((log_sums - log_z).exp() * means).sum(dim=0) + offset, log_z, (offset,)
+
+    def ratios(self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self._logits(rows, here).neg_().add_(z).add_(known[0][rows].unsqueeze(1))
+
+    def _logits(self, rows: slice, here: Slice) -> torch.Tensor:
+        return _scaled(_product(self.hidden[rows], self.weight)[:, : here.real], here.temperature)
+
+
+class Likeliest(NamedTuple):
+    """A teacher of whom the likeliest tokens are known; one that is not in the policy's vocabulary counts to neither side."""
+
+    ids: torch.Tensor  # [t, k] int64, no id twice in a row
+    logprobs: torch.Tensor  # [t, k] float32, at temperature 1
+
+    def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
+        places = self._places(rows, here)
+        extended = torch.cat([z, z.new_zeros(len(z), 1)], dim=1)  # a column for tokens of other ranks
+        at_tokens = extended.gather(1, places)
+        rest = extended.scatter(1, places, float("-inf"))[:, : here.real].logsumexp(dim=1)
+        return torch.cat([torch.stack([z.logsumexp(dim=1), rest]), at_tokens.t()])
+
+    def combine(self, everyone: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        log_z, log_rest = everyone[:, 0].logsumexp(dim=0), everyone[:, 1].logsumexp(dim=0)
+        log_p, own = everyone[:, 2:].sum(dim=0).t() - log_z.unsqueeze(1), self.ids < vocab_size
+        log_p_rest = log_rest - log_z
+        log_q_rest = (1 - self.logprobs.double().exp().sum(dim=1)).clamp(min=LEAST_REST).log().to(log_z.dtype)
+        ratios = torch.where(own, log_p - self.logprobs, 0.0)
+        rest_ratio = torch.where(log_p_rest == float("-inf"), 0.0, log_p_rest - log_q_rest)
+        kl = (torch.where(own, log_p.exp(), 0.0) * ratios).sum(dim=1) + log_p_rest.exp() * rest_ratio
+        return kl, log_z, (ratios, rest_ratio)
+
+    def ratios(self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        ratios, rest_ratio = (each[rows] for each in known)
+        of_rest = rest_ratio.unsqueeze(1).repeat(1, here.real + 1)
+        return of_rest.scatter_(1, self._places(rows, here), ratios)[:, : here.real]
+
+    def _places(self, rows: slice, here: Slice) -> torch.Tensor:
+        """[N, k] columns of this rank's slice; the one behind them for tokens of other ranks."""
+        local = self.ids[rows] - here.first
+        return torch.where((local >= 0) & (local < here.real), local, here.real)
+
+
+class LinearKl(torch.autograd.Function):
+    """See megarl.kernels.linear_kl."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher: Teacher,
+        group: dist.ProcessGroup,
+        vocab_size: int,
+        temperature: float,
+        chunk_tokens: int,
+        weight_grad: torch.Tensor | None,
+    ) -> torch.Tensor:
+        first = group.rank() * len(weight)
+        here = Slice(first, min(max(vocab_size - first, 0), len(weight)), temperature)
+        parts = [teacher.partial(rows, z, here) for rows, z in _chunks(hidden, weight, here, chunk_tokens)]
+        partial = torch.cat(parts, dim=1)
+        everyone = partial.unsqueeze(0)  # [tp, m, t]
+        if group.size() > 1 and len(hidden):
+            everyone = partial.new_empty((group.size(), *partial.shape))
+            dist.all_gather_into_tensor(everyone.view(-1), partial.contiguous().view(-1), group=group)
+        kl, log_z, known = teacher.combine(everyone, vocab_size)
+        ctx.save_for_backward(hidden, weight, kl, log_z, *known)
+        ctx.teacher, ctx.here, ctx.chunk_tokens, ctx.weight_grad = teacher, here, chunk_tokens, weight_grad
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, kl, log_z, *known = ctx.saved_tensors
+        factor, hidden_grad, weight_grad = grads[0] / ctx.here.temperature, torch.zeros_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if ctx.weight_grad is None else ctx.weight_grad
+        for rows, z in _chunks(hidden, weight, ctx.here, ctx.chunk_tokens) if ctx.here.real else ():
+            ratios = ctx.teacher.ratios(rows, z, ctx.here, tuple(known))
+            dz = z.sub_(log_z[rows].unsqueeze(1)).exp_().mul_(ratios.sub_(kl[rows].unsqueeze(1))).mul_(factor[rows].unsqueeze(1))
+            dz = dz.to(hidden.dtype)
+            torch.mm(dz, weight[: ctx.here.real], out=hidden_grad[rows])
+            if weight_grad is not None:
+                _add_product(weight_grad[: ctx.here.real], dz.t(), hidden[rows])
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype) if ctx.weight_grad is None else weight.new_zeros(()).expand_as(weight)
+        return hidden_grad, weight_grad, None, None, None, None, None, None
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor, here: Slice, chunk_tokens: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The rows of each chunk, of which there is at least one, and their scaled logits [N, real]."""
+    for start in range(0, max(1, len(hidden)), chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        yield rows, _scaled(_product(hidden[rows], weight)[:, : here.real], here.temperature)

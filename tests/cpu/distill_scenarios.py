@@ -1,0 +1,56 @@
+"""What a trainer rank does in test_trainer_distill.py: batches of several steps under teachers, and a reference of another shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from trainer_rig import make, plain_adam, scored, sequences
+
+from megarl.algorithms.registry import make_algorithm
+from megarl.config.load import load_config
+from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.executors.batch_steps import BatchSteps, step_metrics
+from megarl.executors.teachers import Teachers
+from megarl.models.registry import load_spec
+from megarl.plan.teachers import teachers_of
+from megarl.topology import TrainerTopology
+
+
+def frozen(scenario: dict[str, Any], path: str, policy: Any) -> Any:
+    from megarl.trainer.megatron_model import MegatronModel
+
+    settings = TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})})
+    model = MegatronModel(load_spec(path), TrainerTopology(**scenario["topology"]), settings, "float32", 1, timeout_s=60)
+    model.squares = policy.squares
+    model.load_hf(path)
+    return model
+
+
+def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Trains on the batches, each rank with its own samples alone, and exports the weights after each."""
+    batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
+    trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=len(batches) * config.trainer.optimizer_steps)
+    trainer.load_hf(scenario["model"])
+    models = {name: frozen(scenario, role.path, trainer) for name, role in config.roles.items() if role.on == "trainer"}
+    before = [parameter.clone() for model in models.values() for parameter in model._parameters()]
+    algorithm = make_algorithm(config.algorithm, teachers_of(config))
+    steps, told = BatchSteps(trainer, algorithm, config, teachers=Teachers(config, models)), []
+    for batch in batches:
+        own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
+        results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
+        trainer.export_hf(str(out / f"{scenario['name']}.{batch.step}.hf"), scenario["model"])
+        told.append(([(result.loss, result.grad_norm) for result in results], step_metrics(results, algorithm)))
+    after = [parameter for model in models.values() for parameter in model._parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a teacher has changed"
+    return {"told": told}
+
+
+def scenario_other_reference(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    trainer = make(scenario, plain_adam(lr=0.0))
+    trainer.load_hf(scenario["model"])
+    batch = sequences(trainer.spec.vocab_size)
+    trainer.hold_reference(frozen(scenario, scenario["reference"], trainer))
+    return {"reference": scored(trainer, batch, temperature=0.7, model="reference"), "policy": scored(trainer, batch, temperature=0.7)}
