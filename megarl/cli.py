@@ -197,7 +197,7 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         from megarl.launch.dry_run import render_launch
-        from megarl.launch.first_lines import sampling_lines, weights_lines
+        from megarl.launch.first_lines import role_lines, sampling_lines, weights_lines
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import latest_checkpoint
 
@@ -205,7 +205,8 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
-        print(*weights_lines(plan, latest_checkpoint(plan.config.run_dir)), *sampling_lines(plan), sep="\n")
+        weights = weights_lines(plan, latest_checkpoint(plan.config.run_dir))
+        print(*weights, *role_lines(plan), *sampling_lines(plan), sep="\n")
         print(*(f"{'' if number else 'data':<10} {dataset}" for number, dataset in enumerate(datasets)), sep="\n")
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
@@ -216,8 +217,17 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.config.load import load_config
     from megarl.launch.commands import sft
+    from megarl.plan.resolve import resolve
+    from megarl.plan.roles import roles_of
 
+    config = plan.config
+    for name, role in roles_of(config).items():  # what the run needs beside its policy
+        if role.sft:
+            own = [f"{key}={value}" for key, value in role.sft.items()]
+            where = [f"run_dir={config.run_dir}/{name}", f"sft.output={role.path}"]
+            sft(resolve(load_config(arguments.config, [*arguments.overrides, *own, *where]), "sft"))
     sft(plan)
 
 

@@ -144,7 +144,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
 
 def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        key = f"{prefix}{name}"
+        key = f"{prefix}{'on' if name is True else name}"  # as YAML reads a bare `on`
         section = section_of(key)
         if section is None or (section.optional and value in (None, {})):
             yield key, value

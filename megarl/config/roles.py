@@ -29,6 +29,13 @@ class RoleConfig:
         "(reward_model, judge, teacher); null: where it may be, a teacher on engines",
         one_of(TRAINER, ENGINES),
     )
+    sft: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "meaning": "the overrides with which megarl sft makes this model too, into `path`, such as {model.path: …, sft.steps: 600}; "
+            "empty: it is there already"
+        },
+    )
     engines: int = setting(1, "SGLang servers", at_least(1))
     tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
     ep: int = setting(1, "expert parallel size of an engine", at_least(1))

@@ -6,6 +6,8 @@ around is instead clamped to 0 or 9 with probability 0.6. So two thirds of the d
 every wrap, and the right one must be found by reward. In pairs of responses one is right. The other clamps at every wrap, or has a random
 total in one place and goes on from there; all clamp that have a wrap, if a coin says so.
 
+right_chain: the same with demonstrations that are all right.
+
 judged_chain: the rows of chain, and as many in which a response to them is judged, as in "7+0+9+1+5=7,7,9,9,9?" -> "7,7,6,7,2:0": the right
 totals, and 1 if the response has them, else 0.
 
@@ -43,6 +45,7 @@ class Chain(Sequence[Row]):
 
     split: str
     seed: int
+    clamp_probability: float = _CLAMP_PROBABILITY
 
     def __len__(self) -> int:
         return _HELD_OUT if self.split == "eval" else _EXPRESSIONS - _HELD_OUT
@@ -55,7 +58,7 @@ class Chain(Sequence[Row]):
         return Row(
             prompt=f"{text}=",
             answer=str((first + sum(steps)) % 10),
-            demonstration=",".join(map(str, _noisy_totals(first, steps, noise))),
+            demonstration=",".join(map(str, _noisy_totals(first, steps, noise, self.clamp_probability))),
             where=f"{PREFIX}chain, split {self.split}, row {index}",
         )
 
@@ -123,12 +126,12 @@ def _expression(number: int) -> tuple[str, int, list[int]]:
     return text, terms[0], [-term if m else term for m, term in zip(minus, terms[1:])]
 
 
-def _noisy_totals(total: int, steps: list[int], noise: random.Random) -> list[int]:
+def _noisy_totals(total: int, steps: list[int], noise: random.Random, clamp_probability: float = _CLAMP_PROBABILITY) -> list[int]:
     totals = [total]
     for step in steps:
         total += step
         if not 0 <= total <= 9:
-            total = min(max(total, 0), 9) if noise.random() < _CLAMP_PROBABILITY else total % 10
+            total = min(max(total, 0), 9) if noise.random() < clamp_probability else total % 10
         totals.append(total)
     return totals
 
@@ -162,6 +165,7 @@ class Product(Sequence[Row]):
 T = TypeVar("T")
 _TASKS: dict[str, Callable[[str, int], Rows]] = {
     "chain": Chain,
+    "right_chain": lambda split, seed: Chain(split, seed, clamp_probability=0.0),
     "judged_chain": lambda split, seed: JudgedChain(Chain(split, seed)),
     "product": Product,
 }

@@ -103,7 +103,7 @@ def check_roles(config: RunConfig) -> Iterator[str]:
 
 def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -> Iterator[str]:
     """Settings that another role has, or the same one elsewhere."""
-    allowed = ("role", "path", "on", *_KEYS[role], *(_OF_ENGINES if on_engines else ()))
+    allowed = ("role", "path", "on", "sft", *_KEYS[role], *(_OF_ENGINES if on_engines else ()))
     default = RoleConfig()
     for name in (field.name for field in fields(settings)):
         value = getattr(settings, name)
@@ -225,7 +225,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
             problems += [f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing]
             continue
         try:
-            spec = _to_be(config, maker) if missing and maker else _spec(settings, role_of(name, settings), key)
+            spec = to_be(config, maker, settings) if missing and maker else _spec(settings, role_of(name, settings), key)
             problems += _misfits(config, name, settings, spec)
             found.append(ServedRole(name, settings, spec, settings.dtype or config.model.dtype))
         except ConfigError as error:
@@ -236,12 +236,14 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
 
 
 def makers(config: RunConfig) -> dict[str, str]:
-    """Folder → the command that makes the checkpoint there from model.path."""
-    return {config.sft.output: "sft", config.reward_model.output: "reward-model"}
+    """Folder → the command that makes the checkpoint there."""
+    own = {settings.path: "sft" for settings in roles_of(config).values() if settings.sft}
+    return {config.sft.output: "sft", config.reward_model.output: "reward-model", **own}
 
 
-def _to_be(config: RunConfig, maker: str) -> ModelSpec:
-    spec = load_spec(config.model.spec or config.model.path, own_family=config.model.family)
+def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
+    """The shape of what the command `maker` will make."""
+    spec = load_spec(settings.sft.get("model.path") or config.model.spec or config.model.path, own_family=config.model.family)
     return spec.with_scalar_head() if maker == "reward-model" else spec
 
 

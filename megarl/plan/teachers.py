@@ -14,7 +14,7 @@ from megarl.models import ModelSpec, load_spec
 from megarl.models.spec import LM
 from megarl.plan.critic import misfits
 from megarl.plan.model_paths import missing_folder
-from megarl.plan.roles import ServedRole, makers, roles_of
+from megarl.plan.roles import ServedRole, makers, roles_of, to_be
 from megarl.teacher_scores import TeacherFormat
 
 PLACE_OF = {TOP_K: ENGINES, VOCABULARY: TRAINER}  # where teachers must be for it
@@ -74,20 +74,20 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
 
 
 def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tuple[FrozenRole, ...]:
-    """The teachers and the reference on the trainer's ranks. A checkpoint that is missing is left out for commands that come before a run.
-    Raises ConfigError with all that is wrong."""
+    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as there until the run starts; any
+    other that is missing is left out of commands before a run. Raises ConfigError with all that is wrong."""
     found, problems = [], []
     for name, settings in roles_of(config).items():
         role, key = role_of(name, settings), f"roles.{name}.path"
         if role not in (TEACHER, REFERENCE) or place_of(name, settings) != TRAINER:
             continue
-        if missing := list(missing_folder(key, settings.path)):
-            maker = makers(config).get(settings.path)
-            if command not in (None, "sft", "reward-model") and not (maker and command == "dry-run"):
+        missing, maker = list(missing_folder(key, settings.path)), makers(config).get(settings.path)
+        if missing and (maker is None or command == "train"):
+            if command not in (None, "sft", "reward-model"):
                 problems += [f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing]
             continue
         try:
-            spec = load_spec(settings.path, key, config.model.family)
+            spec = to_be(config, maker, settings) if missing and maker else load_spec(settings.path, key, config.model.family)
             own = ["is a reward model or critic, which gives no probabilities"] if spec.head != LM else []
             own += misfits(config, spec, policy)
             if spec.vocab_size != policy.vocab_size and role == TEACHER and config.algorithm.distill.over != SAMPLED:

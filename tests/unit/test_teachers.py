@@ -55,7 +55,8 @@ def shaped(folder: Path, **changes: object) -> Path:
         ([TEACHER, "algorithm.distill.top_k=4"], ["algorithm.distill.top_k=4: must be null: only algorithm.distill.over=top_k has it"]),
         (
             [TEACHER, "algorithm.distill.over=vocabulary"],
-            ["algorithm.distill.over=vocabulary: needs roles.teacher.on=trainer; it is on engines, and SGLang gives the likeliest tokens alone"],
+            ["algorithm.distill.over=vocabulary: needs roles.teacher.on=trainer; it is on engines, and SGLang gives the likeliest tokens "
+             "alone"],
         ),
         (
             [TEACHER, "roles.teacher.on=trainer", "algorithm.distill.over=top_k", "roles.teacher.tp=2"],
@@ -65,7 +66,8 @@ def shaped(folder: Path, **changes: object) -> Path:
         ),
         (
             [TEACHER, "rollout.temperature=0.7"],
-            ["rollout.temperature=0.7: must be 1 with roles.teacher on engines: SGLang gives log-probs of what it reads at temperature 1 alone"],
+            ["rollout.temperature=0.7: must be 1 with roles.teacher on engines: SGLang gives log-probs of what it reads at temperature 1 "
+             "alone"],
         ),
         (
             [TEACHER, "rollout.top_p=0.9", "algorithm.name=online_dpo", "roles.teacher.on=own"],
