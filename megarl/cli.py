@@ -218,6 +218,7 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.config.load import load_config
+    from megarl.config.roles import flat
     from megarl.launch.commands import sft
     from megarl.plan.resolve import resolve
     from megarl.plan.roles import roles_of
@@ -225,7 +226,7 @@ def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
     config = plan.config
     for name, role in roles_of(config).items():  # what the run needs beside its policy
         if role.sft:
-            own = [f"{key}={value}" for key, value in role.sft.items()]
+            own = [f"{key}={value}" for key, value in flat(role.sft).items()]
             where = [f"run_dir={config.run_dir}/{name}", f"sft.output={role.path}"]
             sft(resolve(load_config(arguments.config, [*arguments.overrides, *own, *where]), "sft"))
     sft(plan)

@@ -61,6 +61,8 @@ LONG = {
     "megarl sft configs/examples/reward_model.yaml": SHORT,
     "megarl sft configs/examples/ppo.yaml": SHORT,
     "megarl train configs/examples/ppo.yaml": SHORT,
+    "megarl sft configs/examples/distillation.yaml": f"{SHORT} roles.teacher.sft.sft.steps=2",
+    "megarl train configs/examples/distillation.yaml": SHORT,
     "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 reward_model.every=0 reward_model.eval.size=8",
     "megarl train configs/calculator.yaml": SHORT,
     "megarl bench overlap": "--steps 6 --step-s 0.2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,14 @@ class RoleConfig:
         "judge, pairwise: each response is compared with so many that follow it among its prompt's, in a circle; null: with all others",
         at_least(1),
     )
+
+
+def flat(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Of RoleConfig.sft: dotted keys and their values, whether they were written dotted or nested; the last of several counts."""
+    found: dict[str, Any] = {}
+    for name, value in overrides.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def role_of(name: str, settings: RoleConfig) -> str:

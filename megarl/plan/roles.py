@@ -20,6 +20,7 @@ from megarl.config.roles import (
     REWARD_MODEL,
     TEACHER,
     RoleConfig,
+    flat,
     place_of,
     role_of,
 )
@@ -243,7 +244,7 @@ def makers(config: RunConfig) -> dict[str, str]:
 
 def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
     """The shape of what the command `maker` will make."""
-    spec = load_spec(settings.sft.get("model.path") or config.model.spec or config.model.path, own_family=config.model.family)
+    spec = load_spec(flat(settings.sft).get("model.path") or config.model.spec or config.model.path, own_family=config.model.family)
     return spec.with_scalar_head() if maker == "reward-model" else spec
 
 

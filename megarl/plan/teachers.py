@@ -74,8 +74,8 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
 
 
 def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tuple[FrozenRole, ...]:
-    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as there until the run starts; any
-    other that is missing is left out of commands before a run. Raises ConfigError with all that is wrong."""
+    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as there until the run starts;
+    any other that is missing is left out of commands before a run. Raises ConfigError with all that is wrong."""
     found, problems = [], []
     for name, settings in roles_of(config).items():
         role, key = role_of(name, settings), f"roles.{name}.path"

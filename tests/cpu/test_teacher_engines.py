@@ -26,6 +26,7 @@ PROMPT = Prompt(0, [1, 30, 41, 52, 63, 74, 85], "", "")
 
 def response(seed: int, length: int) -> Sample:
     tokens = np.random.default_rng(seed).integers(3, VOCABULARY, length)
+    tokens[length // 2] = VOCABULARY - 1
     return Sample(tokens, [-1.0] * length, [0] * length, "x", 0.0, "stop")
 
 

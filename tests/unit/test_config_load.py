@@ -125,7 +125,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ),
         ("algorithm.name=ppoo", f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule"),
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
-        ("reward.name=vibes", "reward.name=vibes: must be one of math, last_number, package.module:function, roles.NAME"),
+        ("reward.name=vibes", "reward.name=vibes: must be one of math, last_number, none, package.module:function, roles.NAME"),
         ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),
         ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
