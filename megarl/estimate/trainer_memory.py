@@ -20,6 +20,7 @@ OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
 SAVED_BYTES = 12  # per parameter, whatever its dtype in training
 # Of a logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32 and its gradient, which takes the logit's own place in fp32.
 LOGIT_BYTES = {"bfloat16": 4 + 2, "float32": 4}
+DIVERGENCE_BYTES = 12  # of a logit of a chunk for a teacher's divergence (kernels/chunked_kl.py): the policy's, the teacher's, a product
 FRAGMENTATION = 0.05  # share of what is allocated anew for every microbatch
 
 
@@ -52,9 +53,10 @@ def trainer_memory(
     reference: bool = False,
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
+    divergence: bool = False,
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference, critic=critic, frozen=frozen)
+    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference, critic=critic, frozen=frozen, divergence=divergence)
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -67,6 +69,7 @@ def stage_memory(
     reference: bool = False,
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
+    divergence: bool = False,
 ) -> list[TrainerMemory]:
     """[pp] memory of the fullest rank of each stage."""
     item = ITEM_BYTES[dtype]
@@ -79,7 +82,7 @@ def stage_memory(
     found = []
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
         kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
-        logits = logprob_bytes(spec, trainer, dtype) if stage == trainer.pp - 1 else 0.0
+        logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
                 weights=item * held.total,
@@ -97,12 +100,12 @@ def stage_memory(
     return found
 
 
-def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> float:
+def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False) -> float:
     """On the last stage: a microbatch's hidden states of whole sequences and their gradient, and the larger of a chunk's logits and the
     gradient that PyTorch asks for of the output layer: zeros, since the true one is in Megatron's buffer."""
     item, tokens = ITEM_BYTES[dtype], trainer.max_tokens_per_microbatch / trainer.cp
     vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp
-    chunk = LOGIT_BYTES[dtype] * min(tokens, trainer.logprob_chunk_tokens) * vocab
+    chunk = (DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype]) * min(tokens, trainer.logprob_chunk_tokens) * vocab
     return 2 * item * tokens * spec.hidden_size + max(chunk, item * vocab * spec.hidden_size)
 
 

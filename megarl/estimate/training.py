@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.config.algorithm import SAMPLED
 from megarl.config.roles import REFERENCE
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.constants import Constants
@@ -13,7 +14,7 @@ from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.plan.critic import find_critic
-from megarl.plan.teachers import find_frozen
+from megarl.plan.teachers import find_frozen, teachers_of
 from megarl.plan.weights import needs_reference
 
 
@@ -25,7 +26,8 @@ def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
 def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> TrainerMemory:
     """With `trainer` in the place of the config's. Raises ConfigError if the sizes do not divide a model."""
     frozen, swapped = frozen_of(config, spec)
-    of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen}
+    divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
+    of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
     return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all)
 
 

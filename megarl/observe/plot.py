@@ -94,7 +94,7 @@ def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
 
 
 def _plot_responses(axes, rows: list[Row]) -> None:
-    """Response length with the band of the middle 80 %; entropy on a second axis."""
+    """Response length with the band of the middle 80 %; entropy, and the divergence from teachers, on a second axis."""
     steps, length = series(rows, "step"), series(rows, "response_tokens/mean")
     low, high = series(rows, "response_tokens/p10"), series(rows, "response_tokens/p90")
     axes.fill_between(steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %")
@@ -104,8 +104,11 @@ def _plot_responses(axes, rows: list[Row]) -> None:
     axes.set_ylim(0, LEGEND_ROOM * max(1.0, np.nanmax([*length, *high, 0.0])))
     entropy, entropy_axes = series(rows, "entropy/mean"), axes.twinx()
     entropy_axes.plot(steps, entropy, color="#8a4f9d", linewidth=1.3, label="entropy")
-    entropy_axes.set_ylabel("entropy (nats per token)", color="#8a4f9d")
-    entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, 0.0])))
+    divergence = series(rows, "distill/kl")
+    if np.isfinite(divergence).any():
+        entropy_axes.plot(steps, divergence, color="#b5423c", linewidth=1.3, label="divergence from teachers")
+    entropy_axes.set_ylabel("nats per token", color="#8a4f9d")
+    entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, *divergence, 0.0])))
     entropy_axes.spines[["top", "left"]].set_visible(False)
     handles, labels = (left + right for left, right in zip(axes.get_legend_handles_labels(), entropy_axes.get_legend_handles_labels()))
     axes.legend(handles, labels, loc="upper right", ncols=3, frameon=False)

@@ -20,6 +20,8 @@ FIXED_KEYS = (
     *(key for key in settings() if key.startswith("data.train.")),
     "data.shuffle",
     "algorithm.name",
+    "algorithm.distill.over",
+    "algorithm.distill.top_k",
     "rollout.prompts_per_step",
     "rollout.n",
     "reward.name",
@@ -27,6 +29,7 @@ FIXED_KEYS = (
     "reward.parts.NAME.weight",
     "roles.NAME.role",
     "roles.NAME.path",
+    "roles.NAME.on",
     "seed",
 )
 

@@ -39,7 +39,7 @@ TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is of lengths
 # The reward models that SGLang has: a linear map to one score, or Qwen2.5-Math-RM's two layers.
 TWO_LAYERS = "Qwen2ForRewardModel"
 SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3")), TWO_LAYERS)
-_BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
+BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
 _OF_ENGINES = ("engines", "tp", "ep", "dtype", "max_concurrency", "kv_cache_tokens", "mem_fraction", "server_args", "timeout_s")
 _OF_JUDGE = ("chat", "mode", "verdict", "verdict_scores", "verdict_range", "temperature", "max_tokens", "opponents")
 _KEYS = {  # beside role, path, on, and on engines those of engines
@@ -215,7 +215,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
     the run starts. Raises ConfigError with all problems of their checkpoints."""
     found, problems = [], []
     needed = {part.role for part in parts_in_evaluation(config)} if command == "eval" else config.roles.keys()
-    for name, settings in roles_of(config).items() if command not in _BEFORE else ():
+    for name, settings in roles_of(config).items() if command not in BEFORE else ():
         if name not in needed or role_of(name, settings) not in PLACES or place_of(name, settings) != ENGINES:
             continue
         key = f"roles.{name}.path"

@@ -14,7 +14,7 @@ from megarl.models import ModelSpec, load_spec
 from megarl.models.spec import LM
 from megarl.plan.critic import misfits
 from megarl.plan.model_paths import missing_folder
-from megarl.plan.roles import ServedRole, makers, roles_of, to_be
+from megarl.plan.roles import BEFORE, ServedRole, makers, roles_of, to_be
 from megarl.teacher_scores import TeacherFormat
 
 PLACE_OF = {TOP_K: ENGINES, VOCABULARY: TRAINER}  # where teachers must be for it
@@ -77,13 +77,13 @@ def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tu
     """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as there until the run starts;
     any other that is missing is left out of commands before a run. Raises ConfigError with all that is wrong."""
     found, problems = [], []
-    for name, settings in roles_of(config).items():
+    for name, settings in roles_of(config).items() if command not in (*BEFORE, "eval") else ():
         role, key = role_of(name, settings), f"roles.{name}.path"
         if role not in (TEACHER, REFERENCE) or place_of(name, settings) != TRAINER:
             continue
         missing, maker = list(missing_folder(key, settings.path)), makers(config).get(settings.path)
         if missing and (maker is None or command == "train"):
-            if command not in (None, "sft", "reward-model"):
+            if command is not None:
                 problems += [f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing]
             continue
         try:

@@ -74,5 +74,5 @@ def main_grad(weight: torch.nn.Parameter) -> torch.Tensor | None:
     total: torch.Tensor | None = getattr(weight, "main_grad", None)
     if total is None or total.dtype != torch.float32 or not torch.is_grad_enabled():
         return None
-    weight.grad_added_tomain_grad = True  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return total
