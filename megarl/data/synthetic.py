@@ -14,6 +14,8 @@ totals, and 1 if the response has them, else 0.
 product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of ten
 demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator by the rollout
 tool_calls with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
+
+summary: see megarl.data.summaries.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import TypeVar
 from megarl.config.errors import ConfigError
 from megarl.data.permutation import permute
 from megarl.data.rows import Pair, Row, Rows
+from megarl.data.summaries import Summaries, SummaryPairs
 
 PREFIX = "synthetic:"
 
@@ -168,6 +171,11 @@ _TASKS: dict[str, Callable[[str, int], Rows]] = {
     "right_chain": lambda split, seed: Chain(split, seed, clamp_probability=0.0),
     "judged_chain": lambda split, seed: JudgedChain(Chain(split, seed)),
     "product": Product,
+    "summary": Summaries,
+}
+_PAIRS: dict[str, Callable[[str, int], Sequence[Pair]]] = {
+    "chain": lambda split, seed: ChainPairs(Chain(split, seed)),
+    "summary": lambda split, seed: SummaryPairs(Summaries(split, seed)),
 }
 
 
@@ -178,7 +186,7 @@ def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:
 
 def synthetic_pairs(source: str, split: str, seed: int, key: str) -> Sequence[Pair]:
     """The same, of pairs of responses."""
-    return ChainPairs(_task({"chain": Chain}, source, split, key)(split, seed))
+    return _task(_PAIRS, source, split, key)(split, seed)
 
 
 def _task(tasks: Mapping[str, Callable[[str, int], T]], source: str, split: str, key: str) -> Callable[[str, int], T]:

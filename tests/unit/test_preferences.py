@@ -104,7 +104,7 @@ def test_synthetic_pairs_have_one_right_response() -> None:
         text = pair.prompt.removesuffix("=")
         totals = [eval(text[: 2 * n + 1]) % 10 for n in range(5)]
         assert pair.chosen == ",".join(map(str, totals)) != pair.rejected and len(pair.rejected) == 9
-    with pytest.raises(ConfigError, match="source=synthetic:product: no such task; there is synthetic:chain"):
+    with pytest.raises(ConfigError, match="source=synthetic:product: no such task; there is synthetic:chain, synthetic:summary"):
         read_pairs(PreferenceConfig(source="synthetic:product"), "reward_model.data", 0, "")
 
 
