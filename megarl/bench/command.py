@@ -28,6 +28,7 @@ EXAMPLES = [
     "megarl bench packing --sequences 256",
     "megarl bench staleness configs/quickstart.yaml --seeds 3",
     "megarl bench offpolicy configs/offpolicy/chain.yaml --parts losses,lags --seeds 1",
+    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1",
     "megarl bench faults --faults 50 --seed 1",
     "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'",
 ]
@@ -67,7 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _offpolicy_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("config", metavar="CONFIG", help="YAML file of the task")
     bench.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
-    bench.add_argument("--parts", metavar="PART,…", default="", help="losses, lags, policies, epochs, samples, asynchrony; default: all")
+    bench.add_argument(
+        "--parts",
+        metavar="PART,…",
+        default="",
+        help="losses, lags, policies, epochs, samples, asynchrony, reward_models (where a model rewards); default: all",
+    )
     bench.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
     bench.add_argument(
         "--lanes", metavar="N", type=int, default=1, help="runs side by side; their times mean something only with 1, the default"

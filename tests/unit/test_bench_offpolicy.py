@@ -8,21 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.bench.offpolicy.cells import MINIBATCHES, PARTS, SAMPLES_PER_UPDATE, SIZES, Cell
+from megarl.algorithms.recipes import needs_reference
+from megarl.bench.offpolicy.cells import LOSSES, MINIBATCHES, OF_REWARD_MODELS, PARTS, SAMPLES_PER_UPDATE, SIZES, Cell
+from megarl.bench.offpolicy.measure import HeldOut, judge_of, measure
+from megarl.bench.offpolicy.plain import learning_rate, scores
+from megarl.bench.offpolicy.study import run
 from megarl.bench.offpolicy.tables import render
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.training import OptimizerConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import resolve
 from megarl.types import Prompt
 
-CONFIG = "configs/offpolicy/chain.yaml"
+CONFIG, GOLD = "configs/offpolicy/chain.yaml", "configs/offpolicy/gold.yaml"
 CELLS = {cell.name: cell for part in PARTS.values() for cell in part(0)}
 
 
-def test_every_run_is_a_valid_one_of_as_many_samples():
+@pytest.mark.parametrize("path", [CONFIG, GOLD])
+def test_every_run_is_a_valid_one_of_as_many_samples(path: str):
     assert len(CELLS) == len({cell for part in PARTS.values() for cell in part(0)})  # no two runs share a folder
     for cell in CELLS.values():
-        config = load_config(CONFIG, [*cell.overrides(8e-5), "seed=0"])
+        config = load_config(path, [*cell.overrides(8e-5, penalised=path == GOLD), "seed=0"])
         resolve(config, "sft")
         per_update = config.rollout.prompts_per_step * config.rollout.n / config.trainer.minibatches
         assert per_update == SAMPLES_PER_UPDATE * cell.samples / 4
@@ -44,8 +51,47 @@ def test_tables_have_a_mean_and_a_range_over_seeds_and_no_number_where_no_run_is
     assert render({"parts": {"losses": []}}) == "no run is complete"
 
 
+def test_tables_of_a_learned_reward_have_the_models_and_what_they_score():
+    found = result(Cell("rloo", reward_model="large"), 0.5, 1.5)
+    found["curve"][-1] |= {"win_rate": 0.625, "proxy": 2.0}
+    models = [{"size": "large", "seed": 0, "accuracy": 0.875, "accuracy_plain": 0.8125}]
+    text = render({"parts": {OF_REWARD_MODELS: [found]}, "reward_models": models})
+    assert "| large | 0.500 at 1.50 [62%, 2.00] |" in text and "| large | 0 | 0.875 | 0.812 |" in text
+
+
 def test_sizes_and_minibatches_are_the_studies():
     assert len(SIZES) == 3 and MINIBATCHES == (1, 2, 4, 8, 16)
+
+
+def test_a_learned_reward_is_penalised_by_the_divergence_with_all_losses_but_one():
+    for path, referenced in ((CONFIG, {"online_dpo"}), (GOLD, set(LOSSES) - {"best_of_n"})):
+        configs = {name: load_config(path, Cell(name).overrides(8e-5, penalised=path == GOLD)) for name in LOSSES}
+        assert {name for name, config in configs.items() if needs_reference(config.algorithm)} == referenced
+    assert load_config(GOLD, Cell("ppo").overrides(8e-5, penalised=True)).algorithm.kl == "reward"
+
+
+def test_what_cannot_be_studied_is_refused_before_anything_starts(tmp_path: Path):
+    rest = tmp_path, [], 1, 1, False, None
+    with pytest.raises(ConfigError, match=r"--parts reward_models: needs a reward model in `roles`; configs/offpolicy/chain.yaml has none"):
+        run(CONFIG, [], tmp_path, [OF_REWARD_MODELS], *rest[2:])
+    with pytest.raises(ConfigError, match=r"reward.name=roles.reward_model: policies are judged by one rule: set eval.reward"):
+        run(GOLD, ["eval.reward=null"], *rest)
+    with pytest.raises(ConfigError, match="data.eval=null: policies are judged on held-out prompts"):
+        run(CONFIG, ["data.eval=null"], *rest)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rule_that_judges_may_be_any():
+    prompt = Prompt(0, [], "badcfe=", "abcdef")
+    assert judge_of(load_config(GOLD))("abcdef", prompt) == 1
+    assert judge_of(load_config(CONFIG))("1,2", Prompt(0, [], "1+1=", "2")) == 1
+
+
+def test_the_plain_learning_rate_is_megatrons():
+    """Of configs/offpolicy/gold.yaml, as its metrics have it: the peak at the end of the warm-up, and the least at the end of all."""
+    settings = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="cosine", min_lr_ratio=0.1)
+    assert [learning_rate(settings, step, 10) for step in (1, 4, 7, 10)] == pytest.approx([0.25, 1.0, 0.55, 0.1])
+    assert learning_rate(OptimizerConfig(lr=1.0), 3, 10) == 1.0
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +112,35 @@ def test_divergence_is_that_of_whole_distributions_and_0_of_equal_weights(checkp
     """With one token to a response, it is known without sampling. Prompts of several lengths are padded."""
     from transformers import AutoModelForCausalLM
 
-    from megarl.bench.offpolicy.measure import measure
-
     tokenizer = load_tokenizer(load_config(CONFIG, []).model)
     texts = ["1+2=", "7+0+9+1+5=", "3-"]
     prompts = [Prompt(number, tokenizer.encode_prompt(text), text, "3") for number, text in enumerate(texts)]
-    rest = prompts, tokenizer, "last_number"
+    held_out = HeldOut(prompts, ["3", "", ""], tokenizer, judge_of(load_config(CONFIG)))
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in checkpoints]
     expected = []
     for prompt in prompts:
         pi, first = (model(torch.tensor([prompt.token_ids])).logits[0, -1].log_softmax(-1) for model in models)
         expected.append((pi.exp() * (pi - first)).sum().item())
-    found = measure(*checkpoints, *rest, max_tokens=1, seed=0)
+    found = measure(*checkpoints, None, held_out, max_tokens=1, seed=0)
     assert found.kl == pytest.approx(sum(expected) / 3, rel=1e-4) and found.kl > 0.5
-    assert found.tokens == 1
-    same = measure(checkpoints[0], checkpoints[0], *rest, max_tokens=12, seed=0)
+    assert found.tokens == 1 and found.proxy is None and found.win_rate <= 0.5
+    same = measure(checkpoints[0], checkpoints[0], None, held_out, max_tokens=12, seed=0)
     assert same.kl == 0 and 1 < same.perplexity < 64 and 1 < same.tokens <= 12
-    other = measure(*checkpoints, *rest, max_tokens=12, seed=0)
+    other = measure(*checkpoints, None, held_out, max_tokens=12, seed=0)
     assert other.perplexity > same.perplexity and math.isfinite(other.kl)
+
+
+def test_a_reward_models_score_is_read_at_the_last_token_of_each_sequence(checkpoints, tmp_path: Path):
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoints[0], num_labels=1, dtype=torch.float64).eval()
+    sequences = [[1, 5, 6, 2], [1, 2], [1, *range(4, 20), 2]]
+    assert scores(model, sequences).tolist() == pytest.approx([model(torch.tensor([each])).logits.item() for each in sequences], abs=1e-9)
+    model.float().save_pretrained(tmp_path / "scores")
+    tokenizer = load_tokenizer(load_config(CONFIG, []).model)
+    held_out = HeldOut([Prompt(0, [1, 4], "0", "7")] * 64, ["1,7"] * 64, tokenizer, lambda text, prompt: float(text == "1,7"))
+    with_proxy = measure(*checkpoints, tmp_path / "scores", held_out, max_tokens=1, seed=3)
+    ends = [[1, 4, token] for token in range(64)]
+    assert min(scores(model, ends)).item() - 1e-5 <= (with_proxy.proxy or 0) <= max(scores(model, ends)).item() + 1e-5
+    assert (with_proxy.score, with_proxy.win_rate) == (0, 0)  # one token is not the demonstration, which scores 1

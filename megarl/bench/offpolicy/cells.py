@@ -26,6 +26,14 @@ LOSSES: Mapping[str, Sequence[str]] = {  # what each needs besides its name
     "best_of_n": (),
     "aipo": (),
 }
+# Where the reward is a model's, the divergence is penalised: with the weights of appendix A there (online_dpo has its own, best_of_n none).
+_PENALTY = ("algorithm.kl_coef=0.05", "algorithm.kl=reward")
+PENALTIES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo", "reinforce"), _PENALTY),
+    "copg": ("algorithm.beta=0.05",),
+}
+USUAL = "medium"  # size of policies and reward models
+OF_REWARD_MODELS = "reward_models"  # the part that needs a reward that is a model's
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,8 @@ class Cell:
     minibatches: int = 1
     epochs: int = 1
     samples: int = 4  # to a prompt
-    policy: str = "medium"
+    policy: str = USUAL
+    reward_model: str = USUAL  # its size, if the reward is a model's
     capacity: int = 0
     halved: bool = False  # half as many updates, at half the learning rate
     seed: int = 0
@@ -44,7 +53,8 @@ class Cell:
     @property
     def name(self) -> str:
         parts = [self.algorithm, self.policy, f"n{self.minibatches}", f"t{self.epochs}", f"k{self.samples}", f"lag{self.capacity}"]
-        return "-".join([*parts, *(["half"] if self.halved else []), f"seed{self.seed}"])
+        parts += [f"rm_{self.reward_model}"] * (self.reward_model != USUAL) + ["half"] * self.halved
+        return "-".join([*parts, f"seed{self.seed}"])
 
     @property
     def updates(self) -> int:
@@ -55,14 +65,15 @@ class Cell:
         """Batches of the run."""
         return self.updates // self.minibatches
 
-    def overrides(self, learning_rate: float) -> list[str]:
+    def overrides(self, learning_rate: float, penalised: bool = False) -> list[str]:
         """Beside folders and seed. A critic takes the place of a prompt's other samples, so PPO has one to each of more prompts; K samples
-        to a prompt leave the number of prompts as it is (section 4.2)."""
+        to a prompt leave the number of prompts as it is (section 4.2). Args: penalised: the reward is a model's."""
         samples = 1 if self.algorithm == "ppo" else self.samples
         prompts = SAMPLES_PER_UPDATE if self.algorithm == "ppo" else SAMPLES_PER_UPDATE // 4
         return [
             f"algorithm.name={self.algorithm}",
             *LOSSES.get(self.algorithm, ()),
+            *(PENALTIES.get(self.algorithm, ()) if penalised else ()),
             f"trainer.minibatches={self.minibatches}",
             f"trainer.epochs={self.epochs}",
             f"rollout.prompts_per_step={prompts * self.minibatches}",
@@ -79,6 +90,10 @@ def _losses(seed: int) -> list[Cell]:
 
 def _policies(seed: int) -> list[Cell]:
     return [Cell("online_dpo", minibatches, policy=size, seed=seed) for size in SIZES for minibatches in MINIBATCHES]
+
+
+def _reward_models(seed: int) -> list[Cell]:
+    return [Cell("online_dpo", minibatches, reward_model=size, seed=seed) for size in SIZES for minibatches in MINIBATCHES]
 
 
 def _epochs(seed: int) -> list[Cell]:
@@ -104,4 +119,5 @@ PARTS = {
     "epochs": _epochs,
     "samples": _samples,
     "asynchrony": _asynchrony,
+    OF_REWARD_MODELS: _reward_models,
 }

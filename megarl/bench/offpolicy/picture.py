@@ -9,7 +9,7 @@ COLOURS = ("#2f6fab", "#c26a2d", "#3b8f6b", "#8c5a8c", "#d9a441", "#9a9a9a", "#b
 
 
 def draw(facts: Mapping[str, Any], path: str) -> None:
-    """Writes `path`: a panel for each part; each point is a run's last weights, larger with more mini-batches or an older lag."""
+    """Writes `path`: a panel for each part; lines are runs, points their last weights, larger with more mini-batches or a longer lag."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -24,9 +24,13 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
 
 
 def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> None:
-    by = "policy" if part in ("policies", "asynchrony") else "algorithm"
+    by = {"policies": "policy", "asynchrony": "policy", "reward_models": "reward_model"}.get(part, "algorithm")
     for name, colour in zip(dict.fromkeys(each[by] for each in results), COLOURS):
         own = [each for each in results if each[by] == name]
+        for each in own:
+            panel.plot(
+                [point["kl"] for point in each["curve"]], [point["score"] for point in each["curve"]], color=colour, alpha=0.3, lw=0.8
+            )
         last = [each["curve"][-1] for each in own]
         sizes = [18 * (1 + each["minibatches"] * each["epochs"] + each["capacity"]) ** 0.7 for each in own]
         panel.scatter([point["kl"] for point in last], [point["score"] for point in last], s=sizes, color=colour, alpha=0.6, label=name)

@@ -18,14 +18,16 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from megarl.bench.offpolicy.cells import PARTS, SIZES, Cell
+from megarl.bench.offpolicy.cells import OF_REWARD_MODELS, PARTS, SIZES, Cell
 from megarl.bench.offpolicy.tables import render
 from megarl.bench.runs import run_megarl
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.roles import REWARD_MODEL, role_of
 from megarl.config.schema import RunConfig
 from megarl.files import write_whole
 from megarl.observe.metrics import METRICS_FILE, read_metrics
+from megarl.plan.roles import roles_of
 
 RESULT = "result.json"
 LAST_SAMPLES = 1280  # the mean reward of so many last ones counts
@@ -37,14 +39,19 @@ class Study:
     config: str
     overrides: Sequence[str]
     runs: Path
+    learned: bool  # the reward is a model's, which has to be made
     measuring: Lock = field(default_factory=Lock)  # one run at a time: two threads must not import transformers at once
 
     def common(self, cell: Cell) -> list[str]:
         model = [] if SIZES[cell.policy] is None else [f"model.path={self.runs / 'models' / cell.policy}"]
-        return [*self.overrides, *model, f"seed={cell.seed}", f"sft.output={self.initial(cell)}"]
+        reward_model = [f"reward_model.output={self.reward_model(cell)}"] if self.learned else []
+        return [*self.overrides, *model, f"seed={cell.seed}", f"sft.output={self.initial(cell)}", *reward_model]
 
     def initial(self, cell: Cell) -> Path:
         return self.runs / "warm_starts" / f"{cell.policy}-seed{cell.seed}"
+
+    def reward_model(self, cell: Cell) -> Path:
+        return self.runs / "reward_models" / f"{cell.reward_model}-seed{cell.seed}"
 
     def folder(self, cell: Cell) -> Path:
         return self.runs / cell.name
@@ -53,16 +60,41 @@ class Study:
         common = self.common(cell)
         learning_rate = load_config(self.config, common).trainer.optimizer.lr
         kept = [f"checkpoint.hf_every={max(1, cell.steps // CURVE_POINTS)}", f"run_dir={self.folder(cell)}"]
-        return [*common, *cell.overrides(learning_rate), *kept]
+        return [*common, *cell.overrides(learning_rate, penalised=self.learned), *kept]
 
-    def prepare(self, cells: Sequence[Cell]) -> None:
-        """Makes models and warm starts. Mistakes show before anything starts."""
-        for cell in cells:
+    def prepare(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """Makes models, warm starts and reward models; returns what became of the latter. Mistakes show before anything starts."""
+        from megarl.bench.offpolicy.measure import judge_of
+
+        judge_of(load_config(self.config, self.overrides))
+        judges = list({(cell.reward_model, cell.seed): _of_reward_model(cell) for cell in cells}.values()) if self.learned else []
+        for cell in (*cells, *judges):
             if (own := SIZES[cell.policy]) is not None:
                 _write_model(Path(load_config(self.config, self.overrides).model.path), self.runs / "models" / cell.policy, own)
             load_config(self.config, self.of_run(cell))
-        for cell in {(each.policy, each.seed): each for each in cells}.values():
+        for cell in {(each.policy, each.seed): each for each in (*cells, *judges)}.values():
             run_megarl("sft", self.config, [*self.common(cell), f"run_dir={self.initial(cell)}.run"], Path(f"{self.initial(cell)}.run"))
+        return list(map(self._make_reward_model, judges))
+
+    def _make_reward_model(self, cell: Cell) -> dict[str, Any]:
+        """The share of held-out pairs that it orders rightly, beside a plain PyTorch run's."""
+        from megarl.bench.offpolicy import plain
+
+        folder = self.reward_model(cell)
+        run_dir, path = Path(f"{folder}.run"), Path(f"{folder}.run") / RESULT
+        overrides = [*self.common(cell), f"run_dir={run_dir}"]
+        if not (folder / "config.json").exists():
+            run_megarl("reward-model", self.config, overrides, run_dir)
+        if not path.exists():
+            config = load_config(self.config, overrides)
+            found = {
+                "size": cell.reward_model,
+                "seed": cell.seed,
+                "accuracy": read_metrics(run_dir / "reward_model" / METRICS_FILE)[-1]["eval/accuracy"],
+                "accuracy_plain": plain.accuracy(plain.train(config, self.initial(cell)), config),
+            }
+            write_whole(path, json.dumps(found))
+        return json.loads(path.read_text())
 
     def result(self, cell: Cell) -> dict[str, Any]:
         """Of the run, which is made if it is not complete. Raises RuntimeError if it fails."""
@@ -78,27 +110,32 @@ class Study:
         return json.loads(path.read_text())
 
     def _found(self, cell: Cell, config: RunConfig) -> dict[str, Any]:
-        from megarl.bench.offpolicy.measure import measure
+        from megarl.bench.offpolicy.measure import HeldOut, judge_of, measure
+        from megarl.data.datasets import load_rows
         from megarl.data.prompts import held_out_sets
         from megarl.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(config.model)
         config.eval.limit = None
         prompts = held_out_sets(config, tokenizer)[0].prompts
-        of_prompts = prompts, tokenizer, config.reward.name, config.rollout.max_tokens, cell.seed
-        initial = self.initial(cell)
-        curve = [{"updates": 0, **asdict(measure(initial, initial, *of_prompts))}]
+        assert config.data.eval is not None  # judge_of has seen it
+        rows = load_rows(config.data.eval, "data.eval", config.seed, "none", tokenizer.source)
+        shown = [rows[place].demonstration for place in range(len(prompts))]
+        held_out = HeldOut(prompts, [each if isinstance(each, str) else each[-1] for each in shown], tokenizer, judge_of(config))
+        models = self.initial(cell), self.reward_model(cell) if self.learned else None
+        rest = *models, held_out, config.rollout.max_tokens, cell.seed
+        curve = [{"updates": 0, **asdict(measure(self.initial(cell), *rest))}]
         for weights in sorted((self.folder(cell) / "hf").glob("step_*")):
             updates = int(weights.name.removeprefix("step_")) * cell.minibatches
-            curve.append({"updates": updates, **asdict(measure(weights, initial, *of_prompts))})
-        rows = read_metrics(self.folder(cell) / METRICS_FILE)
+            curve.append({"updates": updates, **asdict(measure(weights, *rest))})
+        metrics = read_metrics(self.folder(cell) / METRICS_FILE)
         last = max(1, LAST_SAMPLES // (config.rollout.prompts_per_step * config.rollout.n))
         return {
             **asdict(cell),
             "curve": curve,
-            "reward": statistics.fmean(row["reward/mean"] for row in rows[-last:]),
-            "staleness_mean": statistics.fmean(row["staleness/mean"] for row in rows),
-            "step_s": statistics.median(row["time/train_s"] + row["time/trainer_wait_s"] for row in rows),
+            "reward": statistics.fmean(row["reward/mean"] for row in metrics[-last:]),
+            "staleness_mean": statistics.fmean(row["staleness/mean"] for row in metrics),
+            "step_s": statistics.median(row["time/train_s"] + row["time/trainer_wait_s"] for row in metrics),
         }
 
 
@@ -108,10 +145,14 @@ def run(
     """Prints tables, or one JSON object. `lanes`: runs side by side. Raises ConfigError; RuntimeError, at the end, if runs have failed."""
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"--parts {','.join(unknown)}: must be of {', '.join(PARTS)}")
-    study = Study(config, overrides, runs)
-    chosen = list(parts or PARTS)
+    settings = load_config(config, overrides)
+    learned = any(role_of(name, role) == REWARD_MODEL for name, role in roles_of(settings).items())
+    if not learned and OF_REWARD_MODELS in parts:
+        raise ConfigError(f"--parts {OF_REWARD_MODELS}: needs a reward model in `roles`; {config} has none")
+    study = Study(config, overrides, runs, learned)
+    chosen = list(parts or [part for part in PARTS if learned or part != OF_REWARD_MODELS])
     cells = {cell.name: cell for seed in range(seeds) for part in chosen for cell in PARTS[part](seed)}
-    study.prepare(list(cells.values()))
+    reward_models = study.prepare(list(cells.values()))
     found: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
 
@@ -124,7 +165,8 @@ def run(
     with ThreadPoolExecutor(lanes) as pool:
         list(pool.map(make, cells.values()))
     by_part = {part: [found[cell.name] for seed in range(seeds) for cell in PARTS[part](seed) if cell.name in found] for part in chosen}
-    facts: Mapping[str, Any] = {"config": config, "overrides": list(overrides), "parts": by_part, "failures": failures}
+    given = {"config": config, "overrides": list(overrides)}
+    facts: Mapping[str, Any] = given | {"reward_models": reward_models, "parts": by_part, "failures": failures}
     print(json.dumps(facts) if as_json else render(facts))
     if picture:
         from megarl.bench.offpolicy.picture import draw
@@ -132,6 +174,11 @@ def run(
         draw(facts, picture)
     if failures:
         raise RuntimeError(f"{len(failures)} runs failed; the same command tries them again\n" + "\n".join(failures))
+
+
+def _of_reward_model(cell: Cell) -> Cell:
+    """The policy that the run's reward model begins with."""
+    return Cell("online_dpo", policy=cell.reward_model, reward_model=cell.reward_model, seed=cell.seed)
 
 
 def _write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:

@@ -1,0 +1,93 @@
+"""A reward model by plain PyTorch on one process: what `megarl reward-model` is held against, pair by pair and step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megarl.config.schema import RunConfig
+from megarl.config.training import OptimizerConfig
+from megarl.data.pairs import batch_of, load_pairs, pair_tokens, training_steps
+from megarl.data.rows import Pair
+from megarl.data.tokenizer import load_tokenizer
+
+AT_ONCE = 512  # pairs that are scored
+
+
+def train(config: RunConfig, initial: Path) -> Any:
+    """A model of transformers that has learned the pairs of `config.reward_model` in their order, from the causal model in `initial`. Its
+    head begins with zeros."""
+    settings = config.reward_model
+    pairs = load_pairs(config, settings.data, "reward_model.data")
+    model = load(initial).train()
+    torch.nn.init.zeros_(model.score.weight)
+    adam = _adamw(model, settings.optimizer)
+    steps = training_steps(config, len(pairs))
+    for step in range(steps):
+        loss = -F.logsigmoid(differences(model, config, batch_of(config, pairs, step))).mean()
+        adam.zero_grad()
+        loss.backward()
+        if settings.optimizer.clip_grad:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip_grad)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(settings.optimizer, step + 1, steps)
+        adam.step()
+    return model.eval()
+
+
+def load(folder: Path) -> Any:
+    """A reward model; a causal model gets a new head."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it warns of the new head
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+
+
+def _adamw(model: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
+    """Only matrices decay, as in Megatron."""
+    matrices, others = ([each for each in model.parameters() if (each.ndim > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+
+
+def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
+    """Of step 1, 2, … of so many."""
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - settings.warmup_steps) / (steps - settings.warmup_steps)
+    left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
+
+
+@torch.no_grad()
+def accuracy(model: Any, config: RunConfig) -> float:
+    """The share of held-out pairs in the right order."""
+    pairs = load_pairs(config, config.reward_model.eval, "reward_model.eval")
+    each = [pairs[number] for number in range(len(pairs))]
+    right = sum(int((differences(model, config, each[at : at + AT_ONCE]) > 0).sum()) for at in range(0, len(each), AT_ONCE))
+    return right / len(each)
+
+
+def differences(model: Any, config: RunConfig, pairs: Sequence[Pair]) -> torch.Tensor:
+    """Score of the chosen response minus the other's, less the margin: [B]."""
+    tokenizer, context = load_tokenizer(config.model), model.config.max_position_embeddings
+    both = [pair_tokens(pair, tokenizer, context) for pair in pairs]
+    found = scores(model, [chosen for chosen, _ in both] + [rejected for _, rejected in both])
+    return found[: len(pairs)] - found[len(pairs) :] - torch.tensor([pair.margin for pair in pairs])
+
+
+def scores(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[B]: the head's value at each sequence's last token."""
+    lengths = torch.tensor(list(map(len, sequences)))
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(each) for each in sequences], batch_first=True)
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+    return model.score(hidden[torch.arange(len(sequences)), lengths - 1])[:, 0]
