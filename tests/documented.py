@@ -65,6 +65,9 @@ LONG = {
     "megarl train configs/examples/distillation.yaml": SHORT,
     "megarl reward-model configs/examples/reward_model.yaml": "reward_model.steps=2 reward_model.every=0 reward_model.eval.size=8",
     "megarl train configs/calculator.yaml": SHORT,
+    "megarl sft configs/offpolicy/gold.yaml": SHORT,
+    "megarl reward-model configs/offpolicy/gold.yaml": "reward_model.steps=2 reward_model.eval.size=8",
+    "megarl train configs/offpolicy/gold.yaml algorithm.name=online_dpo": SHORT,
     "megarl bench overlap": "--steps 6 --step-s 0.2",
     "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",
     "megarl bench channels": "",
@@ -96,6 +99,8 @@ NOT_RUN = {
     "make setup": "has made the environment that these tests run in",
     "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of make matrix",
     "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",
+    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": "takes hours; two short runs of it are "
+    "made by tests/cpu/test_bench_offpolicy.py",
     "sbatch slurm/quickstart.sbatch": SLURM,
     "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch run_dir=runs/het": SLURM,
     "sbatch slurm/8b_aipo.sbatch": GPUS,

@@ -1,13 +1,17 @@
-"""Tiny reward models for the tests, and what Hugging Face computes with them."""
+"""Tiny reward models for the tests, and what Hugging Face and SGLang compute with them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import requests
 import torch
 from run_tools import ROOT
-from sglang_engine import make_checkpoint
+from sglang_engine import make_checkpoint, start_engine
 
 
 def make_scores(folder: Path, architecture: str, scale: float = 1.0) -> Path:
@@ -37,3 +41,18 @@ def hf_score(folder: Path, ids: list[int]) -> float:
     """In float64, with the weights rounded as they lie in the checkpoint."""
     model = torch.load(folder / "model.pt", weights_only=False).double()
     return model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1]).item()
+
+
+def served_scores(folder: Path, sequences: Sequence[Sequence[int]], log: Path) -> list[float]:
+    """By an engine that is started for them, in float32."""
+    with contextlib.contextmanager(start_engine)(folder, "float32", 1, log, classifies=True) as engine:
+        authorised, deadline = {"Authorization": f"Bearer {engine.keys.api}"}, time.monotonic() + 120
+        while True:
+            try:
+                requests.get(f"{engine.url}/health_generate", headers=authorised, timeout=60).raise_for_status()
+                break
+            except requests.RequestException:
+                assert engine.died() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.2)
+        asked = (requests.post(f"{engine.url}/encode", json={"input_ids": list(ids)}, headers=authorised, timeout=60) for ids in sequences)
+        return [answer.json()["embedding"][0] for answer in asked]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 import torch.nn.functional as F
+from reward_models import served_scores
 from run_tools import ROOT, make_model, rows, run
-from sglang_engine import start_engine
 from tokenizers import Tokenizer
 
 from megarl.data.permutation import permute
@@ -77,21 +74,8 @@ def plain_loop(model: Any, seed: int) -> dict[str, Any]:
 def assert_served_alike(folder: Path, model: Any, log: Path) -> None:
     """SGLang gives the scores that Hugging Face gives."""
     sequences = [[1, *range(5, 5 + length), 2] for length in (1, 6, 13)]
-    with contextlib.contextmanager(start_engine)(folder, "float32", 1, log, classifies=True) as engine:
-
-        def scored(ids: list[int]) -> list[float]:
-            return requests.post(f"{engine.url}/encode", json={"input_ids": ids}, headers=authorised, timeout=60).json()["embedding"]
-
-        authorised, deadline = {"Authorization": f"Bearer {engine.keys.api}"}, time.monotonic() + 120
-        while True:
-            try:
-                requests.get(f"{engine.url}/health_generate", headers=authorised, timeout=60).raise_for_status()
-                break
-            except requests.RequestException:
-                assert engine.died() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0.2)
-        for ids in sequences:
-            assert scored(ids) == pytest.approx([model(torch.tensor([ids])).logits.item()], abs=1e-5)
+    expected = [model(torch.tensor([ids])).logits.item() for ids in sequences]
+    assert served_scores(folder, sequences, log) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(("head", "sizes"), [("own", "reward_model.dp=2"), ("zeros", "reward_model.tp=2")])

@@ -1,0 +1,86 @@
+"""`megarl bench offpolicy` in small, with a learned reward: two runs of few steps, and their reward model by all who compute with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from reward_models import served_scores
+
+from megarl.bench.offpolicy import plain
+from megarl.bench.offpolicy.cells import Cell
+from megarl.bench.offpolicy.study import Study
+from megarl.bench.offpolicy.tables import render
+from megarl.config.load import load_config
+from megarl.data.pairs import load_pairs, pair_tokens
+from megarl.data.tokenizer import load_tokenizer
+from megarl.observe.metrics import METRICS_FILE, read_metrics
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+CONFIG = "configs/offpolicy/gold.yaml"
+HELD_OUT = 64
+SHORT = [
+    "sft.steps=30", "reward_model.steps=12", "reward_model.batch_size=16", "reward_model.optimizer.warmup_steps=2",
+    "reward_model.data.size=128", f"data.eval.size={HELD_OUT}", f"reward_model.eval.size={HELD_OUT}",
+]  # fmt: skip
+TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Short(Cell):
+    @property
+    def updates(self) -> int:
+        return 4
+
+
+CELLS = Short("online_dpo", minibatches=2), Short("ppo", minibatches=4)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, list[dict]]:
+    """The study, and what became of its reward models."""
+    study = Study(CONFIG, SHORT, tmp_path_factory.mktemp("study"), learned=True)
+    return study, study.prepare(CELLS)
+
+
+def test_runs_are_measured_beside_their_warm_start(study) -> None:
+    made, models = study
+    found = [made.result(cell) for cell in CELLS]
+    for cell, each in zip(CELLS, found):
+        first, *_, last = each["curve"]
+        assert (first["updates"], first["kl"], last["updates"]) == (0, 0.0, 4) and last["kl"] > 0
+        assert all(-2 <= point["score"] <= 1 and 0 <= point["win_rate"] <= 1 and point["perplexity"] > 1 for point in each["curve"])
+        assert each["reward"] == pytest.approx(first["proxy"], abs=1.0)  # the engine's mean over other posts, and transformers' here
+        assert not (made.folder(cell) / "hf").exists()
+    assert found[0]["curve"][0] == found[1]["curve"][0]  # the same warm start, measured twice
+    text = render({"parts": {"losses": found}, "reward_models": models})
+    assert "| online_dpo |" in text and "| ppo |" in text and "| medium | 0 |" in text
+    assert made.prepare(CELLS) == models and [made.result(cell) for cell in CELLS] == found  # nothing is made twice
+
+
+def test_the_reward_model_is_plain_pytorchs(study) -> None:
+    """From the same warm start, on the same pairs: as good on held-out pairs, with nearly the same weights."""
+    made, [facts] = study
+    config = load_config(CONFIG, made.common(CELLS[0]))
+    expected = plain.train(config, made.initial(CELLS[0])).state_dict()
+    found = plain.load(made.reward_model(CELLS[0])).state_dict()
+    assert facts["accuracy"] == pytest.approx(facts["accuracy_plain"], abs=1 / HELD_OUT)
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-3, msg=lambda message, name=name: f"{name}: {message}")
+
+
+@torch.no_grad()
+def test_megatron_transformers_and_sglang_give_held_out_pairs_the_same_scores(study, tmp_path: Path) -> None:
+    made, _ = study
+    config, folder = load_config(CONFIG, made.common(CELLS[0])), made.reward_model(CELLS[0])
+    tokenizer, pairs = load_tokenizer(config.model), load_pairs(config, config.reward_model.eval, "reward_model.eval")
+    chosen, rejected = zip(*(pair_tokens(pairs[place], tokenizer, 512) for place in range(len(pairs))))
+    scores = plain.scores(plain.load(folder), [*chosen, *rejected])
+    megatrons = read_metrics(Path(f"{folder}.run") / "reward_model" / METRICS_FILE)[-1]
+    means = {"chosen": scores[:HELD_OUT].mean().item(), "rejected": scores[HELD_OUT:].mean().item()}
+    assert {name: megatrons[f"eval/score/{name}"] for name in means} == pytest.approx(means, abs=TOLERANCE)
+    assert served_scores(folder, [*chosen, *rejected], tmp_path / "engine.log") == pytest.approx(scores.tolist(), abs=TOLERANCE)
+    assert scores.std() > 0.05
