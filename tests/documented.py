@@ -100,7 +100,7 @@ NOT_RUN = {
     "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of make matrix",
     "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",
     "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": "takes hours; two short runs of it are "
-    "made by tests/cpu/test_bench_offpolicy.py",
+    "made by tests/cpu/test_bench_offpolicy_runs.py",
     "sbatch slurm/quickstart.sbatch": SLURM,
     "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch run_dir=runs/het": SLURM,
     "sbatch slurm/8b_aipo.sbatch": GPUS,
