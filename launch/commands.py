@@ -26,7 +26,7 @@ from megarl.observe.rollouts import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import checkpoint_path, remove_leftovers
 from megarl.plan.resolve import RunPlan
-from megarl.plan.weights import begin_with, needs_reference
+from megarl.plan.weights import begin_with, needs_first_weights, why_first_weights
 from megarl.rollouts.ledger import Ledger
 from megarl.trainer.hf_files import fingerprint
 
@@ -76,14 +76,15 @@ def _report(run_dir: Path) -> None:
 
 
 def note_beginning(plan: RunPlan, resume: Resume) -> None:
-    """Records the weights that a run begins with. Raises ConfigError if a resumed run needs them as its reference and they have changed."""
+    """Records the weights that a run begins with. Raises ConfigError if a resumed run needs them and they have changed."""
     config, weights = plan.config, plan.weights
     now = fingerprint(Path(weights.path)) if Path(weights.path).is_dir() else ""
     if not resume.checkpoint:
         begin_with(config, weights, now)
-    elif needs_reference(config) and weights.fingerprint not in ("", now):
-        reference = "its reference model is what the run began with, but other weights have come into"
-        raise ConfigError(f"algorithm.kl_coef={config.algorithm.kl_coef}: {reference} {weights.path} since; put them back")
+    elif needs_first_weights(config) and weights.fingerprint not in ("", now):
+        raise ConfigError(
+            f"{why_first_weights(config)} what the run began with, but others have come into {weights.path} since; put them back"
+        )
 
 
 def mend_records(run_dir: Path, resume: Resume) -> None:
@@ -177,8 +178,10 @@ def _read_result(path: Path) -> dict[str, float]:
         raise RuntimeError(f"{path}: the result is missing or damaged ({error}); evaluate again") from error
 
 
-def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
-    """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`."""
+def export(plan: RunPlan, output: Path, step: int | None = None, adapter: bool = False) -> None:
+    """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`, or as a PEFT adapter."""
+    if adapter and not plan.config.lora.rank:
+        raise ConfigError("--lora: lora.rank is null: the run trains all weights, and has no adapter")
     run_dir, node = Path(plan.config.run_dir), this_node()
     job = Job("export", run_dir / EXPORTING / "logs", trainer_role="export", driver_role=None)
     with contextlib.ExitStack() as resources:
@@ -188,13 +191,13 @@ def export(plan: RunPlan, output: Path, step: int | None = None) -> None:
             check_room_for_weights(plan, "--output ", output)
             held = resources.enter_context(held_checkpoint(run_dir, step))
             check_resume_point(run_dir, held)
-            (folder / "export.json").write_text(json.dumps({"checkpoint": held.checkpoint, "output": str(output)}))
+            (folder / "export.json").write_text(json.dumps({"checkpoint": held.checkpoint, "output": str(output), "adapter": adapter}))
             step = held.step
             print(f"Weights: the checkpoint {checkpoint_path(run_dir, step)}", flush=True)
 
         launch(plan, job, node, prepare)
     if node.is_head:
-        print(f"Weights of step {step} are in {output}")
+        print(f"{'The adapter' if adapter else 'Weights'} of step {step} {'is' if adapter else 'are'} in {output}")
 
 
 def _launch_showing(

@@ -27,9 +27,11 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
     """Says which weights a run starts from; for a resumed one also which settings differ from its last start."""
     if not resume.checkpoint:
-        return [f"Weights: {plan.weights}", *_critic_lines(plan)]
+        return [f"Weights: {plan.weights}", *_adapter_lines(plan), *_critic_lines(plan)]
     lines = [f"Weights: the checkpoint {resume.checkpoint}"]
-    if needs_reference(plan.config):
+    if plan.config.lora.rank:
+        lines.append(f"Adapters: rank {plan.config.lora.rank}, of what the run began with, {plan.weights}")
+    elif needs_reference(plan.config):
         lines.append(f"Reference model: what the run began with, {plan.weights}")
     return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
 
@@ -39,6 +41,16 @@ def role_lines(plan: RunPlan) -> list[str]:
     sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
     served = [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
     return served + [f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen]
+
+
+def _adapter_lines(plan: RunPlan) -> list[str]:
+    lora = plan.config.lora
+    if not lora.rank:
+        return []
+    begins = f"lora.init={lora.init}" if lora.init else f"A random by seed {plan.config.seed}, B zero"
+    return [
+        f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)} linear layers, {begins}; the weights are frozen"
+    ]
 
 
 def _critic_lines(plan: RunPlan) -> list[str]:

@@ -19,6 +19,7 @@ from megarl.plan.roles import ServedRole
 from megarl.plan.teachers import FrozenRole
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.trainer.hf_files import check_checkpoint, check_config
+from megarl.trainer.peft_files import check_adapter
 
 COMMANDS = {
     "train": "train",
@@ -44,6 +45,8 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
         checks.append(lambda: check_weights(plan))
     if plan is not None and reads == "train" and plan.critic and (critic := critic_path(config)[1]) and Path(critic).is_dir():
         checks.append(partial(check_complete, plan.critic, Path(critic)))
+    if plan is not None and reads == "train" and (config.lora.rank and config.lora.init):
+        checks.append(partial(check_adapter, plan.spec, config.lora))
     if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
         served = plan.served if plan is not None else ()

@@ -111,7 +111,7 @@ def export(rank: int, launch_dir: Path) -> None:
 
     request = json.loads((launch_dir / "export.json").read_text())
     with naming_peers("export", rank):
-        export_rank(plan, request["checkpoint"], request["output"])
+        export_rank(plan, request["checkpoint"], request["output"], request["adapter"])
 
 
 def prepare_megatron(plan: RunPlan) -> None:

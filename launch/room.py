@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
+from megarl.models.adapters import Lora
 from megarl.plan.checkpoints import complete_checkpoints, exported_steps
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.kinds import ITEM_BYTES
@@ -29,7 +30,7 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
     config = plan.config
     there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
     number = max(1, most - there)
-    parameters = parameter_count(plan.spec) + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
+    parameters = parameter_count(plan.spec, Lora.of(config.lora)) + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
     each_bytes = parameters * OPTIMIZER_BYTES
     more = "more " if there else ""
     what = f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={most - 1})"

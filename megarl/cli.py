@@ -157,6 +157,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
     by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, theory=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
+    by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank as PEFT does, not merged")
     by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
     reshard = by_name["reshard"]
     reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
@@ -247,7 +248,7 @@ def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
 def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.launch.commands import export
 
-    export(plan, arguments.output, arguments.step)
+    export(plan, arguments.output, arguments.step, arguments.lora)
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ _LONGEST_S = 2_000_000
 class Limit:
     text: str
     accepts: Callable[[Any], bool]
-    spelled: Mapping[str, str] = field(default_factory=dict)  # other spellings of a value, in lower case
+    spelled: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case
 
 
 def at_least(low: float) -> Limit:

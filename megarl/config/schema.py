@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.data import DataConfig, DatasetConfig
 from megarl.config.limits import IMPORT_PATH, at_least, between, one_of, seconds, setting
+from megarl.config.lora import LoraConfig
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
 from megarl.config.roles import RoleConfig
 from megarl.config.rollout import RolloutConfig
@@ -259,6 +260,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

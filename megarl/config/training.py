@@ -54,6 +54,7 @@ class SftConfig:
     max_tokens_per_microbatch: int | None = setting(
         None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
     )
+    adapters: bool = setting(True, "with lora.rank, megarl sft trains adapters too, and merges them into what it makes; false: all weights")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DatasetConfig | None = setting(None, "demonstrations; null: data.train")
     output: str = setting(

@@ -20,6 +20,7 @@ from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes
 from megarl.estimate.training import critic_of, training_memory, training_time
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
+from megarl.models.adapters import Lora
 from megarl.plan.asynchrony import run_ahead
 from megarl.plan.topologies import generator_topology, trainer_topology
 
@@ -140,8 +141,8 @@ def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float
     if not config.checkpoint.beside:
         return 0.0
     ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
-    models = [model for model in (spec, critic_of(config, spec)) if model]
-    return ranks * sum(saving_bytes(model, config.trainer, config.model.dtype) for model in models)
+    models = [(spec, Lora.of(config.lora)), *([(critic, None)] if (critic := critic_of(config, spec)) else [])]
+    return ranks * sum(saving_bytes(model, config.trainer, config.model.dtype, lora) for model, lora in models)
 
 
 def overlaps(config: RunConfig) -> bool:

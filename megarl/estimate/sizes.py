@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.models import ModelSpec
+from megarl.models.adapters import Lora, trainer_adapters
 from megarl.models.parameters import FIRST
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.kinds import ITEM_BYTES, Layout
@@ -59,6 +60,18 @@ def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[He
     return _trainer_held(shape_of(spec), _one_replica(trainer_topology(trainer)), dtype)
 
 
+def adapters_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
+    """(elements of adapters, elements of the weights that have some) on the fullest rank of each pipeline stage."""
+    return _adapters_held(shape_of(spec), _one_replica(trainer_topology(trainer)), dtype, lora)
+
+
+def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora | None) -> list[Held]:
+    """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage."""
+    if lora:
+        return [adapters for adapters, _ in adapters_held(spec, trainer, dtype, lora)]
+    return trainer_held(spec, trainer, dtype)
+
+
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
     """Bytes on the fullest rank, including scales. Raises ConfigError if the sizes do not divide the model."""
     return _generator_weights(shape_of(spec), replace(generator_topology(generator), engines=1), generator.quantization, dtype)
@@ -98,6 +111,14 @@ def _one_replica(topology: TrainerTopology) -> TrainerTopology:
 @functools.lru_cache(maxsize=4096)
 def _trainer_held(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> list[Held]:
     return stages_held(trainer_layout(spec, topology, dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _adapters_held(spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
+    whole = trainer_layout(spec, topology, dtype)
+    names = {adapter.of.name for adapter in trainer_adapters(spec, topology, "local", lora)}
+    adapted = Layout(whole.name, whole.world_size, tuple(kind for kind in whole.kinds if kind.name in names))
+    return list(zip(stages_held(trainer_layout(spec, topology, dtype, "local", lora)), stages_held(adapted), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,9 +9,10 @@ from megarl.config.schema import TrainerConfig
 from megarl.estimate.communication import Group
 from megarl.estimate.constants import CONSTANTS, Constants
 from megarl.estimate.hardware import Cluster
-from megarl.estimate.sizes import Held, largest_stage, stage_layers, trainer_held
+from megarl.estimate.sizes import Held, largest_stage, stage_layers, trained_held
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
+from megarl.models.adapters import Lora
 from megarl.models.flops import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
 from megarl.reshard.kinds import ITEM_BYTES
@@ -46,6 +47,7 @@ class TrainModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
+    lora: Lora | None = None  # a frozen weight takes no product for its gradient; the adapters' own products count for nothing
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         """Of a batch, in all its optimizer steps. `extra_forwards`: passes over it that only score. Sequences are packed to the token
@@ -56,20 +58,23 @@ class TrainModel:
         rows, squares = self._rows(workload), workload.tokens_per_square
         count = math.ceil(workload.tokens / t.dp / rows)
         count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
-        passes, backward = 3 + t.recompute + scoring, 2 + t.recompute
+        backward = (1 if self.lora else 2) + t.recompute
+        passes = 1 + backward + scoring
         layers = largest_stage(self.spec, t)
         products, attention = self._layer_s(rows), self._attention_s(rows, squares)
-        per_layer = passes * products + (passes + ATTENTION_BACKWARD - 2) * attention
+        of_attention = 1 + t.recompute + ATTENTION_BACKWARD
+        per_layer = passes * products + (of_attention + scoring) * attention
         head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # of positions that the loss is about
         last = sum(stage_layers(self.spec, t)[-1])
-        compute = max(layers * per_layer, last * per_layer + (4 + scoring) * head)
-        tensor = passes * layers * (self._tensor_s(rows) + self._context_s(rows, attention))
-        expert = passes * layers * self._expert_s(rows)
+        compute = max(layers * per_layer, last * per_layer + ((3 if self.lora else 4) + scoring) * head)
+        exchanges = 3 + t.recompute + scoring
+        tensor = exchanges * layers * (self._tensor_s(rows) + self._context_s(rows, attention))
+        expert = exchanges * layers * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
-        held = max(trainer_held(self.spec, t, self.dtype), key=lambda stage: stage.total)
+        held = max(trained_held(self.spec, t, self.dtype, self.lora), key=lambda stage: stage.total)
         update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
-        last_backward_s = layers * (backward * products + (backward + ATTENTION_BACKWARD - 2) * attention)
+        last_backward_s = layers * (backward * products + (of_attention - 1) * attention)
         longest = self._longest_share(workload)
         total = TrainTime(
             compute=steps * count * compute * longest,
@@ -80,7 +85,7 @@ class TrainModel:
             optimizer=steps * (update_s + k.step_s),
             tflops=0.0,
         )
-        flops = 3 * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
+        flops = (2 if self.lora else 3) * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     def scoring_s(self, workload: Workload) -> float:

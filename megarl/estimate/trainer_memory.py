@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from megarl.config.schema import TrainerConfig
 from megarl.estimate import activations
 from megarl.estimate.hardware import GIB, Gpu
-from megarl.estimate.sizes import Held, stage_layers, trainer_held
+from megarl.estimate.sizes import Held, adapters_held, stage_layers, trained_held, trainer_held
 from megarl.models import ModelSpec
+from megarl.models.adapters import Lora
 from megarl.models.parameters import padded_vocab_size
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.schedule import DEFAULT_WAVE_BYTES
@@ -28,7 +29,7 @@ FRAGMENTATION = 0.05  # share of what is allocated anew for every microbatch
 class TrainerMemory:
     """Bytes on one rank."""
 
-    weights: float
+    weights: float  # with adapters also these, and a copy of the weights that they are merged into
     gradients: float
     optimizer: float
     reference: float  # frozen copy of the weights, if the algorithm needs one
@@ -54,9 +55,11 @@ def trainer_memory(
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
+    lora: Lora | None = None,
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    stages = stage_memory(spec, trainer, dtype, gpu, reference=reference, critic=critic, frozen=frozen, divergence=divergence)
+    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "lora": lora}
+    stages = stage_memory(spec, trainer, dtype, gpu, **others)
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -70,6 +73,7 @@ def stage_memory(
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
+    lora: Lora | None = None,
 ) -> list[TrainerMemory]:
     """[pp] memory of the fullest rank of each stage."""
     item = ITEM_BYTES[dtype]
@@ -79,16 +83,17 @@ def stage_memory(
     ]
     of_frozen = [trainer_held(model, trainer, dtype) for model in frozen]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
-    found = []
+    trained, found = trained_held(spec, trainer, dtype, lora), []
+    beside = [adapters.total + merged.total for adapters, merged in adapters_held(spec, trainer, dtype, lora)] if lora else [0] * trainer.pp
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
         kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
         logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
-                weights=item * held.total,
-                gradients=GRADIENT_BYTES * held.total,
-                optimizer=optimizer_bytes(held, trainer, dtype),
-                reference=item * held.total if reference else 0.0,
+                weights=item * (held.total + beside[stage]),
+                gradients=GRADIENT_BYTES * trained[stage].total,
+                optimizer=optimizer_bytes(trained[stage], trainer, dtype),
+                reference=item * held.total if reference and lora is None else 0.0,  # adapters are switched off
                 frozen=item * sum(stages[stage].total for stages in of_frozen),
                 critic=of_critic[stage] if of_critic else 0.0,
                 activations=kept,
@@ -116,9 +121,9 @@ def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
     return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
 
 
-def saving_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> float:
+def saving_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora | None = None) -> float:
     """The largest share of a checkpoint, fp32 master weights and both moments, which a rank copies to its host's memory and writes."""
-    return max(SAVED_BYTES * _shared(held, trainer) for held in trainer_held(spec, trainer, dtype))
+    return max(SAVED_BYTES * _shared(held, trainer) for held in trained_held(spec, trainer, dtype, lora))
 
 
 def _shared(held: Held, trainer: TrainerConfig) -> float:

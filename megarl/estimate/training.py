@@ -13,6 +13,7 @@ from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
+from megarl.models.adapters import Lora
 from megarl.plan.critic import find_critic
 from megarl.plan.teachers import find_frozen, teachers_of
 from megarl.plan.weights import needs_reference
@@ -28,21 +29,22 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
     frozen, swapped = frozen_of(config, spec)
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
-    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all)
+    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora))
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
-    """The frozen models on the trainer's ranks, and whether there is a reference of the policy's own shape."""
+    """The frozen models on the trainer's ranks, and whether there is a reference that takes the place of the policy's weights."""
     roles = find_frozen(config, spec, None)
-    swapped = needs_reference(config) or any(role.role == REFERENCE and role.spec == spec for role in roles)
-    return [role.spec for role in roles if role.role != REFERENCE or role.spec != spec], swapped
+    swapped = [role for role in roles if role.role == REFERENCE and role.spec == spec and not config.lora.rank]
+    return [role.spec for role in roles if role not in swapped], needs_reference(config) or bool(swapped)
 
 
 def training_time(
     config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, cluster: Cluster, constants: Constants, workload: Workload
 ) -> TrainTime:
     """The two models compute one after the other; the critic scores each batch once before it is trained."""
-    of_policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants).seconds(workload, extra_forwards=scoring_passes(config))
+    policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, Lora.of(config.lora))
+    of_policy = policy.seconds(workload, extra_forwards=scoring_passes(config))
     for model in frozen_of(config, spec)[0]:
         scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(workload)
         of_policy = replace(of_policy, compute=of_policy.compute + scoring)

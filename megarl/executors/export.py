@@ -6,14 +6,17 @@ from megarl.config.errors import RunError
 from megarl.plan.resolve import RunPlan
 from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
+from megarl.trainer.lora import LoraTrainer
+from megarl.trainer.make import make_trainer
 from megarl.trainer.step import MegatronTrainer
 
 
-def export_rank(plan: RunPlan, path: str, output: str) -> None:
-    """One trainer rank of the export: loads its shard of the checkpoint at `path` and writes its part of the HF files at `output`."""
+def export_rank(plan: RunPlan, path: str, output: str, adapter: bool = False) -> None:
+    """One trainer rank of the export: loads its shard of the checkpoint at `path` and writes its part of the HF files at `output`, or of a
+    PEFT adapter."""
     config = plan.config
     init_distributed(config.timeouts.collective_s)
-    trainer = MegatronTrainer(
+    trainer = make_trainer(
         plan.spec,
         plan.trainer_topology,
         config.trainer,
@@ -21,9 +24,15 @@ def export_rank(plan: RunPlan, path: str, output: str) -> None:
         config.seed,
         total_steps=config.max_steps * config.trainer.optimizer_steps,
         timeout_s=config.timeouts.collective_s,
+        lora=config.lora,
     )
+    if isinstance(trainer, LoraTrainer):
+        trainer.load_hf(plan.weights_path)
     load_checkpoint(trainer, path)
-    trainer.export_hf(output, config.model.path)
+    if adapter and isinstance(trainer, LoraTrainer):
+        trainer.export_adapter(output)
+    else:
+        trainer.export_hf(output, config.model.path)
     shutdown_distributed()
 
 

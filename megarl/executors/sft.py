@@ -13,7 +13,7 @@ from megarl.observe.status import StatusBoard
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import WARM_START, warm_start_record
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
-from megarl.trainer.step import MegatronTrainer
+from megarl.trainer.make import make_trainer
 
 
 def run_sft_rank(plan: RunPlan, rank: int) -> None:
@@ -23,7 +23,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
     budget = config.sft.max_tokens_per_microbatch or config.trainer.max_tokens_per_microbatch
-    trainer = MegatronTrainer(
+    trainer = make_trainer(
         plan.spec,
         plan.trainer_topology,
         replace(config.trainer, max_tokens_per_microbatch=budget),
@@ -31,6 +31,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
         config.seed,
         total_steps=config.sft.steps,
         timeout_s=config.timeouts.collective_s,
+        lora=config.lora,
         optimizer=config.sft.optimizer,
     )
     if config.model.random_init:

@@ -37,7 +37,8 @@ from megarl.rewards.failures import too_many_failures
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.rollouts.packing import texts_of
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
-from megarl.trainer.step import MegatronTrainer, StepResult
+from megarl.trainer.make import make_trainer
+from megarl.trainer.step import StepResult
 from megarl.types import Batch, TrainSequence, Version
 from megarl.weight_sync.sender import SyncReport
 
@@ -62,7 +63,7 @@ class TrainerExecutor:
         self.trace = TraceWriter(run_dir, f"trainer.{self.rank}")
         self.status.set("building the model")
         self.device = init_distributed(config.timeouts.collective_s)
-        self.trainer = MegatronTrainer(
+        self.trainer = make_trainer(
             self.plan.spec,
             self.plan.trainer_topology,
             config.trainer,
@@ -70,6 +71,7 @@ class TrainerExecutor:
             config.seed,
             total_steps=config.max_steps * config.trainer.optimizer_steps,
             timeout_s=config.timeouts.collective_s,
+            lora=config.lora,
         )
         self.algorithm = make_algorithm(config.algorithm, teachers_of(config))
         self.critic = make_critic(self.plan, self.trainer) if self.plan.critic else None
@@ -83,7 +85,7 @@ class TrainerExecutor:
         if self.algorithm.needs_reference:
             self._hold_reference()
         held = self.algorithm.needs_reference and self.plan.reference is None
-        if not (held or self.rendezvous.checkpoint):
+        if not held and (config.lora.rank or not self.rendezvous.checkpoint):
             self.trainer.load_hf(self.plan.weights_path)
         if self.rendezvous.checkpoint:
             load_checkpoint(self.trainer, self.rendezvous.checkpoint, self.critic)
@@ -103,7 +105,7 @@ class TrainerExecutor:
     def _hold_reference(self) -> None:
         """The role's model, or always the weights that the run began with, also after a resume."""
         role = self.plan.reference
-        if role is not None and role.spec != self.plan.spec:
+        if role is not None and (role.spec != self.plan.spec or self.plan.config.lora.rank):  # adapters are off in their own model alone
             self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
             return
         self.trainer.load_hf(role.path if role else self.plan.weights_path)
@@ -207,8 +209,8 @@ class TrainerExecutor:
         return self.trainer.layout
 
     def get_model(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters under Megatron's names with global layer numbers, for the weights channel to read."""
-        return self.trainer.local_parameters()
+        """This rank's parameters under Megatron's names with global layer numbers, for the weights channel to read."""
+        return self.trainer.merged_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
         """Scores the probe's tokens, if it has any, under the same weights; the mean absolute log-prob difference goes into the metrics.

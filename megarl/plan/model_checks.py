@@ -8,6 +8,7 @@ from megarl.config.errors import problems_of
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
+from megarl.plan.lora import check_lora
 from megarl.plan.quantisation import check_latent_format
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.layout import QUANTISATIONS, stage_of_layer
@@ -102,6 +103,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_routing_replay,
     check_sizes,
     check_lengths,
+    check_lora,
 )
 # Commands that only plan do without these.
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_latent_format, check_expert_sequences)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, problems_of
+from megarl.config.lora import LoraConfig
 from megarl.config.roles import REFERENCE
 from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec, load_spec
@@ -14,6 +15,7 @@ from megarl.models.registry import CLASSIFICATION
 from megarl.models.spec import SCALAR
 from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS, check_batch
 from megarl.plan.critic import check_critic, find_critic
+from megarl.plan.lora import check_first_adapters
 from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS, check_sizes
 from megarl.plan.model_paths import did_you_mean, missing_folder
 from megarl.plan.roles import ServedRole, find_served
@@ -64,6 +66,8 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     given = config
     if command in OWN_SIZES:
         config = with_own_sizes(config, OWN_SIZES[command])
+    if command == "sft" and not config.sft.adapters:
+        config = replace(config, lora=LoraConfig())
     checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
     # Rollouts have nothing to do with the warm start's own sizes.
     of_rollouts = list(check_batch(given))
@@ -74,7 +78,12 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         raise ConfigError(of_rollouts + _in_keys_of(command, config, problems) + error.problems) from error
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
     problems.extend(problem for check in model_checks for problem in check(config, spec))
-    problems = [*of_rollouts, *_in_keys_of(command, config, problems), *missing_weights(config, command)]
+    problems = [
+        *of_rollouts,
+        *_in_keys_of(command, config, problems),
+        *missing_weights(config, command),
+        *check_first_adapters(config, command),
+    ]
     problems += problems_of(lambda: check_critic(config, spec, command), lambda: find_frozen(config, spec, command))
     problems += problems_of(lambda: check_served_teachers(find_served(config, command), spec))
     if spec.head == SCALAR and command not in (None, "reward-model"):

@@ -17,6 +17,7 @@ FIXED_KEYS = (
     "model.path",
     "model.tokenizer",
     "model.dtype",
+    *(f"lora.{key}" for key in ("rank", "alpha", "targets", "experts", "init")),
     *(key for key in settings() if key.startswith("data.train.")),
     "data.shuffle",
     "algorithm.name",

@@ -48,12 +48,12 @@ class Weights:
 def find_weights(config: RunConfig, command: str | None) -> Weights:
     """The weights that `command` begins with; with None, those of a new run."""
     model = Weights(config.model.path)
-    if command in ("sft", "export"):  # neither uses the result of megarl sft
+    if command == "sft" or (command == "export" and not config.lora.rank):  # neither uses the result of megarl sft
         return model
-    if command not in ("train", "dry-run") or not complete_checkpoints(config.run_dir):
+    if command not in ("train", "dry-run", "export") or not complete_checkpoints(config.run_dir):
         return _chosen(config)
     begun = read_begun_with(config) or _chosen(config)
-    return begun if begun.are_there or needs_reference(config) else Weights(config.model.path, are_gone=True)
+    return begun if begun.are_there or needs_first_weights(config) else Weights(config.model.path, are_gone=True)
 
 
 def _chosen(config: RunConfig) -> Weights:
@@ -76,25 +76,35 @@ def _chosen(config: RunConfig) -> Weights:
 def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     """Yields a problem if `command` needs weights that are missing."""
     weights = find_weights(config, command)
-    if weights.are_there or weights.are_gone or command not in ("sft", "reward-model", "train", "eval", "dry-run"):
+    of_adapters = command == "export" and config.lora.rank
+    if weights.are_there or weights.are_gone or (command not in ("sft", "reward-model", "train", "eval", "dry-run") and not of_adapters):
         return
     none = f"model.path={config.model.path}: holds no weights (*.safetensors)"
     if command in ("sft", "reward-model"):
         if not config.model.random_init:
             yield f"{none}; set model.random_init=true to start from random ones"
     elif command != "eval" and complete_checkpoints(config.run_dir):
-        yield (
-            f"{recipes.needs_reference(config.algorithm)}: its reference model is what the run began with, but {weights.path} holds no "
-            "weights any more"
-        )
+        yield f"{why_first_weights(config)} what the run began with, but {weights.path} holds no weights any more"
     elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft will make them first
         yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a run keeps the weights it began with beside those it trains."""
+    """Whether a run compares its policy with the weights that it began with."""
     own = any(settings and role_of(name, settings) == REFERENCE for name, settings in config.roles.items())
     return recipes.needs_reference(config.algorithm) is not None and not own
+
+
+def needs_first_weights(config: RunConfig) -> bool:
+    """Whether a run needs the weights that it began with to go on."""
+    return needs_reference(config) or bool(config.lora.rank)
+
+
+def why_first_weights(config: RunConfig) -> str:
+    """The beginning of a message about them."""
+    if config.lora.rank:
+        return f"lora.rank={config.lora.rank}: the weights that its adapters belong to are"
+    return f"{recipes.needs_reference(config.algorithm)}: its reference model is"
 
 
 def holds_weights(path: str) -> bool:
@@ -104,8 +114,10 @@ def holds_weights(path: str) -> bool:
 def warm_start_record(config: RunConfig) -> str:
     """The content of WARM_START: every setting that the weights of `megarl sft` depend on."""
     data = "sft.data." if config.sft.data else "data.train."
-    of_sft = ("model.", "sft.optimizer.", data, "sft.steps", "sft.batch_size", "seed")
-    return json.dumps({key: value_at(config, key) for key in settings() if key.startswith(of_sft) and key != "model.spec"}, indent=2)
+    adapted = config.lora.rank if config.sft.adapters else None
+    of_sft = ("model.", "sft.optimizer.", data, "sft.steps", "sft.batch_size", "seed", *(["lora."] if adapted else []))
+    record = {key: value_at(config, key) for key in settings() if key.startswith(of_sft) and key != "model.spec"}
+    return json.dumps(record | {"lora.rank": adapted}, indent=2)
 
 
 def check_warm_start(config: RunConfig) -> Iterable[str]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
+from megarl.models.adapters import Lora, adapter_parameters, lora_tensors, trainer_adapters
 from megarl.models.parameters import ATTENTION, DENSE, EXPERT, FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, whole
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
@@ -25,23 +26,25 @@ DEVICES = ("cpu", "cuda")
 QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
 
 
-def hf_layout(spec: ModelSpec, dtype: str) -> Layout:
-    """The layout of an HF checkpoint, for import and export: one rank that holds every logical tensor under its own name."""
-    logical = family(spec).logical_tensors(spec)
+def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None) -> Layout:
+    """The layout of an HF checkpoint, for import and export: one rank that holds every logical tensor under its own name. With `lora`, that
+    of its adapters alone."""
+    logical = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
     parameters = [whole(tensor.name, tensor.place, tensor.name, layers=tensor.layers, dtype=tensor.dtype) for tensor in logical]
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers, dtype=np.int64)
-    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1))))
+    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1), lora)))
 
 
-def parameter_count(spec: ModelSpec) -> int:
-    """The parameters of the whole model; a tied output layer counts once."""
-    kinds = hf_layout(spec, "bfloat16").kinds
+def parameter_count(spec: ModelSpec, lora: Lora | None = None) -> int:
+    """The parameters of the whole model, or of its adapters; a tied output layer counts once."""
+    kinds = hf_layout(spec, "bfloat16", lora).kinds
     return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in kinds for shard in kind.shards)
 
 
-def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local") -> Layout:
-    """The tensors of every trainer rank under Megatron's names, with global layer and expert numbers. DP and CP ranks are replicas.
+def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local", lora: Lora | None = None) -> Layout:
+    """The tensors of every trainer rank under Megatron's names, with global layer and expert numbers; with `lora`, those of its adapters
+    alone. DP and CP ranks are replicas.
 
     layer_spec: "local" | "te", the layer spec in use. Raises ConfigError if the topology does not divide the model.
     """
@@ -49,12 +52,14 @@ def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer
         raise ConfigError(f"layer_spec = {layer_spec!r} is not one of {', '.join(LAYER_SPECS)}")
     t = topology
     parameters = trainer_parameters(spec, t, layer_spec)
+    if lora:
+        parameters = adapter_parameters(trainer_adapters(spec, t, layer_spec, lora))
     dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)  # [pp, tp, replicas]
     expert = dense
     if spec.num_experts:
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
     stages = np.array(stage_of_layer(spec.num_layers, t))
-    kinds = _kinds("trainer", spec, parameters, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp))
+    kinds = _kinds("trainer", spec, parameters, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp), lora)
     return Layout("trainer", t.world_size, tuple(kinds))
 
 
@@ -133,10 +138,11 @@ def _kinds(
     stages: np.ndarray,  # of layers, [num_layers]
     meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; attention has one of its own where it is data-parallel
     expert_shards: tuple[int, int],  # ep, etp
+    lora: Lora | None = None,
 ) -> list[Kind]:
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}")
-    logical = _logical(spec)
+    logical = _logical(spec, lora)
     ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[DENSE].shape[0] - 1)}
     spans: dict[Layers, np.ndarray] = {}  # shared by the kinds of the same layers
     kinds = []
@@ -155,6 +161,7 @@ def _kinds(
     return kinds
 
 
-def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
+def _logical(spec: ModelSpec, lora: Lora | None = None) -> dict[str, LogicalTensor]:
     """The logical tensors by name. If a name occurs twice, for different layers, the tensors are alike."""
-    return {tensor.name: replace(tensor, layers=None) for tensor in family(spec).logical_tensors(spec)}
+    tensors = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
+    return {tensor.name: replace(tensor, layers=None) for tensor in tensors}

@@ -83,7 +83,7 @@ class _Part:
         together(lambda: _check_between_steps(trainer))
         self._totals = _totals(trainer)
         self._live = {name: total for name, (_, total) in held.totals(trainer, held.shared_boxes(trainer, [held.LIVE])).items()}
-        place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position}
+        place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "base": trainer.base}
         self._state = json.dumps({**place, "state": state}).encode()
         boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
         self._boxes = [box.copied() for box in boxes] if beside else boxes
@@ -135,7 +135,8 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
         for chunk in trainer.ddp:
             chunk.start_param_sync(force_sync=True)
     if problem := _difference(trainer, _totals(trainer), index):
-        raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
+        of_base = f". Its adapters belong to the weights that were in {saved['base']}; the run has {trainer.base}" if trainer.lora else ""
+        raise unusable(folder, f"once loaded, it is not what was saved: {problem}{of_base}")
     set_steps_made(trainer.optimizer, saved["position"])
     trainer.learning_rate.seek(saved["position"])
     return saved["state"]
@@ -149,10 +150,11 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
     if index.dtype != str(trainer.dtype):
         raise unusable(folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}")
     for parameter in parameters_by_name(trainer.chunks).values():
-        parameter.data.zero_()
+        if parameter.requires_grad or not trainer.lora:  # a frozen model has been loaded
+            parameter.data.zero_()
     for run in held.runs(trainer).values():
-        for values in run.values.values():
-            values.zero_()
+        for kind in run.values.keys() & held.SAVED:
+            run.values[kind].zero_()
     read_boxes(folder, index, held.held_boxes(trainer))
     # Random states belong to ranks. Under another topology they fit no rank, so the generators stay as seeded at the start.
     if saved["topology"] == dataclasses.asdict(trainer.topology):
@@ -194,4 +196,4 @@ def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], in
 
 def _size_bytes(trainer: MegatronTrainer) -> int:
     """The bytes of the tensors, over all ranks."""
-    return len(held.SAVED) * 4 * sum(torch.Size(shape).numel() for shape in held.logical_shapes(trainer).values())
+    return len(held.SAVED) * 4 * sum(torch.Size(shape).numel() for shape in held.saved_shapes(trainer).values())

@@ -1,7 +1,8 @@
 """The state that checkpoints keep, as trainer ranks hold it: boxes of logical tensors, without padding.
 
 A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, which training
-and generation compute with: the master weight rounded to the model's dtype. It is hashed, but not saved.
+and generation compute with: the master weight rounded to the model's dtype. It is hashed, but not saved. Of a frozen
+model it is all there is: a checkpoint of adapters has the hashes of their model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 
 from megarl.box import Box, whole_box
 from megarl.reshard.kinds import LocalTensor, Piece
-from megarl.reshard.layout import hf_layout
+from megarl.reshard.layout import Layout, hf_layout
 from megarl.reshard.shards import flat_boxes
 from megarl.trainer.checkpoint_tensors import HeldBox
 from megarl.trainer.model import parameters_by_name
@@ -37,7 +38,7 @@ class Run:
 
     @property
     def end(self) -> int:
-        return self.first + self.values[MASTER].numel()
+        return self.first + self.values[LIVE].numel()
 
 
 def runs(trainer: MegatronTrainer) -> dict[str, Run]:
@@ -49,25 +50,26 @@ def runs(trainer: MegatronTrainer) -> dict[str, Run]:
         values = {MASTER: shard.master, EXP_AVG: shard.exp_avg, EXP_AVG_SQ: shard.exp_avg_sq, LIVE: shard.live}
         found[names[shard.parameter]] = Run(shard.first, values, is_share=trainer.topology.zero == 1)
     for name, parameter in parameters.items():
-        if not parameter.requires_grad:  # a router's bias
+        if not parameter.requires_grad:  # a router's bias, or frozen
             flat = parameter.detach().view(-1)
-            found[name] = Run(0, {MASTER: flat, LIVE: flat}, is_share=False)
+            found[name] = Run(0, {LIVE: flat} if trainer.lora else {MASTER: flat, LIVE: flat}, is_share=False)
     return found
 
 
 def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[HeldBox]:
     """The boxes that this rank saves: over all ranks every element once. Replicas that hold the same elements share them equally."""
     shapes, held = logical_shapes(trainer), runs(trainer)
-    for tensor, piece, replica, replicas in trainer.layout.shared_pieces(dist.get_rank()):
-        if run := held.get(tensor.name):
-            part = (run.first, run.end) if run.is_share else (run.end * replica // replicas, run.end * (replica + 1) // replicas)
-            yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
+    for layout in layouts(trainer):
+        for tensor, piece, replica, replicas in layout.shared_pieces(dist.get_rank()):
+            if run := held.get(tensor.name):
+                part = (run.first, run.end) if run.is_share else (run.end * replica // replicas, run.end * (replica + 1) // replicas)
+                yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
 
 
 def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All boxes that this rank's optimizers hold."""
     shapes, held = logical_shapes(trainer), runs(trainer)
-    for tensor in trainer.layout.tensors(dist.get_rank()):
+    for tensor in trainer.saved_layout.tensors(dist.get_rank()):
         if run := held.get(tensor.name):
             for piece in tensor.pieces:
                 yield from _boxes(run, run.first, run.end, tensor, piece, shapes[piece.logical_name], SAVED)
@@ -76,14 +78,23 @@ def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
 def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
     """All of the model's weights that this rank holds, by whole pieces, as the weights channel reads them."""
     shapes, parameters = logical_shapes(trainer), trainer.local_parameters()
-    for tensor in trainer.layout.tensors(dist.get_rank()):
+    for tensor in (tensor for layout in layouts(trainer) for tensor in layout.tensors(dist.get_rank())):
         for piece in tensor.pieces:
             values = parameters[tensor.name][piece.local.slices()]
             yield HeldBox(f"{LIVE}/{piece.logical_name}", shapes[piece.logical_name], piece.logical, values)
 
 
+def layouts(trainer: MegatronTrainer) -> tuple[Layout, ...]:
+    """Of all that is held: the model, and its adapters where there are some."""
+    return (trainer.layout, trainer.saved_layout) if trainer.lora else (trainer.layout,)
+
+
 def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
-    return {tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)}
+    return saved_shapes(trainer) | ({tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)})
+
+
+def saved_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32", trainer.lora).tensors(0)}
 
 
 def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:

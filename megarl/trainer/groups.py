@@ -12,6 +12,10 @@ def tensor_group() -> dist.ProcessGroup:
     return _made(parallel_state.get_tensor_model_parallel_group())
 
 
+def expert_tensor_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_expert_tensor_parallel_group())
+
+
 def context_group() -> dist.ProcessGroup:
     return _made(parallel_state.get_context_parallel_group())
 

@@ -34,7 +34,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     file = folder / "model.safetensors"
     if not file.exists():
         raise ConfigError(f"{folder}: holds neither model.safetensors nor {INDEX}")
-    return dict.fromkeys(_header(file), file.name)
+    return dict.fromkeys(header(file), file.name)
 
 
 def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
@@ -61,7 +61,7 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
 def check_finite(spec: ModelSpec, folder: Path) -> None:
     """Raises ConfigError naming every tensor of the model that holds a NaN or an infinity, and its file. Reads all weights."""
     problems, files = [], check_checkpoint(spec, folder)
-    headers = {file: _header(folder / file) for file in set(files.values())}
+    headers = {file: header(folder / file) for file in set(files.values())}
     for name in sorted(tensor.name for tensor in hf_layout(spec, "float32").tensors(0)):
         path, entry = folder / files[name], headers[files[name]][name]
         word, exponent = EXPONENTS[entry["dtype"]]
@@ -101,7 +101,7 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
     headers: dict[str, dict[str, Any]] = {}
     for file in sorted({files[name] for name in expected if name in files}):
         try:
-            headers[file] = _header(folder / file)
+            headers[file] = header(folder / file)
         except ConfigError as error:
             yield from error.problems
     for name, shape in expected.items():
@@ -117,7 +117,7 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}"
 
 
-def _header(path: Path) -> dict[str, Any]:
+def header(path: Path) -> dict[str, Any]:
     """Tensor name -> dtype, shape, data_offsets. Format: 8 bytes header length, JSON header, data. Raises ConfigError."""
     try:
         with open(path, "rb") as file:

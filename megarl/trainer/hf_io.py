@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,7 +56,7 @@ def load_hf(
     names = (piece.logical_name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces if piece.logical_name in files)
     opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in names})}
     for tensor in layout.tensors(dist.get_rank()):
-        parameter = _parameter(parameters, tensor)
+        parameter = local_parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
             if new_head and piece.logical_name == SCORE:
@@ -74,7 +74,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
     HF tensor has its own random stream, so the result does not depend on the layout, and a rank draws only its own rows."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
-        parameter = _parameter(parameters, tensor)
+        parameter = local_parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
             local = parameter[piece.local.slices()]
@@ -85,13 +85,18 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
 
 
 def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:
+    return drawn_rows(piece, columns, seed, lambda row, generator: row.normal_(std=INIT_STD, generator=generator))
+
+
+def drawn_rows(piece: Piece, columns: int, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]) -> torch.Tensor:
+    """The piece's part of a matrix of so many columns, each row of which `draw` fills from a stream of its own."""
     generator = torch.Generator()
     first, count = piece.logical.start[0], piece.logical.shape[0]
     rows = torch.empty(count, columns)
     for i in range(count):
         digest = hashlib.sha256(f"{seed}/{piece.logical_name}/{first + i}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        rows[i].normal_(std=INIT_STD, generator=generator)
+        draw(rows[i], generator)
     return rows[:, piece.logical.slices()[1]]
 
 
@@ -109,9 +114,32 @@ def export_hf(
     configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). It is there when `finish` of the result has returned.
     If `beside`, this rank's part of the weights is copied to the host's memory, and written while training goes on."""
     dtype = layout.kinds[0].shards[0].dtype
-    places, headers = _file_plan(spec, dtype, max_file_bytes)
+    plan = file_plan(hf_layout(spec, dtype).tensors(0), max_file_bytes)
+
+    def complete(folder: Path) -> None:
+        if len(plan.headers) > 1:
+            sizes = {"total_size": sum(p.nbytes for p in plan.places.values())}
+            index = {"metadata": sizes, "weight_map": {n: p.file for n, p in plan.places.items()}}
+            (folder / INDEX).write_text(json.dumps(index, indent=2))
+        _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype, spec.head == SCALAR)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+
+    return write_tensors(plan, layout, parameters, path, complete, beside)
+
+
+def write_tensors(
+    plan: FilePlan,
+    layout: Layout,
+    parameters: Mapping[str, torch.Tensor],
+    path: str,
+    complete: Callable[[Path], None],
+    beside: bool,
+) -> Writing[None]:
+    """Begins to write the tensors of `plan` to folder `path`; `complete` adds the other files, on rank 0."""
+    places = plan.places
     pieces = [
-        (places[piece.logical_name], piece.logical, _parameter(parameters, tensor)[piece.local.slices()].detach())
+        (places[piece.logical_name], piece.logical, local_parameter(parameters, tensor)[piece.local.slices()].detach())
         for tensor, piece in layout.owned_pieces(dist.get_rank())
     ]
     if beside:
@@ -120,35 +148,20 @@ def export_hf(
     def conclude(folder: Path, written: None) -> None:
         def on_one_rank() -> None:
             if dist.get_rank() == 0:
-                _write_headers(folder, places, headers, hf_config_dir, spec, dtype, files)
+                _write_headers(folder, plan.headers)
+                complete(folder)
 
         together(on_one_rank, failures=(OSError, RuntimeError, ValueError))  # ValueError: `hf_config_dir` is gone, or not JSON
 
     return Writing(path, lambda folder: _write_pieces(folder, pieces), conclude, beside=beside)
 
 
-def _write_headers(
-    folder: Path,
-    places: dict[str, _Place],
-    headers: dict[str, bytes],
-    hf_config_dir: str,
-    spec: ModelSpec,
-    dtype: str,
-    files: Mapping[str, str],
-) -> None:
-    """Writes everything except the tensors."""
+def _write_headers(folder: Path, headers: Mapping[str, bytes]) -> None:
     for name, header in headers.items():
         with open(folder / name, "r+b") as file:
             file.write(header)
             file.flush()
             os.fsync(file.fileno())
-    if len(headers) > 1:
-        sizes = {"total_size": sum(p.nbytes for p in places.values())}
-        index = {"metadata": sizes, "weight_map": {n: p.file for n, p in places.items()}}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-    _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype, spec.head == SCALAR)
-    for name, text in files.items():
-        (folder / name).write_text(text)
 
 
 def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor]]) -> None:
@@ -175,11 +188,24 @@ class _Place:
     shape: tuple[int, ...]
 
 
-def _file_plan(spec: ModelSpec, dtype: str, max_file_bytes: int) -> tuple[dict[str, _Place], dict[str, bytes]]:
-    """(place of every tensor, header of every file). Format: 8 bytes header length, JSON header, data."""
+@dataclass(frozen=True)
+class FilePlan:
+    """Format: 8 bytes header length, JSON header, data."""
+
+    places: dict[str, _Place]  # of every tensor, by its logical name
+    headers: dict[str, bytes]  # of every file
+
+
+def file_plan(
+    tensors: Sequence[LocalTensor],
+    max_file_bytes: float,
+    stem: str = "model",
+    shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (tensor.name, tensor.shape),
+) -> FilePlan:
+    """`stem`: what the files' names begin with; `shown`: a tensor's name and shape in them."""
     groups: list[list[LocalTensor]] = [[]]
     size = 0
-    for tensor in hf_layout(spec, dtype).tensors(0):
+    for tensor in tensors:
         nbytes = _bytes(tensor)
         if groups[-1] and size + nbytes > max_file_bytes:
             groups.append([])
@@ -188,19 +214,20 @@ def _file_plan(spec: ModelSpec, dtype: str, max_file_bytes: int) -> tuple[dict[s
         size += nbytes
     places, headers = {}, {}
     for number, group in enumerate(groups, start=1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):  # so that wide elements are aligned
             nbytes = _bytes(tensor)
             offsets = [offset, offset + nbytes]
-            entries[tensor.name] = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+            name, shape = shown(tensor)
+            entries[name] = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
             places[tensor.name] = _Place(file, offset, nbytes, tensor.shape)
             offset += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
-    return {n: _Place(p.file, p.offset + len(headers[p.file]), p.nbytes, p.shape) for n, p in places.items()}, headers
+    return FilePlan({n: _Place(p.file, p.offset + len(headers[p.file]), p.nbytes, p.shape) for n, p in places.items()}, headers)
 
 
 def _bytes(tensor: LocalTensor) -> int:
@@ -245,7 +272,7 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) ->
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor) -> torch.Tensor:
+def local_parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor) -> torch.Tensor:
     parameter = parameters[tensor.name]
     assert tuple(parameter.shape) == tensor.shape, f"{tensor.name}: layout says {tensor.shape}, Megatron has {tuple(parameter.shape)}"
     return parameter

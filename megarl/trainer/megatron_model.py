@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config.schema import TrainerConfig
@@ -69,10 +70,13 @@ class MegatronModel:
         parallel.initialize(topology, seed, timeout_s)
         self.config = transformer_config(spec, topology, self.dtype, trainer)
         self.sequence_parallel = bool(self.config.sequence_parallel)
-        self.chunks = build_chunks(spec, topology, self.config)
+        self.chunks = self._build_chunks()
         self.modules: list[torch.nn.Module] = [*self.chunks]  # what Megatron's schedules run
         self.routing: RoutingFormat | None = None
         self.replay: RoutingReplay | None = None
+
+    def _build_chunks(self) -> list[GPTModel]:
+        return build_chunks(self.spec, self.topology, self.config)
 
     # -- scoring
 
@@ -196,6 +200,8 @@ class MegatronModel:
         """This rank's live parameters by Megatron's names with global layer numbers: the tensors of `layout`."""
         return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
 
+    merged_parameters = local_parameters  # as engines and exports get them
+
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
 
@@ -209,4 +215,4 @@ class MegatronModel:
 
     def begin_export(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}, *, beside: bool) -> Writing[None]:
         """As `export_hf`, but complete when `finish` of the result has returned; `beside` training if so."""
-        return hf_io.export_hf(self.spec, self.layout, self.local_parameters(), path, hf_config_dir, files=files, beside=beside)
+        return hf_io.export_hf(self.spec, self.layout, self.merged_parameters(), path, hf_config_dir, files=files, beside=beside)

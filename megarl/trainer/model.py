@@ -223,7 +223,7 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|adapter\.[ab])))(\d+)(.*)")
 
 
 def _global_expert(name: str, layer: Any) -> str:

@@ -24,6 +24,7 @@ from megatron.core.distributed import finalize_model_grads
 from megarl.algorithms.base import LossOutput
 from megarl.config.errors import RunError
 from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.models.adapters import Lora
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
 from megarl.observe.agreement import Totals
@@ -86,6 +87,9 @@ class MegatronTrainer(MegatronModel):
     ):
         """`optimizer` replaces trainer.optimizer."""
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
+        self.saved_layout = self.layout  # of what checkpoints hold
+        self.lora: Lora | None = None  # see LoraTrainer
+        self.base: str | None = None
         config = self.config
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
         self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)

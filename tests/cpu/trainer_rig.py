@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.base import LossOutput
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.kept_sets import KeptSets
 from megarl.models.registry import load_spec
@@ -82,9 +83,9 @@ def plain_adam(lr: float) -> OptimizerConfig:
 
 
 def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10, spec: ModelSpec | None = None) -> Any:
-    from megarl.trainer.step import MegatronTrainer
+    from megarl.trainer.make import make_trainer
 
-    return MegatronTrainer(
+    return make_trainer(
         spec or load_spec(scenario["model"]),
         TrainerTopology(**scenario["topology"]),
         TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})}),  # several chunks of a microbatch
@@ -93,6 +94,7 @@ def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int 
         total_steps=total_steps,
         timeout_s=60,
         optimizer=optimizer,
+        lora=LoraConfig(**scenario.get("lora", {})),
     )
 
 

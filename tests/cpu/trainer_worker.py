@@ -20,6 +20,7 @@ from typing import Any
 
 import actor_critic_scenarios
 import distill_scenarios
+import lora_scenarios
 import minibatch_scenarios
 import saving_scenarios
 import torch
@@ -29,7 +30,15 @@ import value_scenarios
 
 from megarl.trainer import cpu_support
 
-SCENARIOS = (trainer_scenarios, saving_scenarios, minibatch_scenarios, value_scenarios, actor_critic_scenarios, distill_scenarios)
+SCENARIOS = (
+    trainer_scenarios,
+    saving_scenarios,
+    minibatch_scenarios,
+    value_scenarios,
+    actor_critic_scenarios,
+    distill_scenarios,
+    lora_scenarios,
+)
 
 
 def main() -> None:

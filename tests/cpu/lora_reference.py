@@ -1,0 +1,153 @@
+"""What adapters are compared with: plain PyTorch ones on Hugging Face's model in float64. Every nn.Linear is wrapped; the experts of a
+layer, which transformers stacks in one parameter, get theirs by a parametrization."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.utils import parametrize
+from trainer_reference import hf_loss, load_float64, tokens_of
+from trainer_rig import TEMPERATURE, sequences
+from transformers import PreTrainedModel
+
+Factors = dict[str, torch.Tensor]  # by the names in a PEFT folder, without their prefix
+PREFIX = "base_model.model."
+
+
+class PlainLora(nn.Module):
+    def __init__(self, base: nn.Linear, a: nn.Parameter, b: nn.Parameter, scale: float):
+        super().__init__()
+        self.base, self.a, self.b, self.scale = base, a, b, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.scale * F.linear(F.linear(x, self.a), self.b)
+
+
+class OfExperts(nn.Module):
+    """W[e] + scale * B[e] A[e] of every expert; of gate and up, one below the other."""
+
+    def __init__(self, pairs: list[list[tuple[nn.Parameter, nn.Parameter] | None]], rows: int, scale: float):
+        super().__init__()
+        self.pairs, self.rows, self.scale = pairs, rows, scale
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:
+        zeros = weights.new_zeros(self.rows, weights.size(2))
+        deltas = [torch.cat([zeros if pair is None else pair[1] @ pair[0] for pair in parts]) for parts in self.pairs]
+        return weights + self.scale * torch.stack(deltas)
+
+
+def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared: bool) -> Factors:
+    """Random A and B of every target, by their names."""
+    generator, found = torch.Generator().manual_seed(11), {}
+
+    def pair(stem: str, out: int, into: int, outer: str = "") -> None:
+        """`outer`: the factor that the experts share."""
+        for letter, shape in (("A", (rank, into)), ("B", (out, rank))):
+            name = f"{_of_all(stem) if letter == outer else stem}.lora_{letter}.weight"
+            if name not in found:
+                found[name] = nn.Parameter(0.2 * torch.randn(shape, generator=generator).double())
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and _wanted(name, targets):
+            pair(name, module.out_features, module.in_features)
+        if name.endswith("mlp.experts"):
+            rows, hidden = module.gate_up_proj.size(1) // 2, module.gate_up_proj.size(2)
+            for expert in range(len(module.gate_up_proj)):
+                for part, shape, outer in (
+                    ("gate_proj", (rows, hidden), "A"),
+                    ("up_proj", (rows, hidden), "A"),
+                    ("down_proj", (hidden, rows), "B"),
+                ):
+                    if _wanted(part, targets):
+                        pair(f"{name}.{expert}.{part}", *shape, outer=outer if shared else "")
+    return found
+
+
+def _of_all(stem: str) -> str:
+    """The name without the expert's number."""
+    return re.sub(r"(\.experts)\.\d+", r"\1", stem)
+
+
+def _wanted(name: str, targets: list[str]) -> bool:
+    last = name.rpartition(".")[2]
+    return last not in ("lm_head", "gate") and (targets == ["all"] or last in targets)
+
+
+def adapt(model: PreTrainedModel, factors: Factors, scale: float) -> None:
+    """Freezes the model and puts the adapters in."""
+    model.requires_grad_(False)
+
+    def pair(stem: str) -> tuple[Any, Any] | None:
+        found = [factors.get(f"{stem}.lora_{x}.weight", factors.get(f"{_of_all(stem)}.lora_{x}.weight")) for x in "AB"]
+        return None if found[0] is None else (found[0], found[1])
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and f"{name}.lora_A.weight" in factors:
+            owner, _, last = name.rpartition(".")
+            setattr(
+                model.get_submodule(owner),
+                last,
+                PlainLora(module, factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"], scale),
+            )
+        if name.endswith("mlp.experts"):
+            experts = range(len(module.gate_up_proj))
+            for of, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                pairs = [[pair(f"{name}.{expert}.{part}") for part in parts] for expert in experts]
+                rows = getattr(module, of).size(1) // len(parts)
+                parametrize.register_parametrization(module, of, OfExperts(pairs, rows, scale))
+
+
+def lora_reference(folder: Path, lora: dict[str, Any], adapter: Path, weights: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Gradients and log-probs at random adapters, which are written to `adapter` as PEFT would, and AdamW's three steps from there.
+    `weights`: the precision that weights and adapters are rounded to first."""
+    model = load_float64(folder, weights)
+    base = [[0.0, *row] for row in _logprobs(model)]
+    rank, scale, targets = lora["rank"], lora["alpha"] / lora["rank"], lora.get("targets", ["all"])
+    factors = random_factors(model, rank, targets, lora.get("experts") == "shared")
+    write_peft(adapter, factors, lora)
+    factors = {name: nn.Parameter(values.detach().to(weights).double()) for name, values in factors.items()}
+    adapt(model, factors, scale)
+    batch = sequences(model.config.vocab_size)
+    loss, logprobs = hf_loss(model, batch, TEMPERATURE)
+    loss.backward()
+    found = {
+        "loss": loss.item(),
+        "logprobs": logprobs,
+        "base": base,
+        "grads": {name: values.grad.clone() for name, values in factors.items()},
+    }
+    adam = torch.optim.AdamW(factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.01)
+    for seed in (1, 2, 3):
+        adam.zero_grad()
+        hf_loss(model, sequences(model.config.vocab_size, seed=seed), TEMPERATURE)[0].backward()
+        adam.step()
+    return found | {"trained": {name: values.detach().clone() for name, values in factors.items()}}
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel) -> list[list[float]]:
+    found = []
+    for sequence in sequences(model.config.vocab_size):
+        tokens = tokens_of(sequence)
+        scores = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(dim=-1)
+        found.append(scores.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    return found
+
+
+def write_peft(folder: Path, factors: Factors, lora: dict[str, Any]) -> None:
+    folder.mkdir()
+    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
+    settings = {"peft_type": "LORA", "r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    outer = {name: ".experts." in name and not re.search(r"\.experts\.\d", name) for name in factors}
+    tensors = {
+        PREFIX + name: (values.detach()[None] if outer[name] else values.detach()).float().contiguous() for name, values in factors.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")

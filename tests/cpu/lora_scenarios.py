@@ -1,0 +1,195 @@
+"""What test_trainer_lora.py lets real trainers do. A function `scenario_…` runs on every rank; what it returns is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from trainer_rig import DENOMINATOR, TEMPERATURE, all_logprobs, make, one_step, plain_adam, poison_padding, sequences, weighted_nll
+
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import OptimizerConfig
+from megarl.models.adapters import Lora, trainer_adapters
+from megarl.models.registry import load_spec
+from megarl.reshard.layout import trainer_layout
+from megarl.topology import TrainerTopology
+
+# So that Adam does not make much of the rounding of small gradients.
+ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.0, weight_decay=0.01, eps=1e-2)
+
+
+def held(trainer: Any) -> dict[str, torch.Tensor]:
+    """This rank's parts of the adapters."""
+    parameters = trainer.local_parameters()
+    return {tensor.name: parameters[tensor.name].clone() for tensor in trainer.saved_layout.tensors(dist.get_rank())}
+
+
+def steps(trainer: Any, *seeds: int) -> None:
+    for seed in seeds:
+        trainer.train_step(sequences(trainer.spec.vocab_size, seed=seed), weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
+
+
+def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A step that moves nothing, in one and in several microbatches; log-probs with and without adapters; exports; three steps of AdamW;
+    what is held afterwards."""
+    from megarl.trainer.optimizer import optimizer_shards
+
+    trainer = make(scenario, plain_adam(lr=0.0))
+    trainer.load_hf(scenario["model"])
+    trainer.hold_reference()
+    trainer.export_hf(str(out / (scenario["name"] + ".merged")), scenario["model"])
+    trainer.export_adapter(str(out / (scenario["name"] + ".adapter")))
+    poison_padding(trainer)
+    batch = sequences(trainer.spec.vocab_size)
+    found: dict[str, Any] = {
+        "all": one_step(trainer, batch),
+        "logprobs": all_logprobs(trainer, batch, temperature=TEMPERATURE),
+        "reference": all_logprobs(trainer, batch, model="reference", temperature=TEMPERATURE),
+    }
+    trainer.max_tokens = 48
+    found["microbatches"] = one_step(trainer, batch)
+    trainer = make(scenario, ADAM)
+    trainer.load_hf(scenario["model"])
+    before = {name: values.clone() for name, values in trainer.local_parameters().items()}
+    steps(trainer, 1, 2, 3)
+    after = trainer.local_parameters()
+    found["moved"] = [name for name in before if not torch.equal(before[name], after[name])]
+    found["adapters"] = held(trainer)
+    frozen = [parameter for chunk in trainer.chunks for parameter in chunk.parameters() if not parameter.requires_grad]
+    found["gradients of frozen"] = [tuple(p.shape) for p in frozen if p.grad is not None or hasattr(p, "main_grad")]
+    found["optimized"] = sum(shard.master.numel() for shard in optimizer_shards(trainer.optimizer))
+    found["buffers"] = sum(buffer.numel for chunk in trainer.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    return found
+
+
+def scenario_lora_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The first adapters, those after two steps, which are saved, and after a third."""
+    from megarl.trainer import checkpoint
+
+    trainer = make(scenario, ADAM)
+    trainer.load_hf(scenario["model"])
+    found = {"first": held(trainer)}
+    steps(trainer, 1, 2)
+    checkpoint.save(trainer, scenario["checkpoint"], {})
+    steps(trainer, 3)
+    return found | {"third": held(trainer)}
+
+
+def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What loading over other weights says; then the third step."""
+    from megarl.trainer import checkpoint
+    from megarl.trainer.checkpoint_index import CheckpointError
+
+    trainer = make(scenario, ADAM)
+    found = {"first": held(trainer), "refused": ""}
+    trainer.load_hf(scenario["other"])
+    try:
+        checkpoint.load(trainer, scenario["checkpoint"])
+    except CheckpointError as error:
+        found["refused"] = str(error)
+    trainer.load_hf(scenario["model"])
+    found["first"] = held(trainer)
+    checkpoint.load(trainer, scenario["checkpoint"])
+    steps(trainer, 3)
+    return found | {"third": held(trainer)}
+
+
+def scenario_lora_dropout(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A step's gradients, by two trainers made alike, and the log-probs of the first."""
+    found = {}
+    for name in ("one", "again"):
+        trainer = make(scenario, plain_adam(lr=0.0))
+        trainer.load_hf(scenario["model"])
+        found[name] = one_step(trainer, sequences(trainer.spec.vocab_size))
+        found["logprobs"] = all_logprobs(trainer, sequences(trainer.spec.vocab_size), temperature=TEMPERATURE)
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return found
+
+
+class Normed(torch.nn.Module):
+    """What Transformer Engine's linear layer with a norm does, seen from outside."""
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.weight, self.layer_norm_weight = torch.nn.Parameter(torch.randn(rows, columns)), torch.nn.Parameter(torch.rand(columns))
+        self.return_layernorm_output = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight)
+        y = normed @ self.weight.t()
+        return ((y, normed) if self.return_layernorm_output else y), None
+
+
+class Grouped(torch.nn.Module):
+    """As its grouped linear layer: a weight for each of several experts, whose tokens come one after the other."""
+
+    def __init__(self, count: int, rows: int, columns: int):
+        super().__init__()
+        self.num_gemms = count
+        for number in range(count):
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.randn(rows, columns)))
+
+    def forward(self, x: torch.Tensor, tokens: list[int]) -> Any:
+        return torch.cat([part @ getattr(self, f"weight{n}").t() for n, part in enumerate(x.split(tokens))]), None
+
+
+class Plain(Grouped):
+    def __init__(self, rows: int, columns: int):
+        super().__init__(0, rows, columns)
+        self.weight = torch.nn.Parameter(torch.randn(rows, columns))
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return x @ self.weight.t(), None
+
+
+def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Adapters on layers with the names and the forward passes of Transformer Engine's: what each layer makes, and what it would of the
+    weights with its adapters merged; names and shapes of the parameters, and those of the layout."""
+    from megarl.trainer.adapters import Switch, attach
+    from megarl.trainer.model import parameters_by_name
+
+    make(scenario, plain_adam(lr=0.0))  # for the process groups
+    spec, lora, topology = load_spec(scenario["model"]), Lora.of(LoraConfig(**scenario["lora"])), TrainerTopology()
+    assert lora is not None
+    torch.manual_seed(0)
+    hidden, rows, heads = spec.hidden_size, spec.expert_intermediate_size, spec.num_attention_heads * spec.head_dim
+    layers = []
+    for number in range(spec.num_layers):
+        layer: Any = torch.nn.Module()
+        layer.layer_number, layer.self_attention, layer.mlp = number + 1, torch.nn.Module(), torch.nn.Module()
+        layer.self_attention.linear_qkv = Normed(heads + 2 * spec.num_kv_heads * spec.head_dim, hidden)
+        layer.self_attention.linear_proj = Plain(hidden, heads)
+        layer.mlp.experts, layer.mlp.local_expert_indices = torch.nn.Module(), [*range(spec.num_experts)]
+        layer.mlp.experts.linear_fc1 = Grouped(spec.num_experts, 2 * rows, hidden)
+        layer.mlp.experts.linear_fc2 = Grouped(spec.num_experts, hidden, rows)
+        layers.append(layer)
+    chunk: Any = torch.nn.Module()
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList(layers)
+    switch = Switch(0.0)
+    adapters = attach([chunk], trainer_adapters(spec, topology, "te", lora), lora.scale, switch, False)
+    named = parameters_by_name([chunk])
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter)
+    tokens, pairs = [2, 0, 3, 1], []
+    for module, arguments in (
+        (layers[1].self_attention.linear_qkv, (torch.randn(5, 1, hidden),)),
+        (layers[1].self_attention.linear_proj, (torch.randn(5, 1, heads),)),
+        (layers[1].mlp.experts.linear_fc1, (torch.randn(6, hidden), tokens)),
+        (layers[1].mlp.experts.linear_fc2, (torch.randn(6, rows), torch.tensor(tokens).tolist())),
+    ):
+        got = module(*arguments)
+        with switch.set(on=False), torch.no_grad():
+            weights = [p for p in module.parameters(recurse=False) if p in adapters]
+            plain = module(*arguments)
+            for weight in weights:
+                adapter, place = adapters[weight]
+                weight.add_(adapter.delta(place))
+            pairs.append((got, module(*arguments), plain))
+    layout = {tensor.name: tensor.shape for tensor in trainer_layout(spec, topology, "float32", "te", lora).tensors(0)}
+    return {"pairs": pairs, "held": {name: tuple(p.shape) for name, p in trained.items()}, "layout": layout}

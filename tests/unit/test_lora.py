@@ -1,0 +1,178 @@
+"""The section `lora`: what it refuses, the layouts of adapters, and what planning counts of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resolving import MODEL, config, problems_of, with_weights
+
+from megarl.config.errors import ConfigError
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import TrainerConfig
+from megarl.estimate.estimate import estimate
+from megarl.estimate.hardware import GPUS
+from megarl.estimate.sizes import adapters_held
+from megarl.estimate.trainer_memory import trainer_memory
+from megarl.models import load_spec
+from megarl.models.adapters import Lora, lora_tensors, targets
+from megarl.plan.resolve import resolve
+from megarl.plan.weights import begin_with, find_weights
+from megarl.reshard.layout import hf_layout, parameter_count, trainer_layout
+from megarl.topology import TrainerTopology
+from megarl.trainer.peft_files import adapter_settings, check_adapter, shown
+
+pytestmark = pytest.mark.usefixtures("hub_offline")
+
+MODELS = MODEL.parent
+RANK8 = Lora(8, 32.0, ("all",))
+
+
+def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+    wrong = ["lora.rank=8", "lora.sync=adapter", "lora.experts=shared", "lora.targets=[q_proj,gate,lm_head]"]
+    assert problems_of(tmp_path, *wrong, "trainer.megatron.tp_comm_overlap=true") == [
+        "lora.sync=adapter: this version of MegaRL does not send adapters alone; lora.sync=merge sends the weights with them",
+        'lora.targets=["q_proj", "gate", "lm_head"]: gate, lm_head is no linear layer of a llama model; it has q_proj, k_proj, v_proj, '
+        "o_proj, gate_proj, up_proj, down_proj, or all",
+        "lora.experts=shared: must be own: no target is of an expert",
+        "trainer.megatron.tp_comm_overlap=true: must be left out with lora.rank=8",
+    ]
+    assert resolve(config(tmp_path, *wrong[1:])), "without a rank the section has no effect"
+    assert resolve(config(tmp_path, *wrong[1:], "lora.rank=0")).config.lora.rank is None
+    with pytest.raises(ConfigError, match="lora.targets=\\[\\]: must be a list of at least one name, or all"):
+        config(tmp_path, "lora.targets=[]")
+    assert config(tmp_path, "lora.targets=all").lora.targets == ["all"]
+
+
+def test_a_warm_start_of_all_weights_or_of_adapters(tmp_path: Path) -> None:
+    first = ["lora.rank=8", f"lora.init={tmp_path}/adapter", "sft.steps=1"]
+    (twice,) = problems_of(tmp_path, with_weights(tmp_path / "model"), *first, command="sft")
+    assert twice == f"lora.init={tmp_path}/adapter: must be null for megarl sft, since the run would begin with it once more"
+    (random,) = problems_of(tmp_path, "lora.rank=8", "model.random_init=true", "sft.steps=1", command="sft")
+    assert random == "model.random_init=true: adapters cannot make a model of random weights; set sft.adapters=false to train all of them"
+    whole = resolve(config(tmp_path, "lora.rank=8", "model.random_init=true", "sft.steps=1", "sft.adapters=false"), "sft")
+    assert whole.config.lora.rank is None
+
+
+def test_a_resumed_run_needs_the_weights_that_its_adapters_belong_to(tmp_path: Path) -> None:
+    settings = config(tmp_path, with_weights(tmp_path / "model"), "lora.rank=8")
+    (tmp_path / "run/checkpoints/step_000001").mkdir(parents=True)
+    begin_with(settings, find_weights(settings, None), "0")
+    assert find_weights(settings, "export").fingerprint == "0"
+    next((tmp_path / "model").glob("*.safetensors")).unlink()
+    for command in ("train", "export"):
+        with pytest.raises(ConfigError) as refused:
+            resolve(settings, command)
+        gone = f"but {tmp_path}/model holds no weights any more"
+        assert f"lora.rank=8: the weights that its adapters belong to are what the run began with, {gone}" in refused.value.problems
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("layer_spec", ["local", "te"])
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("llama-3.1-8b", {"tp": 2, "pp": 2, "vpp": 2}),
+        ("qwen3-30b-a3b", {"tp": 2, "ep": 2, "etp": 2, "dp": 4}),
+        ("mixtral-8x7b", {"dp": 2, "ep": 2}),
+        ("deepseek-v3", {"tp": 2, "dp": 2, "ep": 2}),
+    ],
+)
+def test_every_element_of_an_adapter_has_one_owner(model: str, sizes: dict[str, int], layer_spec: str, shared: bool) -> None:
+    spec = load_spec(MODELS / model)
+    spec = replace(spec, num_layers=max(4, spec.first_dense_layers + 1), num_experts=min(spec.num_experts, 8))
+    for names in (("all",), ("v_proj", "o_proj", "up_proj", "w1", "kv_b_proj")):
+        lora = Lora(4, 8.0, names, shared)
+        layout, owned = trainer_layout(spec, TrainerTopology(**sizes), "bfloat16", layer_spec, lora), {}
+        for rank in range(layout.world_size):
+            for _, piece in layout.owned_pieces(rank):
+                owned[piece.logical_name] = owned.get(piece.logical_name, 0) + piece.logical.numel
+        assert owned == {tensor.name: math.prod(tensor.shape) for tensor in hf_layout(spec, "bfloat16", lora).tensors(0)}
+
+
+def test_adapters_of_latent_attention_and_of_shared_factors() -> None:
+    spec = load_spec(MODELS / "deepseek-v3")
+    assert targets(spec) == ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    shapes = {tensor.name: (tensor.shape, tensor.experts) for tensor in lora_tensors(spec, replace(RANK8, shared=True))}
+    layer = "model.layers.{layer}."
+    assert shapes[layer + "self_attn.kv_a_proj_with_mqa.lora_B.weight"] == ((576, 8), 0)
+    assert shapes[layer + "mlp.experts.gate_proj.lora_A.weight"] == ((8, 7168), 0)
+    assert shapes[layer + "mlp.experts.{expert}.gate_proj.lora_B.weight"] == ((2048, 8), 256)
+    assert shapes[layer + "mlp.experts.{expert}.down_proj.lora_A.weight"] == ((8, 2048), 256)
+    assert shapes[layer + "mlp.experts.down_proj.lora_B.weight"] == ((7168, 8), 0)
+    assert shown("model.layers.3.mlp.experts.down_proj.lora_B.weight", (7168, 8))[1] == (1, 7168, 8)
+    assert shown("model.layers.3.mlp.experts.7.down_proj.lora_A.weight", (8, 2048))[1] == (8, 2048)
+    assert shown("model.layers.3.mlp.shared_experts.down_proj.lora_B.weight", (7168, 8))[1] == (7168, 8)
+
+
+def test_planning_counts_the_adapters_and_no_gradient_of_the_model() -> None:
+    spec, trainer = load_spec(MODEL), TrainerConfig(tp=8, dp=2)
+    found, whole = (trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], reference=True, lora=lora) for lora in (RANK8, None))
+    ((adapters, merged),) = adapters_held(spec, trainer, "bfloat16", RANK8)
+    inner = [3 * 4096 + (4096 + 2 * 1024) // 8, 4096 // 8 + 4096, 2 * 4096 + 2 * 14336 // 8, 14336 // 8 + 4096]  # qkv, o, gate and up, down
+    assert adapters.total == 32 * 8 * sum(inner)
+    assert merged.total == pytest.approx((parameter_count(spec) - 2 * 128256 * 4096) / 8, rel=1e-3)
+    assert found.gradients == 4 * adapters.total and found.optimizer == 12 * adapters.total / 2
+    assert found.weights == whole.weights + 2 * (adapters.total + merged.total)
+    assert (found.reference, whole.reference) == (0, whole.weights) and found.activations == whole.activations
+
+
+def test_a_plan_with_adapters_takes_less_time_and_memory(tmp_path: Path) -> None:
+    spec, sizes = load_spec(MODEL), ["trainer.tp=8", "trainer.dp=2"]
+    whole, found = (estimate(config(tmp_path, *sizes, *more), spec) for more in ([], ["lora.rank=8"]))
+    assert found.saving < whole.saving / 100 and found.trainer.total < whole.trainer.total
+    assert 0.6 < found.train.compute / whole.train.compute < 0.75, "two products of three"
+    assert found.train.data_parallel < whole.train.data_parallel / 10 and found.generate == whole.generate
+
+
+class TestAdapterFolder:
+    """lora.init."""
+
+    LORA = LoraConfig(rank=2, alpha=4.0, targets=["q_proj", "down_proj"])
+
+    def spec(self):
+        return replace(load_spec(MODELS / "tiny-llama"), num_layers=1)
+
+    def write(self, folder: Path, **settings: Any) -> LoraConfig:
+        from safetensors.numpy import save_file
+
+        np = pytest.importorskip("numpy")
+        lora = Lora.of(self.LORA)
+        assert lora is not None
+        folder.mkdir()
+        tensors = dict(shown(tensor.name, tensor.shape) for tensor in hf_layout(self.spec(), "float32", lora).tensors(0))
+        save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / "adapter_model.safetensors")
+        written = adapter_settings(lora, ["down_proj", "q_proj"], "base", 0.0) | settings
+        (folder / "adapter_config.json").write_text(json.dumps(written))
+        return replace(self.LORA, init=str(folder))
+
+    def problems(self, lora: LoraConfig) -> list[str]:
+        with pytest.raises(ConfigError) as refused:
+            check_adapter(self.spec(), lora)
+        return [problem.removeprefix(f"lora.init={lora.init}: ") for problem in refused.value.problems]
+
+    def test_of_the_same_adapters(self, tmp_path: Path) -> None:
+        check_adapter(self.spec(), self.write(tmp_path / "adapter"))
+
+    def test_all_that_differs_is_named(self, tmp_path: Path) -> None:
+        lora = self.write(tmp_path / "adapter", r=4, use_dora=True, bias="all", target_modules=["q_proj"])
+        assert self.problems(replace(lora, alpha=8.0)) == [
+            "its r is 4; lora.rank=2",
+            "its lora_alpha is 4; lora.alpha=8",
+            'its target_modules are q_proj; lora.targets=["q_proj", "down_proj"] are down_proj, q_proj',
+            "its bias is all; only none is supported",
+            "its use_dora is true, which is not supported",
+        ]
+        of_others = self.problems(replace(lora, targets=["o_proj", "q_proj"]))
+        stem = "base_model.model.model.layers.0."
+        assert f"tensor {stem}self_attn.o_proj.lora_A.weight is missing in adapter_model.safetensors" in of_others
+        assert f"tensor {stem}mlp.down_proj.lora_B.weight belongs to no target" in of_others
+        assert any(text.endswith("it must have shape (3, 128)") for text in self.problems(replace(lora, rank=3)))
+
+    def test_what_is_none(self, tmp_path: Path) -> None:
+        (problem,) = self.problems(replace(self.LORA, init=str(tmp_path)))
+        assert problem.startswith("is no folder of a PEFT adapter: ") and "adapter_config.json" in problem
