@@ -17,6 +17,7 @@ from megarl.trainer.hf_files import READ_DTYPES, header
 
 SETTINGS_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_SHOWN = 10  # tensors that do not fit
 # Settings of PEFT under which an adapter would mean something else; all of these are off where the value is false in Python.
 _REFUSED = (
     "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias",
@@ -56,7 +57,10 @@ def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
         found = header(folder / TENSORS_FILE)
     except (OSError, ValueError) as error:  # a ConfigError too
         raise ConfigError(f"lora.init={config.init}: is no folder of a PEFT adapter: {error}") from error
-    if problems := [*_settings_problems(settings, spec, config, lora), *_tensor_problems(found, spec, lora)]:
+    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # of which tensors that do not fit would be a consequence
+        problems = [*_tensor_problems(found, spec, lora)]
+        problems[_SHOWN:] = [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
+    if problems:
         raise ConfigError([f"lora.init={config.init}: {problem}" for problem in problems])
 
 

@@ -167,11 +167,19 @@ class TestAdapterFolder:
             "its bias is all; only none is supported",
             "its use_dora is true, which is not supported",
         ]
-        of_others = self.problems(replace(lora, targets=["o_proj", "q_proj"]))
-        stem = "base_model.model.model.layers.0."
+
+    def test_tensors_that_do_not_fit_are_named(self, tmp_path: Path) -> None:
+        lora = self.write(tmp_path / "adapter", r=3, target_modules=["q_proj", "o_proj"])
+        of_others, stem = self.problems(replace(lora, rank=3, targets=["o_proj", "q_proj"])), "base_model.model.model.layers.0."
+        assert len(of_others) == 6
+        assert f"tensor {stem}self_attn.q_proj.lora_A.weight is F32 of shape (2, 128); it must have shape (3, 128)" in of_others
         assert f"tensor {stem}self_attn.o_proj.lora_A.weight is missing in adapter_model.safetensors" in of_others
         assert f"tensor {stem}mlp.down_proj.lora_B.weight belongs to no target" in of_others
-        assert any(text.endswith("it must have shape (3, 128)") for text in self.problems(replace(lora, rank=3)))
+        (folder := tmp_path / "many").mkdir()
+        (folder / "adapter_model.safetensors").write_bytes((tmp_path / "adapter/adapter_model.safetensors").read_bytes())
+        (folder / "adapter_config.json").write_text(json.dumps(adapter_settings(RANK8, targets(self.spec()), None, 0.0)))
+        of_many = self.problems(LoraConfig(rank=8, init=str(folder)))
+        assert len(of_many) == 11 and of_many[-1] == "4 more tensors"
 
     def test_what_is_none(self, tmp_path: Path) -> None:
         (problem,) = self.problems(replace(self.LORA, init=str(tmp_path)))
