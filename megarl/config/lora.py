@@ -37,8 +37,8 @@ class LoraConfig:
     )  # fmt: skip
     init: str | None = setting(
         None,
-        "folder of a PEFT adapter that a run begins with; null: A is drawn by `seed`, B is zero. The reference model of the KL penalty is "
-        "the model without adapters in any case",
+        "folder of a PEFT adapter that a run begins with; null: A is drawn by `seed`, B is zero. The reference model of the KL penalty, "
+        "unless `roles` has one, is the model without adapters in any case",
     )
     sync: str = setting(
         "merge",

@@ -135,8 +135,10 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
         for chunk in trainer.ddp:
             chunk.start_param_sync(force_sync=True)
     if problem := _difference(trainer, _totals(trainer), index):
-        of_base = f". Its adapters belong to the weights that were in {saved['base']}; the run has {trainer.base}" if trainer.lora else ""
-        raise unusable(folder, f"once loaded, it is not what was saved: {problem}{of_base}")
+        if trainer.lora and problem.startswith(f"{held.LIVE}/"):
+            now = f"the run has {'others there now' if trainer.base == saved['base'] else trainer.base}"
+            problem += f". Its adapters belong to the weights that were in {saved['base']}; {now}"
+        raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
     set_steps_made(trainer.optimizer, saved["position"])
     trainer.learning_rate.seek(saved["position"])
     return saved["state"]
