@@ -33,6 +33,7 @@ from megarl.plan.weights import Weights
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
+from megarl.rollouts.rollout import Rollouts
 from megarl.rollouts.stream import RolloutStream
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.types import Batch, Group, Ordinal, Prompt, Sample, Version
@@ -117,10 +118,11 @@ class EmulatedGenerator(GeneratorExecutor):
         engines: list[Any] = [EmulatedEngine(name, cell.slots, cell.token_s, prefill_s, cell.lengths) for name in names]
         mode = config.async_.partial_rollout
         self.engines, self.fleet = engines, Fleet(engines, mode, config.async_.chunk_tokens if mode == "resume" else None)
+        self.rollouts_of = Rollouts(self._generate, self._generate)
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
 
-    async def rollout(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+    async def _generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         return Group(prompt, [_sample(completion) for completion in await self.fleet.generate(prompt.token_ids, sampling, n)])
 
 
