@@ -25,7 +25,7 @@ def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_pa
         "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, f"max_steps={STEPS}", "trainer.tp=1",
         f"data.train.source={data}", "data.train.prompt_key=question", "data.eval=null", "rollout.prompts_per_step=8", "rollout.n=1",
         f"roles.teacher.path={teacher}", "roles.teacher.kv_cache_tokens=4096", "algorithm.name=distill", "reward.name=none",
-        "algorithm.distill.over=top_k", "algorithm.distill.top_k=8", "async.partial_rollout=resume", 
+        "algorithm.distill.over=top_k", "algorithm.distill.top_k=8", "async.partial_rollout=resume",
     ]  # fmt: skip
     process = start(["train", *settings], log)
     try:
