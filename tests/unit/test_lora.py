@@ -138,9 +138,9 @@ class TestAdapterFolder:
         return replace(load_spec(MODELS / "tiny-llama"), num_layers=1)
 
     def write(self, folder: Path, **settings: Any) -> LoraConfig:
+        import numpy as np
         from safetensors.numpy import save_file
 
-        np = pytest.importorskip("numpy")
         lora = Lora.of(self.LORA)
         assert lora is not None
         folder.mkdir()
