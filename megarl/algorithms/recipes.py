@@ -80,6 +80,11 @@ def needs_reward(config: AlgorithmConfig) -> bool:
     return recipe_of(config).advantage != "none"
 
 
+def needs_groups_to_differ(config: AlgorithmConfig) -> bool:
+    """Whether a prompt's samples teach nothing if their rewards are equal."""
+    return needs_reward(config) and not has_critic(config)
+
+
 def needs_reference(config: AlgorithmConfig) -> str | None:
     """The setting, with its value, for which a run keeps the weights that it began with; None: it does not keep them."""
     if config.kl_coef > 0:

@@ -11,6 +11,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
+from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
 from megarl.algorithms.sequences import batch_metrics, dropped_metrics, too_many_dropped
 from megarl.config.errors import RunError
@@ -179,8 +180,8 @@ class TrainerExecutor:
                 **(dropped_metrics(batch) if self.plan.config.rollout.dynamic_sampling or batch.dropped else {}),
                 **step_metrics(results, self.algorithm),
                 **self.batch_steps.value_metrics(),
-                # With a critic, samples of equal reward have advantages too.
-                **({"zero_advantage_fraction": None} if self.critic else {}),
+                # With a critic, samples of equal reward have advantages too; without a reward, equal ones mean nothing.
+                **({} if needs_groups_to_differ(self.plan.config.algorithm) else {"zero_advantage_fraction": None}),
                 "weights/version": self.version,
                 LIMIT: probe_limit(self.plan),
                 **self._probe_metrics,

@@ -40,6 +40,7 @@ def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_pa
     assert f"Role teacher: {teacher}, frozen, on 1 engine TP1\n" in log.read_text()
     table = rows(run_dir)
     assert len(table) == STEPS and all(row["sync/audit_ok"] and row["grad_norm"] > 0 for row in table)
+    assert all("zero_advantage_fraction" not in row for row in table), "or the run is told that equal rewards teach nothing"
     assert all(row["reward/mean"] == 0 and "distill/teacher/failed" not in row for row in table)
     assert all(row["distill/kl"] == row["distill/teacher/kl"] > 0 for row in table)
 
