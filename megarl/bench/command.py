@@ -78,7 +78,8 @@ def _offpolicy_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--lanes", metavar="N", type=int, default=1, help="runs side by side; their times mean something only with 1, the default"
     )
-    bench.add_argument("--runs", metavar="DIR", default="runs/offpolicy", help="folder of the runs; complete runs are not repeated")
+    kept = "folder of the runs; complete runs are not repeated; default: runs/offpolicy/ and the name of CONFIG"
+    bench.add_argument("--runs", metavar="DIR", type=Path, help=kept)
     bench.add_argument("--picture", metavar="FILE", help="draw score against divergence: .svg or .png")
 
 
@@ -137,7 +138,7 @@ def _offpolicy(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: must be at least 1")
     parts = [part.strip() for part in arguments.parts.split(",") if part.strip()]
     chosen = parts, arguments.seeds, arguments.lanes, arguments.json, arguments.picture
-    run(arguments.config, arguments.overrides, Path(arguments.runs), *chosen)
+    run(arguments.config, arguments.overrides, arguments.runs or Path("runs/offpolicy", Path(arguments.config).stem), *chosen)
 
 
 def _faults(arguments: argparse.Namespace) -> None:

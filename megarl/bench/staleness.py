@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.bench.runs import run_megarl
+from megarl.bench.runs import check_settings, note_settings, run_megarl
 from megarl.config.keys import yaml_text
 from megarl.config.load import load_config
 from megarl.observe.evaluations import read_results
@@ -79,6 +79,9 @@ def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: 
     """Prints a table, or one JSON object. `runs`: the folder of all runs. Raises ConfigError; RuntimeError if a run fails."""
     jobs = [(setting, seed) for seed in range(seeds) for setting in SETTINGS]
     plans = {job: _plan(config, overrides, runs, *job) for job in jobs}  # mistakes show before anything starts
+    settings = load_config(config, overrides)
+    check_settings(runs, settings)
+    note_settings(runs, settings)
     results = []
     for left, (job, plan) in zip(range(len(jobs), 0, -1), plans.items()):
         print(f"{plan.config.run_dir}; {left} runs to go", file=sys.stderr)

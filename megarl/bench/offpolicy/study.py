@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.bench.offpolicy.cells import OF_REWARD_MODELS, PARTS, SIZES, Cell
 from megarl.bench.offpolicy.tables import render
-from megarl.bench.runs import run_megarl
+from megarl.bench.runs import check_settings, ending_runs, note_settings, run_megarl
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.roles import REWARD_MODEL, role_of
@@ -66,14 +66,17 @@ class Study:
         """Makes models, warm starts and reward models; returns what became of the latter. Mistakes show before anything starts."""
         from megarl.bench.offpolicy.measure import judge_of
 
-        judge_of(load_config(self.config, self.overrides))
+        settings = load_config(self.config, self.overrides)
+        judge_of(settings)
+        check_settings(self.runs, settings)
         judges = list({(cell.reward_model, cell.seed): _of_reward_model(cell) for cell in cells}.values()) if self.learned else []
         for cell in (*cells, *judges):
             if (own := SIZES[cell.policy]) is not None:
-                _write_model(Path(load_config(self.config, self.overrides).model.path), self.runs / "models" / cell.policy, own)
+                _write_model(Path(settings.model.path), self.runs / "models" / cell.policy, own)
             load_config(self.config, self.of_run(cell))
         for cell in {(each.policy, each.seed): each for each in (*cells, *judges)}.values():
             run_megarl("sft", self.config, [*self.common(cell), f"run_dir={self.initial(cell)}.run"], Path(f"{self.initial(cell)}.run"))
+        note_settings(self.runs, settings)
         return list(map(self._make_reward_model, judges))
 
     def _make_reward_model(self, cell: Cell) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class Study:
                 "accuracy_plain": plain.accuracy(plain.train(config, self.initial(cell)), config),
             }
             write_whole(path, json.dumps(found))
-        return json.loads(path.read_text())
+        return _read(path)
 
     def result(self, cell: Cell) -> dict[str, Any]:
         """Of the run, which is made if it is not complete. Raises RuntimeError if it fails."""
@@ -107,7 +110,7 @@ class Study:
             write_whole(path, json.dumps(found))
             for name in ("checkpoints", "hf"):
                 shutil.rmtree(self.folder(cell) / name, ignore_errors=True)
-        return json.loads(path.read_text())
+        return _read(path)
 
     def _found(self, cell: Cell, config: RunConfig) -> dict[str, Any]:
         from megarl.bench.offpolicy.measure import HeldOut, judge_of, measure
@@ -159,10 +162,10 @@ def run(
     def make(cell: Cell) -> None:
         try:
             found[cell.name] = study.result(cell)
-        except RuntimeError as error:  # one run that fails must not end a night's work
-            failures.append(str(error))
+        except (RuntimeError, OSError) as error:  # one run that fails must not end a night's work
+            failures.append(f"{cell.name}: {error}")
 
-    with ThreadPoolExecutor(lanes) as pool:
+    with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():  # the outer one: of a second Ctrl-C while the runs end
         list(pool.map(make, cells.values()))
     by_part = {part: [found[cell.name] for seed in range(seeds) for cell in PARTS[part](seed) if cell.name in found] for part in chosen}
     given = {"config": config, "overrides": list(overrides)}
@@ -179,6 +182,14 @@ def run(
 def _of_reward_model(cell: Cell) -> Cell:
     """The policy that the run's reward model begins with."""
     return Cell("online_dpo", policy=cell.reward_model, reward_model=cell.reward_model, seed=cell.seed)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"{path}: is damaged ({error}); remove {path.parent} to make it again") from error
+    return found
 
 
 def _write_model(shipped: Path, folder: Path, sizes: Mapping[str, int]) -> None:

@@ -1,0 +1,98 @@
+"""Benchmarks that compare whole runs: results of other settings are not theirs, and signals end what they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.bench.offpolicy.study import Study
+from megarl.bench.runs import check_settings, note_settings
+from megarl.cli import main
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+
+CHAIN, GOLD = "configs/offpolicy/chain.yaml", "configs/offpolicy/gold.yaml"
+
+STUDY = """
+import sys
+from pathlib import Path
+from megarl import cli
+from megarl.bench.offpolicy import study
+
+class Quick(study.Study):
+    def prepare(self, cells):
+        return []
+
+study.Study = Quick
+raise SystemExit(cli.main(["bench", "offpolicy", sys.argv[1], "--parts", "lags", "--seeds", "1", "--lanes", "2", "--runs", sys.argv[2]]))
+"""
+
+# In the place of the program: it stays until it is told to stop, and notes how often it was.
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+folder = Path([each for each in sys.argv if each.startswith("run_dir=")][0].removeprefix("run_dir="))
+signal.signal(signal.SIGTERM, lambda *_: (folder / "told").open("a").write("SIGTERM\\n"))
+signal.signal(signal.SIGINT, lambda *_: (folder / "told").open("a").write("SIGINT\\n"))
+(folder / "begun").touch()
+while not (folder / "told").exists():
+    time.sleep(0.02)
+sys.exit(143)
+"""
+
+
+def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
+    check_settings(tmp_path, load_config(CHAIN))  # nothing is there
+    note_settings(tmp_path, load_config(CHAIN))
+    check_settings(tmp_path, load_config(CHAIN, ["timeouts.weights_s=7", "run_dir=elsewhere"]))
+    with pytest.raises(ConfigError, match=r"--runs \S+: the runs there were made with sft\.steps=400; name another folder"):
+        check_settings(tmp_path, load_config(CHAIN, ["sft.steps=4"]))
+    with pytest.raises(ConfigError, match=r"data\.train\.source=synthetic:chain, .*name another folder"):
+        Study(GOLD, [], tmp_path, learned=True).prepare([])
+
+
+def test_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    from megarl.bench.offpolicy import study
+
+    found = []
+    monkeypatch.setattr(study, "run", lambda config, overrides, runs, *rest: found.append(runs))
+    for config in (CHAIN, GOLD):
+        assert main(["bench", "offpolicy", config]) == 0
+    assert found == [Path("runs/offpolicy/chain"), Path("runs/offpolicy/gold")]
+
+
+def test_a_damaged_result_is_named(tmp_path: Path):
+    from megarl.bench.offpolicy.cells import Cell
+
+    cell, study = Cell("rloo"), Study(CHAIN, [], tmp_path, learned=False)
+    study.folder(cell).mkdir()
+    (study.folder(cell) / "result.json").write_text('{"curve": [')
+    with pytest.raises(RuntimeError, match=r"rloo\S+/result\.json: is damaged \(.*\); remove \S+rloo\S+ to make it again"):
+        study.result(cell)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_runs_each_once_and_begins_no_others(number: signal.Signals, tmp_path: Path):
+    package = tmp_path / "path" / "megarl_program.py"
+    package.parent.mkdir()
+    package.write_text(PROGRAM)
+    script = STUDY.replace("import sys\n", f"import sys\nimport megarl.bench.runs as runs\nruns.PROGRAM = [{str(package)!r}]\n", 1)
+    command = [sys.executable, "-c", script, str(Path(CHAIN).resolve()), str(tmp_path / "runs")]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        begun = lambda: list((tmp_path / "runs").glob("*/begun"))  # noqa: E731
+        deadline = time.monotonic() + 120
+        while len(begun()) < 2 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        os.killpg(process.pid, number)  # as a terminal does, to all of its group
+        assert process.wait(60) == (130 if number == signal.SIGINT else 143)
+    finally:
+        process.kill()
+    assert len(begun()) == 2
+    assert [(each.parent / "told").read_text() for each in begun()] == ["SIGTERM\n"] * 2
