@@ -14,23 +14,20 @@ from megarl.config.schema import RunConfig
 from megarl.kept_sets import kept_metrics
 from megarl.rewards.failures import failure_metrics, teacher_failures
 from megarl.rewards.score import CORRECT
-from megarl.rewards.shaping import length_penalty
-from megarl.types import Batch, Elsewhere, SampleNumbers, TrainSequence, Version
+from megarl.rewards.shaping import trained_score
+from megarl.types import Batch, Elsewhere, SampleNumbers, SampleSummary, TrainSequence, Version
 
 
-def batch_rewards(batch: Batch) -> Tensor:
-    """Rewards [G, n], float64. Raises ValueError if groups have different numbers of samples."""
+def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
+    """Rewards [G, n], float64; with `config`, what training uses in their place (rewards/shaping.py). Raises ValueError if groups have
+    different numbers of samples."""
     if len({len(group.samples) for group in batch.groups}) != 1:
         raise ValueError(f"groups of step {batch.step} have different numbers of samples")
-    return torch.tensor([[sample.reward for sample in group.samples] for group in batch.groups], dtype=torch.float64)
 
+    def reward(sample: SampleSummary) -> float:
+        return trained_score(sample.reward, sample.tokens, sample.finish_reason, config) if config else sample.reward
 
-def length_penalties(batch: Batch, config: RunConfig) -> Tensor:
-    """[G, n], float64: what training takes off the rewards (rewards/shaping.py)."""
-    found = [
-        [length_penalty(sample.reward, sample.tokens, sample.finish_reason, config) for sample in group.samples] for group in batch.groups
-    ]
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor([[reward(sample) for sample in group.samples] for group in batch.groups], dtype=torch.float64)
 
 
 def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dict[int, TrainSequence | Elsewhere]:
@@ -64,15 +61,15 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
     return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept, sample.teachers)
 
 
-def batch_metrics(batch: Batch, version: Version, penalties: Tensor | None = None) -> dict[str, float]:
-    """Metrics of a batch, used by a trainer at weight version `version`, which takes `penalties` [G, n] off the rewards.
+def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None) -> dict[str, float]:
+    """Metrics of a batch, used by a trainer at weight version `version`. `trained` [G, n]: the rewards after penalties, if there are any.
 
     They are of all groups that were generated for the step, those that were dropped among them, but staleness, penalties and
     zero_advantage_fraction are of what is trained on. A token's staleness is `version` minus the version that produced it; the
     environment's tokens have none. reward/std is over all samples. rollout/<name> and reward/<name>/mean are means of Sample.metrics and
     reward_parts over the samples that have them.
     """
-    trained_on = batch_rewards(batch) if penalties is None else batch_rewards(batch) - penalties
+    trained_on = batch_rewards(batch) if trained is None else trained
     samples = batch.generated
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     runs = [run for sample in batch.samples for run in sample.policy_versions]
@@ -89,7 +86,7 @@ def batch_metrics(batch: Batch, version: Version, penalties: Tensor | None = Non
         "turns/mean": sum(sample.turns for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "zero_advantage_fraction": (trained_on == trained_on[:, :1]).all(dim=1).double().mean().item(),
-        **({} if penalties is None else {"reward/penalty/mean": penalties.mean().item()}),
+        **({} if trained is None else {"reward/penalty/mean": (batch_rewards(batch) - trained).mean().item()}),
         **kept_metrics((sample.kept for sample in samples), own_tokens),
         **failure_metrics(samples),
         **teacher_failures(samples),

@@ -16,10 +16,9 @@ from torch import Tensor
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.groups import GroupLoss, GroupWeights
 from megarl.algorithms.minibatches import MiniBatch, minibatches
-from megarl.algorithms.sequences import batch_rewards, length_penalties, to_train_sequences
+from megarl.algorithms.sequences import batch_rewards, to_train_sequences
 from megarl.config.schema import RunConfig
 from megarl.executors.teachers import OfBatch, Sequences, Teachers
-from megarl.rewards.shaping import shapes
 from megarl.types import Batch, Elsewhere, TrainSequence
 
 if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
@@ -45,14 +44,9 @@ class BatchSteps:
     config: RunConfig
     teachers: Teachers | None = field(default=None, kw_only=True)
 
-    def penalties(self, batch: Batch) -> Tensor | None:
-        """[G, n] what is taken off the rewards; None if nothing ever is."""
-        return length_penalties(batch, self.config) if shapes(self.config) else None
-
     def rewards(self, batch: Batch) -> Tensor:
-        """[G, n], after `penalties`."""
-        rewards, penalties = batch_rewards(batch), self.penalties(batch)
-        return rewards if penalties is None else rewards - penalties
+        """[G, n], after penalties."""
+        return batch_rewards(batch, self.config)
 
     def assign(self, batch: Batch) -> list[list[int]]:
         """[dp][…] which samples, by their places in the batch, each data-parallel rank needs: those of its share of any mini-batch."""

@@ -13,7 +13,7 @@ import torch
 
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, dropped_metrics, too_many_dropped
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, too_many_dropped
 from megarl.config.errors import RunError
 from megarl.config.roles import TEACHER
 from megarl.executors.actor_critic import ActorCriticSteps
@@ -35,6 +35,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.teachers import teachers_of
 from megarl.reshard.layout import Layout
 from megarl.rewards.failures import too_many_failures
+from megarl.rewards.shaping import shapes
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.rollouts.packing import texts_of
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
@@ -168,7 +169,7 @@ class TrainerExecutor:
 
     def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
-        applied = self._applied()
+        applied, config = self._applied(), self.plan.config
         now = time.monotonic()
         step_s, self._step_ended = now - self._step_ended, now
         samples = batch.samples
@@ -176,7 +177,7 @@ class TrainerExecutor:
             batch.step,
             {
                 "wall_s": now - self._started,
-                **batch_metrics(batch, self.version - 1, self.batch_steps.penalties(batch)),
+                **batch_metrics(batch, self.version - 1, batch_rewards(batch, config) if shapes(config) else None),
                 **(dropped_metrics(batch) if self.plan.config.rollout.dynamic_sampling or batch.dropped else {}),
                 **step_metrics(results, self.algorithm),
                 **self.batch_steps.value_metrics(),

@@ -8,24 +8,22 @@ from megarl.config.schema import RunConfig
 from megarl.types import SampleSummary
 
 
-def length_penalty(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
-    """What is taken off `score`. A response that was cut costs `reward.unfinished_penalty`, or the difference to `reward.unfinished_score`,
-    which may be below 0. Of the longest allowed response the last `reward.overlong_tokens` cost `reward.overlong_penalty`
-    in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
+def trained_score(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
+    """What training uses in the place of `score`. A response that was cut loses `reward.unfinished_penalty`, or has
+    `reward.unfinished_score`, which may be more than its own. Of the longest allowed response the last `reward.overlong_tokens` cost
+    `reward.overlong_penalty` in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
     reward = config.reward
-    cut = 0.0
-    if finish_reason == "length":
-        cut = reward.unfinished_penalty if reward.unfinished_score is None else score - reward.unfinished_score
+    if finish_reason == "length":  # never a difference to the fixed score: rounding would prefer one cut response to another
+        score = score - reward.unfinished_penalty if reward.unfinished_score is None else reward.unfinished_score
     if not reward.overlong_tokens:
-        return cut
+        return score
     beyond = tokens - (config.rollout.max_tokens - reward.overlong_tokens)
-    return cut + reward.overlong_penalty * max(0, beyond) / reward.overlong_tokens
+    return score - reward.overlong_penalty * max(0, beyond) / reward.overlong_tokens
 
 
 def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
     """Whether the rewards of a prompt's samples, after penalties, are not all the same."""
-    rewards = {sample.reward - length_penalty(sample.reward, sample.tokens, sample.finish_reason, config) for sample in samples}
-    return len(rewards) > 1
+    return len({trained_score(sample.reward, sample.tokens, sample.finish_reason, config) for sample in samples}) > 1
 
 
 def shapes(config: RunConfig) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megarl.algorithms.advantages import ADVANTAGES, best_and_worst
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, length_penalties, too_many_dropped
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, too_many_dropped
 from megarl.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig, RunConfig
 from megarl.observe.rollouts import OrdinalsWriter, recover_ordinals, write_rollouts
 from megarl.plan.checks import check_dynamic_sampling
@@ -47,7 +47,7 @@ samples = st.builds(
 def test_what_is_dropped_is_what_training_finds_no_advantage_in(found: list[Sample], unfinished: float, overlong: int) -> None:
     settings = config(unfinished_penalty=unfinished, overlong_tokens=overlong)
     ready, batch = judged(pack(group(7, *found)), settings), batch_of([group(7, *found)])
-    rewards = batch_rewards(batch) - length_penalties(batch, settings)
+    rewards = batch_rewards(batch, settings)
     for advantages in (*ADVANTAGES.values(), best_and_worst):
         assert ready.dropped == (not advantages(rewards).any())
     assert ready.dropped == (not ready.pieces) and summary_of(ready).ordinal == 7 and texts_of(ready.texts).prompt == "1+1="

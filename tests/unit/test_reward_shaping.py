@@ -10,11 +10,11 @@ import torch
 from batches import batch_of
 
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, length_penalties
+from megarl.algorithms.sequences import batch_metrics, batch_rewards
 from megarl.config.schema import RewardConfig, RolloutConfig, RunConfig
 from megarl.executors.batch_steps import BatchSteps
 from megarl.plan.checks import check_shaping
-from megarl.rewards.shaping import length_penalty
+from megarl.rewards.shaping import has_signal, trained_score
 from megarl.types import Group, Prompt, Sample
 
 LONGEST = 100
@@ -37,26 +37,43 @@ def dapo(length: int, longest: int, cache: int) -> float:
 
 @pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100])
 def test_overlong_responses_lose_what_dapo_says(tokens: int) -> None:
-    assert length_penalty(1.0, tokens, "stop", config(overlong_tokens=20)) == pytest.approx(-dapo(tokens, LONGEST, 20))
-    assert length_penalty(1.0, tokens, "stop", config(overlong_tokens=20, overlong_penalty=3.0)) == pytest.approx(
-        -3 * dapo(tokens, LONGEST, 20)
-    )
+    for score in (0.0, 1.0):
+        lost = score - trained_score(score, tokens, "stop", config(overlong_tokens=20))
+        assert lost == pytest.approx(-dapo(tokens, LONGEST, 20))
+        lost = score - trained_score(score, tokens, "stop", config(overlong_tokens=20, overlong_penalty=3.0))
+        assert lost == pytest.approx(-3 * dapo(tokens, LONGEST, 20))
 
 
 def test_a_cut_response_loses_besides() -> None:
     both = config(unfinished_penalty=0.5, overlong_tokens=LONGEST)
-    assert length_penalty(1.0, LONGEST, "length", both) == 1.5
-    assert length_penalty(1.0, LONGEST, "stop", both) == 1.0
-    assert length_penalty(1.0, LONGEST, "length", config()) == 0.0
+    assert trained_score(1.0, LONGEST, "length", both) == -0.5
+    assert trained_score(1.0, LONGEST, "stop", both) == 0.0
+    assert trained_score(1.0, LONGEST, "length", config()) == 1.0
 
 
 @pytest.mark.parametrize("score", [-3.0, 0.0, 2.0])
 def test_a_cut_response_may_have_a_fixed_score(score: float) -> None:
     fixed = config(unfinished_score=-1.0)
-    assert score - length_penalty(score, LONGEST, "length", fixed) == -1
-    assert length_penalty(score, LONGEST, "stop", fixed) == 0
+    assert trained_score(score, LONGEST, "length", fixed) == -1
+    assert trained_score(score, LONGEST, "stop", fixed) == score
     both = config(unfinished_score=-1.0, unfinished_penalty=0.5)
     assert [*check_shaping(both)] == ["reward.unfinished_score=-1: must be null with reward.unfinished_penalty=0.5"]
+
+
+@pytest.mark.parametrize("fixed", [-0.1, -1.0, 0.7])
+@pytest.mark.parametrize("name", ["online_dpo", "grpo", "best_of_n"])
+def test_cut_responses_with_a_fixed_score_are_exactly_equal(fixed: float, name: str) -> None:
+    """What they have scored otherwise is of no account, nor is its rounding: no pair, no signal, and the first is the best."""
+    settings = config(unfinished_score=fixed)
+    settings.algorithm.name = name
+    samples = [sample(LONGEST, score, "length") for score in (0.3, 0.1 * 3, -2.3, 5.1, 1 / 3)]
+    batch = batch_of([Group(Prompt(ordinal=0, token_ids=[1], text="", answer=""), samples)])
+    assert batch_rewards(batch, settings).tolist() == [[fixed] * 5]
+    steps = BatchSteps(SimpleNamespace(), make_algorithm(settings.algorithm), settings)  # type: ignore[arg-type]
+    found = steps.algorithm.advantages(steps.rewards(batch)).tolist()
+    assert found == ([[5, 0, 0, 0, 0]] if name == "best_of_n" else [[0] * 5])
+    assert not has_signal([each.summary() for each in samples], settings)
+    assert batch_metrics(batch, 0, steps.rewards(batch))["zero_advantage_fraction"] == 1
 
 
 def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
@@ -67,12 +84,15 @@ def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
     found = {}
     for name, settings in (("plain", plain), ("shaped", shaping)):
         steps = BatchSteps(SimpleNamespace(), make_algorithm(settings.algorithm), settings)  # type: ignore[arg-type]
-        found[name] = steps.algorithm.advantages(steps.rewards(batch)).tolist(), batch_metrics(batch, 0, steps.penalties(batch))
+        found[name] = (
+            steps.algorithm.advantages(steps.rewards(batch)).tolist(),
+            batch_metrics(batch, 0, steps.rewards(batch) if name == "shaped" else None),
+        )
     assert found["plain"][0] == [[0.0, 0.0]] and found["shaped"][0] == [[0.25, -0.25]]
     assert found["plain"][1]["zero_advantage_fraction"] == 1 and "reward/penalty/mean" not in found["plain"][1]
     assert found["shaped"][1]["zero_advantage_fraction"] == 0 and found["shaped"][1]["reward/penalty/mean"] == 0.25
     assert found["shaped"][1]["reward/mean"] == found["plain"][1]["reward/mean"] == 1.0
-    torch.testing.assert_close(length_penalties(batch, shaping), torch.tensor([[0.0, 0.5]], dtype=torch.float64))
+    torch.testing.assert_close(batch_rewards(batch, shaping), torch.tensor([[1.0, 0.5]], dtype=torch.float64))
 
 
 def test_more_overlong_tokens_than_a_response_may_have_are_refused() -> None:
