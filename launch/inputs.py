@@ -43,8 +43,9 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
     checks = [lambda: datasets.extend(check_data(config, plan and plan.spec, reads, at_hand))]
     if plan is not None and not (reads in _MAY_BEGIN_RANDOM and config.model.random_init and not plan.weights.are_there):
         checks.append(lambda: check_weights(plan))
-    if plan is not None and reads == "train" and plan.critic and (critic := critic_path(config)[1]) and Path(critic).is_dir():
-        checks.append(partial(check_complete, plan.critic, Path(critic)))
+    key, critic = critic_path(config)
+    if plan is not None and reads == "train" and plan.critic and critic and Path(critic).is_dir():
+        checks.append(partial(check_complete, key, plan.critic, Path(critic)))
     if plan is not None and reads == "train" and (config.lora.rank and config.lora.init):
         checks.append(partial(check_adapter, plan.spec, config.lora))
     if reads in ("train", "eval"):
@@ -72,8 +73,11 @@ def check_weights(plan: RunPlan) -> None:
         check_checkpoint(plan.spec, folder)
 
 
-def check_complete(spec: ModelSpec, folder: Path) -> None:
-    check_checkpoint(spec, folder)
+def check_complete(key: str, spec: ModelSpec, folder: Path) -> None:
+    """As `check_checkpoint`, of the folder that the setting `key` names."""
+    problems = problems_of(lambda: check_checkpoint(spec, folder))
+    if problems:
+        raise ConfigError([f"{key}={folder}: {problem.removeprefix(f'{folder}: ')}" for problem in problems])
 
 
 def is_here(path: str, config: RunConfig) -> bool:
@@ -85,9 +89,10 @@ def check_frozen(role: FrozenRole, config: RunConfig) -> None:
     """Raises ConfigError if a model on the trainer's ranks is damaged, or does not have the policy's tokens."""
     from megarl.roles.teacher import check_tokens  # not at the top: it imports aiohttp
 
+    key = f"roles.{role.name}.path"
     if Path(role.path).is_dir():
-        check_complete(role.spec, Path(role.path))
-    check_tokens(f"roles.{role.name}.path", role.path, load_tokenizer(config.model))
+        check_complete(key, role.spec, Path(role.path))
+    check_tokens(key, role.path, load_tokenizer(config.model))
 
 
 def check_role(role: ServedRole, config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 import megarl
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, problems_of, unreadable
-from megarl.config.keys import nearest, settings
+from megarl.config.keys import nearest, settings, yaml_text
 from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
 from megarl.plan.resolve import RunPlan, resolve
@@ -224,13 +224,14 @@ def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.plan.resolve import resolve
     from megarl.plan.roles import roles_of
 
-    config = plan.config
+    config, others = plan.config, []
     for name, role in roles_of(config).items():  # what the run needs beside its policy
         if role.sft:
-            own = [f"{key}={value}" for key, value in flat(role.sft).items()]
+            own = [f"{key}={yaml_text(value)}" for key, value in flat(role.sft).items()]
             where = [f"run_dir={config.run_dir}/{name}", f"sft.output={role.path}"]
-            sft(resolve(load_config(arguments.config, [*arguments.overrides, *own, *where]), "sft"))
-    sft(plan)
+            others.append(resolve(load_config(arguments.config, [*arguments.overrides, *own, *where]), "sft"))
+    for each in (*others, plan):
+        sft(each)
 
 
 def _reward_model(plan: RunPlan, arguments: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue
 
 from megarl.config.errors import ConfigError
 from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings, yaml_text
+from megarl.config.roles import flat
 from megarl.config.schema import RunConfig
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple[float, float]: "a list of two numbers",
@@ -135,7 +136,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
             value = _plain_mapping(OmegaConf.from_dotlist(["value=" + text]))["value"] if text else ""
         except (yaml.YAMLError, OmegaConfBaseException):
             value = text
-        setting = setting_of(key)
+        setting = setting_of(_in_sft(key)[1] or key)
         if setting and setting.type is str and not isinstance(value, str | None):
             value = text  # text needs no YAML quotes: `data.train.prompt_template=Q: {prompt}`
         found.extend(_leaves({key: value}, "", problems))
@@ -177,6 +178,10 @@ _FREE = tuple(  # mappings whose names are another's
 
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     """Sets one leaf. Yields problems with its key or its type."""
+    role, inner = _in_sft(key)
+    if role and (inner or isinstance(value, Mapping)):
+        yield from _assign_in_sft(tree, role, {inner: value} if inner else value, whole=not inner)
+        return
     setting = setting_of(key)
     free = general(key).startswith(_FREE)
     if setting is None and not free and section_of(key) is None:
@@ -187,6 +192,11 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     if setting is not None and not _right_kind(setting, value):
         yield _wrong_type(setting, value)
         return
+    if isinstance(value, Mapping):
+        if unclear := [yaml_text(name) for name in value if isinstance(name, bool | None)]:
+            yield f"{key}={yaml_text(value)}: {unclear[0]} must be in quotes, as must yes, no, on, off and null, to be a text"
+            return
+        value = {str(name): item for name, item in value.items()}
     for section in outer_sections(key):
         if section.optional and OmegaConf.select(tree, section.key) is None:
             OmegaConf.update(tree, section.key, section.type)
@@ -196,6 +206,29 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
         OmegaConf.update(tree, field_path(key), _internal_interpolations(value), merge=False, force_add=free)
     except OmegaConfBaseException:
         yield _wrong_type(setting, value) if setting else f"{key}={yaml_text(value)}: cannot be set"
+
+
+def _in_sft(key: str) -> tuple[str, str]:
+    """(roles.NAME.sft, the setting of megarl sft that a dotted key after it names); empty texts for what is not there."""
+    names = key.split(".")
+    inside = general(".".join(names[:3])) == "roles.NAME.sft"
+    return (".".join(names[:3]), ".".join(names[3:])) if inside else ("", "")
+
+
+def _assign_in_sft(tree: DictConfig, role: str, overrides: Mapping[Any, Any], whole: bool) -> Iterator[str]:
+    """Sets overrides of roles.NAME.sft (`role`), all of them or some, under flat names, so that a later one takes the place of an
+    earlier one. Each must be a setting of its own."""
+    for section in outer_sections(role):
+        if section.optional and OmegaConf.select(tree, section.key) is None:
+            OmegaConf.update(tree, section.key, section.type)
+    before = {} if whole else OmegaConf.to_container(OmegaConf.select(tree, role), resolve=False)
+    assert isinstance(before, dict)
+    for name, value in (new := flat(overrides)).items():
+        setting, problems = setting_of(name), list(_assign(pickle.loads(_defaults()), name, value))
+        if setting and not problems and value is not None and "${" not in str(value):
+            problems += _check_value(setting, value)
+        yield from (f"{role}.{problem}" for problem in problems)
+    OmegaConf.update(tree, role, before | new, merge=False)
 
 
 def _hint(key: str) -> str:

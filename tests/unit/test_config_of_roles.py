@@ -1,0 +1,75 @@
+"""Settings inside a role: overrides of its own for megarl sft, and mappings whose names YAML reads otherwise; what is said of its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from resolving import MODEL, config, problems_of
+
+from megarl import cli
+from megarl.config.load import dump_config, load_config, read_config
+from megarl.launch.inputs import check_complete
+from megarl.models import load_spec
+
+pytestmark = pytest.mark.usefixtures("hub_offline")
+DISTILLATION = "configs/examples/distillation.yaml"
+SHIPPED = {"model.path": "configs/models/tiny-llama", "sft.data.source": "synthetic:right_chain", "sft.steps": 600}
+
+
+def test_overrides_of_a_roles_warm_start_may_be_dotted_nested_or_replaced(tmp_path: Path) -> None:
+    def sft(*overrides: str) -> dict:
+        return load_config(DISTILLATION, [f"roles.teacher.sft{each}" for each in overrides]).roles["teacher"].sft
+
+    assert sft() == SHIPPED
+    assert sft(".sft.steps=10", ".sft.optimizer.lr=1e-5") == SHIPPED | {"sft.steps": 10, "sft.optimizer.lr": 1e-5}
+    assert sft(".sft={data: {source: 'synthetic:chain'}, steps: 7}") == SHIPPED | {"sft.data.source": "synthetic:chain", "sft.steps": 7}
+    assert sft("={sft: {steps: 3}}", ".sft.steps=4", ".data.train.prompt_template=Q: {prompt}") == {
+        "sft.steps": 4,
+        "data.train.prompt_template": "Q: {prompt}",
+    }
+    written = tmp_path / "config.yaml"
+    changed = load_config(DISTILLATION, ["roles.teacher.sft.sft.steps=10"])
+    written.write_text(dump_config(changed))
+    assert load_config(written) == changed
+
+
+def test_each_of_them_must_be_a_setting() -> None:
+    wrong = ["sft.stepz=10", "sft.steps=many", "sft.batch_size=0", "nonsense={a: 3}"]
+    assert read_config(DISTILLATION, [f"roles.teacher.sft.{each}" for each in wrong]).problems == [
+        "roles.teacher.sft.sft.stepz=10: unknown key; did you mean sft.steps?",
+        "roles.teacher.sft.sft.steps=many: must be an integer",
+        "roles.teacher.sft.sft.batch_size=0: must be at least 1",
+        "roles.teacher.sft.nonsense.a=3: unknown key; docs/config.md lists every key",
+    ]
+
+
+def test_the_models_of_all_roles_are_resolved_before_the_first_is_made(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from megarl.launch import commands
+
+    made = []
+    monkeypatch.setattr(commands, "sft", lambda plan: made.append((plan.config.sft.output, plan.config.sft.steps, plan.config.data.eval)))
+    other = ["roles.other.role=teacher", "roles.other.on=trainer", "roles.other.path=there", "run_dir=runs/x"]
+    assert cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.tp: 3}"]) == 2
+    assert "sft.tp=3" in capsys.readouterr().err and not made
+    assert cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.steps: 5, data.eval: null}"]) == 0
+    assert [each[:2] for each in made] == [("runs/x/teacher/hf", 600), ("there", 5), ("runs/x/sft/hf", 400)]
+    assert [each[2] is None for each in made] == [False, True, False]
+
+
+def test_verdicts_may_be_written_as_numbers_but_not_as_yamls_truth_values(tmp_path: Path) -> None:
+    judge = [f"roles.judge.path={MODEL}", "roles.judge.template={response}", "roles.judge.verdict=([01])", "reward.name=roles.judge"]
+    found = config(tmp_path, *judge, "roles.judge.verdict_scores={1: 0.5, 0: 0}").roles["judge"]
+    assert found is not None and found.verdict_scores == {"1": 0.5, "0": 0}
+    problems = read_config(DISTILLATION, ["roles.judge.verdict_scores={yes: 1, no: 0}"]).problems
+    assert problems[0] == (
+        'roles.judge.verdict_scores={"true": 1, "false": 0}: true must be in quotes, as must yes, no, on, off and null, to be a text'
+    )
+
+
+def test_a_path_that_is_a_file_or_has_no_weights_is_named_with_its_setting(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert problems_of(tmp_path, f"model.path={file}") == [f"model.path={file}: must be a folder, not a file"]
+    with pytest.raises(cli.ConfigError, match=f"^roles.teacher.path={MODEL}: holds neither model.safetensors nor"):
+        check_complete("roles.teacher.path", load_spec(str(MODEL)), Path(MODEL))
