@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 T = TypeVar("T")
 _MAX_PROBLEMS = 10  # shown at once
 _MISSING = object()
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that stands for a character with its neighbour alone
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # a file, not a hub name
@@ -125,7 +126,7 @@ def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str
     named = {"prompt_key": config.prompt_key, "chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
     _check_columns(record, named | ({"margin_key": config.margin_key} if config.margin_key else {}), key)
     margin = _dig(record, config.margin_key) if config.margin_key else 0.0
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= sys.float_info.max:
         raise _Problem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
     chosen, rejected = (_response(record, field) for field in (config.chosen_key, config.rejected_key))
     if chosen == rejected:
@@ -275,10 +276,18 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 record: Any = json.loads(line.decode().rstrip())
+                if _SURROGATE.search(line):
+                    json.dumps(record, ensure_ascii=False).encode()
             except UnicodeDecodeError as error:
                 record = _Problem(f"not UTF-8 at byte {error.start}")
             except json.JSONDecodeError as error:
                 record = _Problem(f"malformed JSON at column {error.colno}: {error.msg}")
+            except UnicodeEncodeError as error:
+                record = _Problem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character")
+            except RecursionError:
+                record = _Problem("JSON that is nested too deeply")
+            except ValueError:  # the only one that is left
+                record = _Problem("a number of too many digits")
             yield f"{path}, line {number}", record
 
 

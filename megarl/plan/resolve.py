@@ -85,7 +85,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         *check_first_adapters(config, command),
     ]
     problems += problems_of(lambda: check_critic(config, spec, command), lambda: find_frozen(config, spec, command))
-    problems += problems_of(lambda: check_served_teachers(find_served(config, command), spec))
+    problems += problems_of(lambda: check_served_teachers(config, find_served(config, command), spec))
     if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first

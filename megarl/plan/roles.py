@@ -28,8 +28,7 @@ from megarl.config.schema import MAX_REWARD, UNSCORED, RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.tokenizer import read_json
 from megarl.models import ModelSpec, load_spec
-from megarl.models.registry import CLASSIFICATION
-from megarl.models.spec import LM
+from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family
 from megarl.plan.model_paths import missing_folder
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
@@ -226,8 +225,10 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
             problems += [f"{problem}; megarl {maker} writes it" if maker else problem for problem in missing]
             continue
         try:
-            spec = to_be(config, maker, settings) if missing and maker else _spec(settings, role_of(name, settings), key)
+            role, made = role_of(name, settings), maker if missing else None
+            spec = to_be(config, made, settings) if made else _spec(settings, role, key)
             problems += _misfits(config, name, settings, spec)
+            problems += [f"{key}={settings.path}: {problem}" for problem in (_made_otherwise(made, spec, role) if made else ())]
             found.append(ServedRole(name, settings, spec, settings.dtype or config.model.dtype))
         except ConfigError as error:
             problems += error.problems
@@ -248,20 +249,34 @@ def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
     return spec.with_scalar_head() if maker == "reward-model" else spec
 
 
+def _made_otherwise(maker: str, spec: ModelSpec, role: str) -> Iterable[str]:
+    """Whether what the command `maker` will make cannot be in this role."""
+    architecture = family(spec).ARCHITECTURES[0]
+    if maker == "reward-model":
+        architecture = architecture.replace(CAUSAL_LM, CLASSIFICATION)
+    if why := _misplaced(architecture, role):
+        yield f"megarl {maker} writes a {architecture} there{why}"
+
+
+def _misplaced(architecture: str, role: str) -> str:
+    """Why a model of the architecture cannot be in this role; empty if it can."""
+    if role == REWARD_MODEL:
+        return "" if architecture in SERVED else f"; SGLang's reward models are {', '.join(SERVED)}"
+    scores = architecture.endswith(CLASSIFICATION) or architecture == TWO_LAYERS
+    return f", which generates no text; a {role} must" if scores else ""
+
+
 def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
     """Raises ConfigError for an architecture that cannot be in this role."""
     values = read_json(settings.path, "config.json")
     if not values.get("architectures"):
         return load_spec(settings.path, key)  # it says what is wrong
     architecture = values["architectures"][0]
-    if role == REWARD_MODEL and architecture not in SERVED:
-        raise ConfigError(f"{key}={settings.path}: is a {architecture}; SGLang's reward models are {', '.join(SERVED)}")
+    if why := _misplaced(architecture, role):
+        raise ConfigError(f"{key}={settings.path}: is a {architecture}{why}")
     if architecture == TWO_LAYERS:
         return load_spec(values | {"architectures": [f"Qwen2{CLASSIFICATION}"], "num_labels": 1}, key)
-    spec = load_spec(settings.path, key)
-    if role != REWARD_MODEL and spec.head != LM:
-        raise ConfigError(f"{key}={settings.path}: is a {architecture}, which generates no text; a {role} must")
-    return spec
+    return load_spec(settings.path, key)
 
 
 def _misfits(config: RunConfig, name: str, settings: RoleConfig, spec: ModelSpec) -> Iterable[str]:

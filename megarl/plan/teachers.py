@@ -101,12 +101,17 @@ def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tu
     return tuple(found)
 
 
-def check_served_teachers(served: tuple[ServedRole, ...], policy: ModelSpec) -> None:
-    """Raises ConfigError for teachers on engines that do not know all of the policy's tokens."""
-    small = [role for role in served if role.role == TEACHER and role.spec.vocab_size < policy.vocab_size]
-    if small:
-        told = f"must be at least the policy's, {policy.vocab_size}"
-        raise ConfigError([f"roles.{role.name}.path={role.settings.path}: {_other_size(role.spec, told)}" for role in small])
+def check_served_teachers(config: RunConfig, served: tuple[ServedRole, ...], policy: ModelSpec) -> None:
+    """Raises ConfigError for teachers on engines that do not know all of the policy's tokens, or not as many as are asked for."""
+    problems, likeliest = [], config.algorithm.distill.likeliest
+    for role in (each for each in served if each.role == TEACHER):
+        if (size := role.spec.vocab_size) < policy.vocab_size:
+            told = f"must be at least the policy's, {policy.vocab_size}"
+            problems.append(f"roles.{role.name}.path={role.settings.path}: {_other_size(role.spec, told)}")
+        elif likeliest > size:  # such a request would end the engine
+            problems.append(f"algorithm.distill.top_k={likeliest}: must be at most the size of roles.{role.name}'s vocabulary, {size}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _other_size(spec: ModelSpec, must: str) -> str:

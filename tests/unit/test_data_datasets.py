@@ -12,9 +12,10 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from megarl.config.data import PreferenceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig
-from megarl.data.datasets import load_rows, read_rows
+from megarl.data.datasets import load_rows, read_pairs, read_rows
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny-llama"
@@ -137,6 +138,25 @@ def test_what_is_no_dataset(tmp_path: Path):
     assert problems("synthetic:chain", split="test") == ["data.train.split=test: synthetic:chain has train and eval"]
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
     assert problems(f"{tmp_path}/latin.jsonl") == [f"{tmp_path}/latin.jsonl, line 1: not UTF-8 at byte 14"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[" * 100_000, "JSON that is nested too deeply"),
+        (f'{{"question": {"1" * 5000}}}', "a number of too many digits"),
+        ('{"question": "1\\ud83d1+1=", "answer": "2"}', "'\\ud83d' is half of a surrogate pair, and no character"),
+    ],
+)
+def test_a_line_that_json_refuses_in_other_ways_is_named_too(tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "\\ud83d\\ude00", "answer": "2"}\n' + line)
+    assert problems(f"{tmp_path}/rows.jsonl") == [f"{tmp_path}/rows.jsonl, line 2: {told}"]
+
+
+def test_a_margin_may_not_be_larger_than_any_float(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(f'{{"prompt": "1", "chosen": "2", "rejected": "3", "m": -1{"0" * 400}}}')
+    with pytest.raises(ConfigError, match="line 1: field 'm' must be a finite number, not -100"):
+        read_pairs(PreferenceConfig(source=f"{tmp_path}/pairs.jsonl", margin_key="m"), "reward_model.data", 0, "")
 
 
 def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -110,6 +110,25 @@ def test_a_missing_model_is_missed_by_a_run_alone(tmp_path: Path) -> None:
     assert f"roles.rm.path={tmp_path}/run/reward_model/hf: no such folder; megarl reward-model writes it" in told
 
 
+def test_a_model_of_another_kind_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    """Not only when megarl train finds it: a reward model would have been trained for nothing."""
+    model = ["roles.rm.role=reward_model", "reward.name=roles.rm", "roles.rm.path=${reward_model.output}"]
+    mixtral = [*model, f"model.path={MODEL.parent / 'mixtral-8x7b'}"]
+    served = "SGLang's reward models are LlamaForSequenceClassification, Qwen2ForSequenceClassification, Qwen3ForSequenceClassification, "
+    told = f"megarl reward-model writes a MixtralForSequenceClassification there; {served}Qwen2ForRewardModel"
+    assert f"roles.rm.path={tmp_path}/run/reward_model/hf: {told}" in problems_of(tmp_path, *mixtral, command="plan")
+    told = f"megarl sft writes a LlamaForCausalLM there; {served}Qwen2ForRewardModel"
+    assert problems_of(tmp_path, *model, "roles.rm.path=${sft.output}", command="plan") == [f"roles.rm.path={tmp_path}/run/sft/hf: {told}"]
+    told = "megarl reward-model writes a LlamaForSequenceClassification there, which generates no text; a judge must"
+    assert problems_of(tmp_path, *JUDGE, *SCORED, "roles.judge.path=${reward_model.output}", command="plan") == [
+        f"roles.judge.path={tmp_path}/run/reward_model/hf: {told}"
+    ]
+    folder = scores(tmp_path / "two", architectures=["Qwen2ForRewardModel"]).partition("=")[2]
+    assert problems_of(tmp_path, *JUDGE, *SCORED, f"roles.judge.path={folder}", command="plan") == [
+        f"roles.judge.path={folder}: is a Qwen2ForRewardModel, which generates no text; a judge must"
+    ]
+
+
 def test_its_engines_have_ranks_of_their_own(tmp_path: Path) -> None:
     """Placed behind the policy's, by which the driver stays; planned with their memory."""
     path = scores(tmp_path / "scores")

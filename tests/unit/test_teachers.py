@@ -99,6 +99,17 @@ def test_what_may_be_set(tmp_path: Path, overrides: list[str], problems: list[st
     assert sorted(problems_of(tmp_path, *overrides)) == sorted(problems)
 
 
+def test_no_more_likely_tokens_are_asked_for_than_there_are(tmp_path: Path) -> None:
+    """Such a request would end the teacher's engine."""
+    asked = [TEACHER, f"roles.teacher.path={shaped(tmp_path / 'small', vocab_size=30)}", f"model.path={tmp_path / 'small'}"]
+    asked.append("algorithm.distill.over=top_k")
+    assert problems_of(tmp_path, *asked, "algorithm.distill.top_k=31") == [
+        "algorithm.distill.top_k=31: must be at most the size of roles.teacher's vocabulary, 30"
+    ]
+    assert problems_of(tmp_path, *asked, "algorithm.distill.top_k=30") == []
+    assert problems_of(tmp_path, *asked) == []
+
+
 def test_a_teacher_must_fit_the_policy(tmp_path: Path) -> None:
     size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
     small, large = (shaped(tmp_path / str(change), vocab_size=size + change) for change in (-4, 4))
