@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from megarl.config.errors import ConfigError
 from megarl.config.roles import CHAT
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
+
+_FIELD = re.compile(r"\{[a-z_]+\}")
 
 
 class Template:
@@ -43,7 +46,14 @@ class Template:
 
 
 def chat_text(tokenizer: Tokenizer, key: str, *contents: str) -> str:
-    """A user's message and, if there is a second, the assistant's, in the tokenizer's chat template. Raises ConfigError."""
+    """A user's message and, if there is a second, the assistant's, in the tokenizer's chat template. Raises ConfigError, also if the chat
+    template leaves out a field of these."""
     render = load_chat_template(tokenizer.source, f"{key}={CHAT}", answered=len(contents) > 1)
     roles = ("user", "assistant")
-    return render([{"role": role, "content": content} for role, content in zip(roles, contents)])
+    try:
+        text = render([{"role": role, "content": content} for role, content in zip(roles, contents)])
+    except ValueError as error:
+        raise ConfigError(f"{key}: the chat template of {tokenizer.source} refuses it: {error}") from error
+    if lost := [field for content in contents for field in _FIELD.findall(content) if field not in text]:
+        raise ConfigError(f"{key}: the chat template of {tokenizer.source} leaves out {', '.join(lost)}")
+    return text

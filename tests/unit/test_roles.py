@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resolving import MODEL, config, problems_of
 
+from megarl.config.errors import ConfigError
 from megarl.config.roles import RoleConfig
 from megarl.config.schema import PartConfig, RewardConfig, RunConfig
 from megarl.data.datasets import answers_of
@@ -28,7 +29,7 @@ from megarl.rewards.failures import failure_metrics, too_many_failures
 from megarl.rewards.parts import Part, parts_of, weighted_sum
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.roles.judge import UNDECIDED, Judge, verdict_score
-from megarl.roles.text import Template
+from megarl.roles.text import Template, chat_text
 from megarl.types import Failure, Sample
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
@@ -217,6 +218,26 @@ def test_only_the_templates_own_special_tokens_count(prompt: str, response: str)
     plain = [tokenizer.encode_text(text) for text in (f"{prompt}<eos>", f"<bos>{response}?{{other}}")]
     assert ids == [1, *plain[0], 2, *plain[1]]
     assert Template(tokenizer, "{response}", ("response",)).encode(response="1") == tokenizer.encode_prompt("1")
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('a system message must come first') }}", "refuses it: a system message must come first"),
+        ("{{ messages[0].content }}", r"leaves out \{response\}"),
+        ("{{ messages[0].content }}|{{ messages[1].content | trim }}", None),
+    ],
+)
+def test_a_chat_template_must_have_what_is_to_be_judged(tmp_path: Path, template: str, told: str | None) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "judge")
+    settings = json.loads((TINY / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = tokenizer_of(str(folder), "path")
+    if told is None:
+        assert chat_text(tokenizer, "roles.rm.template", "{prompt}", "{response}") == "{prompt}|{response}"
+        return
+    with pytest.raises(ConfigError, match=f"^roles.rm.template: the chat template of {folder} {told}$"):
+        chat_text(tokenizer, "roles.rm.template", "{prompt}", "{response}")
 
 
 class ScriptedFleet:
