@@ -22,7 +22,10 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def check_settings(runs: Path, config: RunConfig) -> None:
-    """Raises ConfigError if the runs in the folder `runs` were made with other settings: complete ones are not repeated."""
+    """Raises ConfigError if the runs in the folder `runs` were made with other settings, since complete ones are not repeated, or if there
+    is a file in its place."""
+    if runs.exists() and not runs.is_dir():
+        raise ConfigError(f"--runs {runs}: must be a folder")
     if not (runs / SETTINGS).is_file():
         return
     earlier = load_config(runs / SETTINGS)
