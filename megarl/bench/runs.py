@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.keys import keys_of, value_at, yaml_text
 from megarl.config.load import dump_config, load_config
+from megarl.config.outputs import folder_problems
 from megarl.config.schema import RunConfig
 from megarl.files import write_whole
 from megarl.plan.resume import differences
@@ -22,10 +23,10 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def check_settings(runs: Path, config: RunConfig) -> None:
-    """Raises ConfigError if the runs in the folder `runs` were made with other settings, since complete ones are not repeated, or if there
-    is a file in its place."""
-    if runs.exists() and not runs.is_dir():
-        raise ConfigError(f"--runs {runs}: must be a folder")
+    """Raises ConfigError if the runs in the folder `runs` were made with other settings, since complete ones are not repeated, or if it
+    cannot be written."""
+    if problems := list(folder_problems("--runs ", str(runs))):
+        raise ConfigError(problems)
     if not (runs / SETTINGS).is_file():
         return
     earlier = load_config(runs / SETTINGS)

@@ -49,7 +49,7 @@ sys.exit(143)
 
 def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
     check_settings(tmp_path, load_config(CHAIN))  # nothing is there
-    with pytest.raises(ConfigError, match=r"--runs configs/offpolicy/chain\.yaml: must be a folder"):
+    with pytest.raises(ConfigError, match=r"--runs configs/offpolicy/chain\.yaml: is a file, must be a folder"):
         check_settings(Path(CHAIN), load_config(CHAIN))
     note_settings(tmp_path, load_config(CHAIN))
     check_settings(tmp_path, load_config(CHAIN, ["timeouts.weights_s=7", "run_dir=elsewhere"]))
