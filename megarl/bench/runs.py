@@ -18,7 +18,7 @@ from megarl.plan.resume import differences
 
 PROGRAM = ["-m", "megarl"]  # what Python runs
 SETTINGS = "settings.yaml"
-_WITHOUT_EFFECT = ("run_dir", "sft.output", "reward_model.output", "observe.", "timeouts.", "launch.", "plan.")  # on results
+_WITHOUT_EFFECT = ("run_dir", "sft.output", "reward_model.output", "checkpoint.", "observe.", "timeouts.", "launch.", "plan.")  # on results
 _running: set[subprocess.Popen[bytes]] = set()
 
 

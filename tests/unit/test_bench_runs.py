@@ -52,7 +52,7 @@ def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"--runs configs/offpolicy/chain\.yaml: is a file, must be a folder"):
         check_settings(Path(CHAIN), load_config(CHAIN))
     note_settings(tmp_path, load_config(CHAIN))
-    check_settings(tmp_path, load_config(CHAIN, ["timeouts.weights_s=7", "run_dir=elsewhere"]))
+    check_settings(tmp_path, load_config(CHAIN, ["timeouts.weights_s=7", "run_dir=elsewhere", "checkpoint.every=3"]))
     with pytest.raises(ConfigError, match=r"--runs \S+: the runs there were made with sft\.steps=400; name another folder"):
         check_settings(tmp_path, load_config(CHAIN, ["sft.steps=4"]))
     with pytest.raises(ConfigError, match=r"data\.train\.source=synthetic:chain, .*name another folder"):
