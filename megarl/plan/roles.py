@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -119,7 +120,7 @@ def _check_critic(config: RunConfig, key: str, settings: RoleConfig) -> Iterator
 
 def _check_reward_model(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
     if settings.template not in (None, CHAT):
-        yield from _missing_fields(key, settings.template, "{response}")
+        yield from _check_fields(key, settings.template, "{response}")
 
 
 def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[str]:
@@ -127,7 +128,7 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
     if settings.template is None:
         yield f"{key}.template=null: must be set: what the judge reads"
     else:
-        yield from _missing_fields(key, settings.template, *(("{response_a}", "{response_b}") if compares else ("{response}",)))
+        yield from _check_fields(key, settings.template, *(("{response_a}", "{response_b}") if compares else ("{response}",)))
     if settings.verdict is None:
         yield f"{key}.verdict=null: must be set: a regular expression with one group"
     else:
@@ -146,9 +147,15 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
         yield f"rollout.n={config.rollout.n}: must be at least 2: {key} compares the responses to a prompt"
 
 
-def _missing_fields(key: str, template: str, *needed: str) -> Iterator[str]:
+def _check_fields(key: str, template: str, *needed: str) -> Iterator[str]:
+    """Fields that must be there, and what may be meant as a field, but would be read as it is."""
     if missing := [name for name in needed if name not in template]:
         yield f"{key}.template={template!r}: must contain {' and '.join(missing)}"
+        return
+    fields = ("{prompt}", "{answer}", *needed)
+    for name in dict.fromkeys(re.findall(r"\{\w+\}", template)):
+        if name not in fields and (near := difflib.get_close_matches(name.lower(), fields, n=1, cutoff=0.8)):
+            yield f"{key}.template={template!r}: {name} is none of its fields; did you mean {near[0]}?"
 
 
 def _check_pattern(key: str, pattern: str) -> Iterator[str]:

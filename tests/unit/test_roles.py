@@ -24,7 +24,7 @@ from megarl.launch.launcher import Job, placement
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 from megarl.plan.resume import changes
-from megarl.plan.roles import ServedRole, pairs
+from megarl.plan.roles import ServedRole, check_roles, pairs
 from megarl.rewards.failures import failure_metrics, too_many_failures
 from megarl.rewards.parts import Part, parts_of, weighted_sum
 from megarl.rewards.score import Score, ScoreRequest
@@ -207,6 +207,23 @@ def bos_tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 TEXTS = st.text("0123456789+-=,?<>eosb/ ", max_size=20)
+
+
+@pytest.mark.parametrize(
+    ("template", "wrong"),
+    [
+        ("{prompt} {response} {response_a}", ("{response_a}", "{response}")),
+        ("{Prompt} {response}", ("{Prompt}", "{prompt}")),
+        ("{response} {answers}", ("{answers}", "{answer}")),
+        ('{prompt} {response} \\frac{a}{b} {"verdict": 1} {question}', None),
+    ],
+)
+def test_what_is_nearly_a_field_is_not_read_as_it_is(tmp_path: Path, template: str, wrong: tuple[str, str] | None) -> None:
+    settings = config(tmp_path, *JUDGE, *SCORED)
+    assert settings.roles["judge"] is not None
+    settings.roles["judge"].template = template
+    told = [each for each in check_roles(settings) if "template" in each]
+    assert told == ([f"roles.judge.template={template!r}: {wrong[0]} is none of its fields; did you mean {wrong[1]}?"] if wrong else [])
 
 
 @given(prompt=TEXTS, response=TEXTS)
