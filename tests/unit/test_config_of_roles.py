@@ -14,16 +14,17 @@ from megarl.models import load_spec
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 DISTILLATION = "configs/examples/distillation.yaml"
-SHIPPED = {"model.path": "configs/models/tiny-llama", "sft.data.source": "synthetic:right_chain", "sft.steps": 600}
+FIRST = {"model.path": "configs/models/tiny-llama", "sft.data.source": "synthetic:right_chain", "sft.steps": 600}
+GIVEN = "roles.teacher.sft={model.path: configs/models/tiny-llama, sft.data.source: 'synthetic:right_chain', sft.steps: 600}"
 
 
 def test_overrides_of_a_roles_warm_start_may_be_dotted_nested_or_replaced(tmp_path: Path) -> None:
     def sft(*overrides: str) -> dict:
-        return load_config(DISTILLATION, [f"roles.teacher.sft{each}" for each in overrides]).roles["teacher"].sft
+        return load_config(DISTILLATION, [GIVEN, *(f"roles.teacher.sft{each}" for each in overrides)]).roles["teacher"].sft
 
-    assert sft() == SHIPPED
-    assert sft(".sft.steps=10", ".sft.optimizer.lr=1e-5") == SHIPPED | {"sft.steps": 10, "sft.optimizer.lr": 1e-5}
-    assert sft(".sft={data: {source: 'synthetic:chain'}, steps: 7}") == SHIPPED | {"sft.data.source": "synthetic:chain", "sft.steps": 7}
+    assert sft() == FIRST
+    assert sft(".sft.steps=10", ".sft.optimizer.lr=1e-5") == FIRST | {"sft.steps": 10, "sft.optimizer.lr": 1e-5}
+    assert sft(".sft={data: {source: 'synthetic:chain'}, steps: 7}") == FIRST | {"sft.data.source": "synthetic:chain", "sft.steps": 7}
     assert sft("={sft: {steps: 3}}", ".sft.steps=4", ".data.train.prompt_template=Q: {prompt}") == {
         "sft.steps": 4,
         "data.train.prompt_template": "Q: {prompt}",
@@ -49,11 +50,11 @@ def test_the_models_of_all_roles_are_resolved_before_the_first_is_made(monkeypat
 
     made = []
     monkeypatch.setattr(commands, "sft", lambda plan: made.append((plan.config.sft.output, plan.config.sft.steps, plan.config.data.eval)))
-    other = ["roles.other.role=teacher", "roles.other.on=trainer", "roles.other.path=there", "run_dir=runs/x"]
+    other = ["roles.other.role=teacher", "roles.other.on=trainer", "roles.other.path=there", "run_dir=runs/x", GIVEN]
     assert cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.tp: 3}"]) == 2
     assert "sft.tp=3" in capsys.readouterr().err and not made
     assert cli.main(["sft", DISTILLATION, *other, "roles.other.sft={sft.steps: 5, data.eval: null}"]) == 0
-    assert [each[:2] for each in made] == [("runs/x/teacher/hf", 600), ("there", 5), ("runs/x/sft/hf", 400)]
+    assert [each[0] for each in made] == ["runs/x/teacher/hf", "there", "runs/x/sft/hf"] and [each[1] for each in made[:2]] == [600, 5]
     assert [each[2] is None for each in made] == [False, True, False]
 
 
