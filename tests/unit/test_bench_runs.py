@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -77,6 +78,19 @@ def test_a_damaged_result_is_named(tmp_path: Path):
     (study.folder(cell) / "result.json").write_text('{"curve": [')
     with pytest.raises(RuntimeError, match=r"rloo\S+/result\.json: is damaged \(.*\); remove \S+rloo\S+ to make it again"):
         study.result(cell)
+
+
+def test_a_full_disk_ends_no_study_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from megarl.bench.offpolicy import study
+
+    def full(*_: object) -> dict:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(study.Study, "prepare", lambda *_: [])
+    monkeypatch.setattr(study.Study, "result", full)
+    told = r"^10 runs failed; the same command tries them again\naipo-\S+: \[Errno 28\] No space left on device\n"
+    with pytest.raises(RuntimeError, match=told):
+        study.run(CHAIN, [], tmp_path, ["lags"], 1, 1, False, None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
