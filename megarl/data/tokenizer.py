@@ -145,9 +145,16 @@ def _token(setting: Any) -> str | None:
 
 
 def read_json(source: str, name: str) -> dict[str, Any]:
-    """The contents of a JSON file beside the tokenizer; empty if there is none."""
-    file = find_file(source, name)
-    return json.loads(file.read_text()) if file else {}
+    """The contents of a JSON file beside the tokenizer; empty if there is none. Raises ConfigError if it is damaged."""
+    if (file := find_file(source, name)) is None:
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: holds {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def find_file(source: str, name: str) -> Path | None:

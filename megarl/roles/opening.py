@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, problems_of
 from megarl.config.roles import REWARD_MODEL, TEACHER
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.client import EngineClient
@@ -18,6 +19,7 @@ from megarl.plan.teachers import teacher_format
 from megarl.roles.judge import Judge, questions
 from megarl.roles.reward_model import RewardModel, reading
 from megarl.roles.teacher import Teacher, Teachers, check_tokens
+from megarl.trainer.hf_files import header
 
 Scorer = RewardModel | Judge
 
@@ -62,7 +64,12 @@ def check_served(role: ServedRole, policy: Tokenizer) -> None:
 
 
 def check_role_weights(role: ServedRole) -> None:
-    """Raises ConfigError if a local checkpoint has no weights: SGLang would find that out only when it starts."""
+    """Raises ConfigError if a local checkpoint has no weights, or damaged files: SGLang would find that out only when it starts."""
     folder = Path(role.settings.path)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"roles.{role.name}.path={folder}: holds no weights (*.safetensors)")
+    if not folder.is_dir():
+        return
+    key, files = f"roles.{role.name}.path={folder}", sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{key}: holds no weights (*.safetensors)")
+    if problems := problems_of(*(partial(header, file) for file in files)):
+        raise ConfigError([f"{key}: {problem}" for problem in problems])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from resolving import MODEL, config, problems_of
 
 from megarl import cli
+from megarl.config import errors
 from megarl.config.load import dump_config, load_config, read_config
+from megarl.data.tokenizer import tokenizer_of
 from megarl.launch.inputs import check_complete
 from megarl.models import load_spec
+from megarl.plan.resolve import resolve
+from megarl.roles.opening import check_role_weights, check_served
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 DISTILLATION = "configs/examples/distillation.yaml"
@@ -66,6 +71,35 @@ def test_verdicts_may_be_written_as_numbers_but_not_as_yamls_truth_values(tmp_pa
     assert problems[0] == (
         'roles.judge.verdict_scores={"true": 1, "false": 0}: true must be in quotes, as must yes, no, on, off and null, to be a text'
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("config.json", b"{", "{folder}/config.json: cannot be read as JSON: Expecting property name enclosed in double quotes"),
+        ("config.json", b"[1]", "{folder}/config.json: holds list, expected a JSON object"),
+        ("tokenizer_config.json", b"\xff", "{folder}/tokenizer_config.json: cannot be read as JSON: 'utf-8' codec can't decode byte 0xff"),
+        ("model.safetensors", b"\x10", "roles.judge.path={folder}: {folder}/model.safetensors: "),
+    ],
+)
+def test_a_damaged_checkpoint_of_a_role_is_named_before_its_engine_starts(tmp_path: Path, name: str, damage: bytes, told: str) -> None:
+    folder = shutil.copytree("configs/models/tiny-llama", tmp_path / "judge")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    judge = [f"roles.judge.path={folder}", "roles.judge.template={response}", "roles.judge.verdict=([01])", "reward.name=roles.judge"]
+    judge += ["roles.judge.chat=false", "roles.judge.max_tokens=8", "rollout.max_tokens=8"]
+
+    def problems() -> list[str]:
+        def check() -> None:
+            plan = resolve(config(tmp_path, *judge), "plan")
+            check_role_weights(plan.served[0])
+            check_served(plan.served[0], tokenizer_of("configs/models/tiny-llama", "model.path"))
+
+        return errors.problems_of(check)
+
+    assert problems() == []
+    (folder / name).write_bytes(damage)
+    [problem] = problems()
+    assert problem.startswith(told.format(folder=folder))
 
 
 def test_a_path_that_is_a_file_or_has_no_weights_is_named_with_its_setting(tmp_path: Path) -> None:
