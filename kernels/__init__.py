@@ -1,7 +1,7 @@
 """The package megarl.kernels: Triton kernels, each beside its torch reference. (The audit hash also has a kernel for the CPU, in Numba.)
 
-The functions here use the kernel for CUDA tensors and the reference for all others. Both give the same bits (`quantise_with`, `tile_amax`)
-or equal numbers to float32 accuracy (`linear_logprobs`). Triton is imported by the first call that needs it.
+The functions here use the kernel for CUDA tensors and the reference for all others. Both give the same bits (`quantise_with`, `tile_amax`,
+`find_changes`) or equal numbers to float32 accuracy (`linear_logprobs`). Triton is imported by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from megarl.kernels.chunked_kl import Teacher
     from megarl.kernels.quantise_rules import Rule
 
-__all__ = ["linear_kl", "linear_logprobs", "quantise_with", "tile_amax"]
+__all__ = ["find_changes", "linear_kl", "linear_logprobs", "quantise_with", "tile_amax"]
+
+
+def find_changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where `new` differs from `old`, in compact form. See `megarl.kernels.changes.find_changes`."""
+    if new.is_cuda:
+        from megarl.kernels import changes_triton
+
+        return changes_triton.find_changes(new, old)
+    from megarl.kernels import changes
+
+    return changes.find_changes(new, old)
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:

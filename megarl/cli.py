@@ -56,6 +56,7 @@ EXAMPLES = {
     "reshard": [
         "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",
         "megarl reshard configs/405b_aipo.yaml --rank trainer:17",
+        "megarl reshard configs/405b_aipo.yaml --delta 0.02 --link 3",
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg",
         "megarl reshard configs/8b_aipo.yaml --dump 8b.jsonl",
     ],
@@ -155,12 +156,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         by_name[name].add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     dry_run = "check the settings, print plan, map and each node's processes; start nothing"
     by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
-    by_name["train"].set_defaults(json=False, dump=None, picture=None, rank=None, search=False, theory=False, gpus=None)
+    unused = {"json": False, "dump": None, "delta": 0.01, "link": None, "picture": None, "rank": None}
+    by_name["train"].set_defaults(**unused, search=False, theory=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank as PEFT does, not merged")
     by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
     reshard = by_name["reshard"]
     reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
+    shares = "predict an update that carries only what has changed (weights.delta), if this share of the elements has; default: 0.01"
+    reshard.add_argument("--delta", metavar="SHARE", type=float, default=0.01, help=shares)
+    reshard.add_argument("--link", metavar="GB/S", type=float, help="rate of each rank's link; default: that of cluster.gpu")
     reshard.add_argument("--dump", metavar="FILE", help="write every copy, one JSON object a line")
     reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
     plan = by_name["plan"]
@@ -277,9 +282,13 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.reshard.table import render
 
     config = plan.config
+    if not 0 <= arguments.delta <= 1:
+        raise ConfigError(f"--delta {arguments.delta:g}: must be at least 0 and at most 1")
+    if arguments.link is not None and not arguments.link > 0:
+        raise ConfigError(f"--link {arguments.link:g}: must be more than 0")
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
-    rate = link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
-    facts = to_json(reshard_map, forwarding, rate) if arguments.json else None
+    rate = arguments.link * 1e9 if arguments.link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
+    facts = to_json(reshard_map, forwarding, rate, arguments.delta) if arguments.json else None
     if facts is None:
         prove_exactly_once(reshard_map)
     if arguments.dump:
@@ -299,7 +308,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if facts is not None:
         print(json.dumps(facts))
         return
-    print(render(reshard_map, rate, forwarding))
+    print(render(reshard_map, rate, forwarding, arguments.delta))
     print("proven: every destination byte is written exactly once")
 
 

@@ -7,6 +7,8 @@ update session open; time is measured from the start until every byte is in its 
     gather + broadcast   gather onto rank 0, then SGLang's update_weights_from_distributed: as slime, verl and OpenRLHF do
     … flattened          the same, all tensors as one message (load_format flattened_bucket)
     gather + bucket      gather onto rank 0, then SGLang's update_weights_from_tensor: a flattened bucket in shared memory
+    … % changed          each rank writes what has changed since the last update, if that is 1 % of the elements (weights.delta);
+                         finding it, which comes before the engine is paused, is not in the time, but beside it
     … audited            a direct way that also hashes both sides and compares the hashes (weights.audit=on)
     … recalled           an audited way that also hashes, before writing, what is about to be overwritten (strict)
     ceiling …            as many bytes, from the same processes, over the bare medium: long memcpys, sends, or writes
@@ -66,6 +68,7 @@ class Timing:
     times_fewer_bytes: float | None  # than that one
     audit_s: float | None  # what hashing on both sides adds
     recall_s: float | None  # what hashing the engine's memory before the update adds to that
+    compare_s: float | None  # what finding the changes takes before the update
 
 
 def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: str | None) -> None:
@@ -177,6 +180,7 @@ def timing_of(name: str, ways: Mapping[str, Way], times: Mapping[str, Sequence[f
         ways[compared].bytes_moved / way.bytes_moved if compared else None,
         statistics.median(a - b for a, b in zip(audited, times[name])) if audited else None,
         statistics.median(a - b for a, b in zip(recalled, audited)) if recalled and audited else None,
+        way.compare_s,
     )
 
 
@@ -201,7 +205,7 @@ def render(facts: dict[str, Any]) -> str:
             "" if share is None else f"{share:.0%}",
             "" if times is None else f"{times:.1f}x",
             "" if fewer is None else f"{fewer:.1f}x",
-            *("" if way[key] is None else f"{way[key] * 1e3:.1f}" for key in ("audit_s", "recall_s")),
+            *("" if way[key] is None else f"{way[key] * 1e3:.1f}" for key in ("audit_s", "recall_s", "compare_s")),
         ]
 
     header = [
@@ -216,6 +220,7 @@ def render(facts: dict[str, Any]) -> str:
         "fewer bytes",
         "audit ms",
         "strict ms",
+        "compare ms",
     ]
     rows = [header, *map(row, facts["ways"])]
     widths = [max(len(line[i]) for line in rows) for i in range(len(header))]

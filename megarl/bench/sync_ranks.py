@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import operator
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -17,6 +18,8 @@ import torch
 
 from megarl.bench.sync_gather import Gather
 from megarl.bench.sync_media import BareMedia
+from megarl.config.schema import WeightsConfig
+from megarl.kernels.changes import bits_of
 from megarl.models.registry import load_spec
 from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import Layout
@@ -24,6 +27,7 @@ from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import scheduled_writes
 from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.weight_sync.deltas import Deltas, Found, send_changes
 from megarl.weight_sync.transports.base import Endpoint, Transport
 from megarl.weight_sync.transports.choice import transport_class
 from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
@@ -47,6 +51,7 @@ class Rank:
         self.transports: dict[str, Transport] = {}
         self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}  # by transport: the copies that land, all others
         self.payloads = Payloads()
+        self.found: dict[tuple[str, float], Found] = {}  # by transport and share: what changes
         self.media = BareMedia(rank, layout.world_size, timeout_s)
         if rank < layout.world_size:
             self.sources = shards(layout, rank, Path(job[0]))
@@ -66,6 +71,29 @@ class Rank:
     def write(self, kind: str, part: int, audit: bool) -> Sent:
         """`part`: 0: the copies that land, 1: all others."""
         return send(self.transports[kind], self.parts[kind][part], self.sources, self.shapes, audit, payloads=self.payloads)
+
+    def find_delta(self, kind: str, share: float) -> tuple[float, list[int], bool]:
+        """Another version of the weights, in which this share of the elements has another lowest bit. Returns seconds to find that, the
+        bytes to send and those of the elements, and whether they find room."""
+        generator = torch.Generator().manual_seed(self.rank)
+        other = {name: values.clone() for name, values in self.sources.items()}
+        for values in other.values():
+            bits_of(values).bitwise_xor_((torch.rand(values.shape, generator=generator) < share).to(bits_of(values).dtype))
+        deltas = Deltas(WeightsConfig(delta="auto"))
+        self.payloads.begin(self.sources)
+        deltas.keep(0, self.writes, None, self.payloads, declined=False)
+        self.payloads.begin(other)
+        began = time.perf_counter()
+        found = deltas.find(0, self.writes, self.shapes, False, None, self.payloads)
+        seconds = time.perf_counter() - began
+        found = deltas.find(0, self.writes, self.shapes, True, None, self.payloads)  # for the check, with hashes
+        assert found is not None
+        self.found[kind, share] = found
+        room = all(size <= self.transports[kind].room(rank) for rank, size in found.sizes.items())
+        return seconds, [sum(found.sizes.values()), found.changed_bytes], room
+
+    def write_delta(self, kind: str, share: float) -> Sent:
+        return send_changes(self.transports[kind], self.found[kind, share], 0, self.sources)
 
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:
         """Hashes of what this rank sends."""

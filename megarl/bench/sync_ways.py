@@ -35,6 +35,8 @@ from megarl.weight_sync.writing import shapes_of
 
 TIMEOUT_S = 300.0
 AUDITED = " audited"  # suffix of a direct way that hashes both sides
+CHANGED = " % changed"  # suffix of a direct way that brings only what has changed
+SHARES = (0.001, 0.01, 0.1)  # of the elements
 RECALLED = " recalled"  # suffix of one that also hashes what is about to be overwritten
 BARE = {SHARED_MEMORY: "ceiling memcpy", GLOO: "ceiling gloo send", MOONCAKE: "ceiling mooncake write"}
 
@@ -45,6 +47,7 @@ class Way:
     bytes_moved: int
     messages: int
     ceiling: str = ""  # name of the way that is this one's limit
+    compare_s: float | None = None  # what it took to find the changes
 
 
 class Bench:
@@ -72,9 +75,11 @@ class Bench:
             ways[name] = await self.direct(kind)
             ways[name + AUDITED] = replace(ways[name], run=partial(self.audited, kind))
             ways[name + RECALLED] = replace(ways[name], run=partial(self.recalled, kind))
+            for share in SHARES:
+                ways |= await self.delta(kind, share)
         ways |= await self.gather_ways()
         # Not the recalled ways: they would report, rightly, that the check itself has scrambled the memory.
-        await self.check({name: way for name, way in ways.items() if name not in BARE.values() and not name.endswith(RECALLED)})
+        await self.check({name: way for name, way in ways.items() if name not in BARE.values() and not name.endswith((RECALLED, CHANGED))})
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
             began = time.perf_counter()
@@ -109,7 +114,7 @@ class Bench:
 
     async def direct(self, kind: str) -> Way:
         """Sets up a transport; its first update connects it."""
-        endpoints = self.live if kind == SHARED_MEMORY else await open_memory(self.workers, kind, self.map)
+        endpoints = self.live if kind == SHARED_MEMORY else await open_memory(self.workers, kind, self.map, deltas=True)
         encoded = [endpoint.encode() for endpoint in endpoints]
         if kind == GLOO:  # the group meets while the workers receive
             await asyncio.gather(self.on_trainers("connect_and_write", kind, encoded), self.session.receive())
@@ -125,6 +130,29 @@ class Bench:
         taking_in = self.session.spread() if kind == MOONCAKE else self.session.receive()
         sent, _ = await asyncio.gather(others, taking_in)
         return landed + sent
+
+    async def delta(self, kind: str, share: float) -> dict[str, Way]:
+        """A way that brings the changes to weights that differ in `share` of the elements; none where that would be a full update. It is
+        checked here: once it is run, the engine has the other weights."""
+        found = await self.on_trainers("find_delta", kind, share)
+        if not all(room for _, _, room in found):
+            return {}
+        await self.write(kind, False)
+        sent = await self.write_delta(kind, share)
+        await self.session.audit([each.shares for each in sent], self.map)
+        moved = sum(sizes[0] for _, sizes, _ in found)
+        way = Way(partial(self.write_delta, kind, share), moved, len(sent), compare_s=max(seconds for seconds, _, _ in found))
+        return {f"direct {kind}, {share:.1%}".removesuffix("%") + CHANGED: way}
+
+    async def write_delta(self, kind: str, share: float) -> list[Any]:
+        writing = self.on_trainers("write_delta", kind, share)
+        if kind == GLOO:
+            sent, _ = await asyncio.gather(writing, self.session.receive(changes=True))
+            return sent
+        sent = await writing
+        if kind == MOONCAKE:
+            await self.session.spread(changes=True)
+        return sent
 
     async def audited(self, kind: str) -> None:
         sent = await self.write(kind, True)

@@ -228,6 +228,25 @@ class WeightsConfig:
         one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),
     )
 
+    delta: str = setting(
+        "off",
+        "auto: an update carries only what has changed since the last one, if that takes at most half of the bytes; trainer ranks keep "
+        "what they sent last (docs/transports.md says when that pays); off: always everything",
+        one_of("off", "auto", spelled={"false": "off"}),
+    )
+    delta_refresh: int = setting(
+        50,
+        "with weights.delta=auto: every so many updates everything is sent, and so many updates pass before changes are looked for again "
+        "after they were too many",
+        at_least(1),
+    )
+    delta_shadow: str = setting(
+        "host",
+        "where trainer ranks on GPUs keep what they sent last: host memory, which the GPU reads over its host link, or device memory "
+        "(megarl plan counts either)",
+        one_of("host", "device"),
+    )
+
     @property
     def audited(self) -> bool:
         return self.audit != "off"

@@ -13,7 +13,7 @@ from megarl.estimate.generate_time import GenerateModel, GenerateTime
 from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, generator_memory, usable_static
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.served import Served, served
-from megarl.estimate.sizes import landing_bytes
+from megarl.estimate.sizes import landing_bytes, shadow_bytes
 from megarl.estimate.sync_time import sync_s
 from megarl.estimate.train_time import TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes
@@ -39,6 +39,8 @@ class Estimate:
     train: TrainTime
     generate: GenerateTime
     sync_s: float
+    delta_sync_s: float  # if it carries only what has changed, a share sync_time.CHANGED of the elements
+    shadow: float  # bytes of a trainer node's memory that hold what was sent last
     glue_s: float  # what belongs to neither side's work
     asynchronous: bool
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
@@ -88,6 +90,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
     ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
+    full_s, delta_s = sync_s(spec, config, cluster)
     landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
     return Estimate(
         workload=workload,
@@ -99,7 +102,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         static_limit=usable_static(config.generator, cluster.gpu),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(generated, **unfinished(config)),
-        sync_s=sync_s(spec, config, cluster),
+        sync_s=full_s,
+        delta_sync_s=delta_s,
+        shadow=_shadow_bytes_of_node(config, spec, cluster),
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
         served=served(config),
@@ -143,6 +148,13 @@ def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float
     ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
     models = [(spec, Lora.of(config.lora)), *([(critic, None)] if (critic := critic_of(config, spec)) else [])]
     return ranks * sum(saving_bytes(model, config.trainer, config.model.dtype, lora) for model, lora in models)
+
+
+def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
+    if config.weights.delta == "off" or config.weights.delta_shadow != "host":
+        return 0.0
+    ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
+    return ranks * shadow_bytes(spec, config.trainer, config.generator, config.model.dtype)
 
 
 def overlaps(config: RunConfig) -> bool:

@@ -13,6 +13,7 @@ from megarl.estimate.hardware import GIB
 from megarl.estimate.knobs import Settings, written
 from megarl.estimate.remedies import Remedy
 from megarl.estimate.search import Found, Side
+from megarl.estimate.sync_time import CHANGED
 from megarl.estimate.theory import Optima
 from megarl.estimate.workload import dropped_share
 
@@ -54,6 +55,8 @@ def _memory(found: Estimate) -> Iterator[str]:
     yield f"           engines' weights and KV cache take {static} GiB of generator.mem_fraction"
     if found.saving:
         yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
+    if found.shadow:
+        yield f"           what was sent last takes {found.shadow / GIB:.1f} GiB of a trainer node's memory (weights.delta_shadow=host)"
 
 
 def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
@@ -69,7 +72,8 @@ def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
     for name, role in found.served.items():
         yield f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as responses finish"
-    yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link"
+    delta = f"{found.delta_sync_s:.2g} if {CHANGED:.0%} of the elements have changed, with weights.delta=auto"
+    yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link ({delta})"
     mode = "the slower side" if found.asynchronous else "both sides, one after the other"
     yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
     if baseline:
@@ -159,6 +163,8 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "trainer_memory_gib": {name: value / GIB for name, value in vars(found.trainer).items()},
         "generator_memory_gib": {name: value / GIB for name, value in vars(found.generator).items()},
         "too_large_gib": found.overfull,
+        "delta_sync_s": found.delta_sync_s,
+        "shadow_gib_per_node": found.shadow / GIB,
         "saving_gib_per_node": found.saving / GIB,
         "train_parts_s": train_parts(found.train),
         "generate_parts_s": generate_parts(found.generate),

@@ -88,6 +88,17 @@ def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorC
     return some + (spec.num_layers - few) * (one_more - some)
 
 
+def shadow_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> float:
+    """What the fullest trainer rank keeps to find what has changed (weights.delta): all that it holds, in the engines' precision, or its
+    part of what is sent, if there are so few engines that replicas of the trainer share that."""
+    topology = trainer_topology(trainer)
+    whole = generator.tp * generator_weights(spec, generator, dtype).total  # replicated tensors count for each rank
+    held = trainer_held(spec, trainer, dtype)
+    elements = topology.tp * sum(stage.total for stage in held)
+    of_fullest = whole * max(stage.total for stage in held) / elements
+    return min(of_fullest, whole * generator.engines / topology.world_size)
+
+
 def largest_stage(spec: ModelSpec, trainer: TrainerConfig) -> int:
     """The number of layers of the largest pipeline stage."""
     return max(map(sum, stage_layers(spec, trainer)))

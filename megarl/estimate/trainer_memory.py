@@ -33,6 +33,7 @@ class TrainerMemory:
     gradients: float
     optimizer: float
     reference: float  # frozen copy of the weights, if the algorithm needs one
+    shadow: float  # what was sent last, with weights.delta_shadow=device
     frozen: float  # the weights of frozen models beside the policy; their activations and logits come after the policy's, and are no more
     critic: float  # its weights, gradients and optimizer; its activations come after the policy's, and are no more
     activations: float
@@ -56,9 +57,10 @@ def trainer_memory(
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
     lora: Lora | None = None,
+    shadow: float = 0.0,
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "lora": lora}
+    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "lora": lora, "shadow": shadow}
     stages = stage_memory(spec, trainer, dtype, gpu, **others)
     return max(stages, key=lambda memory: memory.total)
 
@@ -74,6 +76,7 @@ def stage_memory(
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
     lora: Lora | None = None,
+    shadow: float = 0.0,
 ) -> list[TrainerMemory]:
     """[pp] memory of the fullest rank of each stage."""
     item = ITEM_BYTES[dtype]
@@ -94,6 +97,7 @@ def stage_memory(
                 gradients=GRADIENT_BYTES * trained[stage].total,
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
                 reference=item * held.total if reference and lora is None else 0.0,  # adapters are switched off
+                shadow=shadow,
                 frozen=item * sum(stages[stage].total for stages in of_frozen),
                 critic=of_critic[stage] if of_critic else 0.0,
                 activations=kept,

@@ -9,6 +9,7 @@ from megarl.config.roles import REFERENCE
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.constants import Constants
 from megarl.estimate.hardware import Cluster, Gpu
+from megarl.estimate.sizes import shadow_bytes
 from megarl.estimate.train_time import TrainModel, TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, trainer_memory
 from megarl.estimate.workload import Workload, scoring_passes
@@ -29,7 +30,9 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
     frozen, swapped = frozen_of(config, spec)
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
-    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora))
+    on_device = config.weights.delta != "off" and config.weights.delta_shadow == "device"
+    shadow = shadow_bytes(spec, trainer, config.generator, config.model.dtype) if on_device else 0.0
+    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora), shadow=shadow)
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:

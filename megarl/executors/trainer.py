@@ -274,4 +274,5 @@ class TrainerExecutor:
 def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
     if applied is None:
         return {}
-    return {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited}
+    changed = {} if applied.changed_fraction is None else {"sync/changed_fraction": applied.changed_fraction}
+    return {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited, **changed}

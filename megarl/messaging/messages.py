@@ -21,16 +21,24 @@ class Hello(_Message, frozen=True):
 
 
 class WeightsOffer(_Message, frozen=True):
-    """Trainer rank: my shard of this version stays unchanged until the update is over."""
+    """Trainer rank: my shard of this version stays unchanged until the update is over.
+
+    With `base`, it can send what has changed since that version (weights.delta); where it has compared, the numbers say how much that is.
+    """
 
     version: int
+    base: int = -1
+    delta_bytes: int = 0
+    changed_bytes: int = 0  # of the elements that have changed
+    full_bytes: int = 0  # 0: it has not compared
 
 
 class WeightsGrant(_Message, frozen=True):
     """Generator: the engines are paused, write `version` now.
 
     With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
-    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write.
+    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write. `delta`: write only what has changed
+    since the base that was offered.
     """
 
     version: int
@@ -38,6 +46,7 @@ class WeightsGrant(_Message, frozen=True):
     engines: int = -1
     relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), if engines pass on a part
     plan_hash: str = ""  # of the map without what engines pass on
+    delta: bool = False
 
 
 class WeightsWritten(_Message, frozen=True):
@@ -63,6 +72,7 @@ class WeightsApplied(_Message, frozen=True):
     audited: bool  # whether there was an audit; a failed one ends the run
     pause_s: float  # how long the engines were paused
     bytes_written: int  # by all trainer ranks together
+    changed_fraction: float | None = None  # of the bytes, since the version before; None if not compared
 
 
 class WeightsWanted(_Message, frozen=True):

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+from megarl.reshard.deltas import MOST_OF_FULL, delta_share
 from megarl.reshard.fleet import between_engines, passed_on
 from megarl.reshard.forwarding import Forwarding, inside_hosts
 from megarl.reshard.map import ReshardMap, Summary, count_tensors
@@ -62,3 +63,11 @@ def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
     """The bytes of the rank that sends or receives most while the trainer writes, plus those of the busiest while engines pass on."""
     written = max(int(side.max()) for side in map.rank_bytes())
     return written if forwarding is None else written + max(int(side.max()) for side in forwarding.rank_bytes())
+
+
+def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) -> float:
+    """As `busiest_bytes`, of an update that carries only what has changed, a share `changed` of the elements. Engines pass whole tensors
+    on. A delta that is too large becomes a full update."""
+    share, full = delta_share(map, changed), busiest_bytes(map, forwarding)
+    written = busiest_bytes(map, None)
+    return full if share > MOST_OF_FULL else full - written * (1 - share)

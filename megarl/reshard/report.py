@@ -15,7 +15,7 @@ from megarl.reshard.balance import sender_bound
 from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.relays import busiest_bytes, summary
+from megarl.reshard.relays import busiest_bytes, delta_bytes, summary
 from megarl.reshard.rows import QUANTISE, SCALE, ZEROS
 from megarl.reshard.schedule import batches_from, batches_to
 from megarl.reshard.table import size, sum_messages
@@ -23,12 +23,15 @@ from megarl.reshard.table import size, sum_messages
 LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC per rank
 
 
-def to_json(map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_per_s: float = LINK_BYTES_PER_S) -> dict[str, Any]:
+def to_json(
+    map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_per_s: float = LINK_BYTES_PER_S, changed: float = 0.01
+) -> dict[str, Any]:
     """The summary numbers of a map, after proving it, and of relays beside it.
 
     `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or receives (`busiest_bytes`), divided by
-    `link_bytes_per_s`; without latency or quantisation. `sender_bound`: the least `sender_max_over_mean` that the sizes of the trainer's
-    stages allow. `messages`: see `schedule.messages`.
+    `link_bytes_per_s`; without latency or quantisation. `delta_predicted_s`: the same of an update that carries only what has changed, if
+    that is a share `changed` of the elements (`relays.delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes of the
+    trainer's stages allow. `messages`: see `schedule.messages`.
 
     Raises ProofError if the map does not write every destination byte exactly once.
     """
@@ -40,6 +43,8 @@ def to_json(map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_pe
         "plan_hash": map.plan_hash,
         "build_s": map.build_s + proof_s,
         "predicted_s": busiest_bytes(map, forwarding) / link_bytes_per_s,
+        "delta_predicted_s": delta_bytes(map, forwarding, changed) / link_bytes_per_s,
+        "delta_changed": changed,
         "link_bytes_per_s": link_bytes_per_s,
         "sender_bound": sender_bound(map),
         "messages": sum_messages(map, map.write_rows),

@@ -13,7 +13,7 @@ from megarl.reshard.balance import sender_bound
 from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.kinds import ITEM_BYTES, Kind
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import busiest_bytes, summary
+from megarl.reshard.relays import busiest_bytes, delta_bytes, summary
 from megarl.reshard.rows import ZEROS, Row
 from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands, messages, run_bytes
 
@@ -27,7 +27,7 @@ run       bytes that lie together in the receiver's memory; messages: what one-s
           runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the receiver spreads them"""
 
 
-def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | None = None) -> str:
+def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | None = None, changed: float = 0.01) -> str:
     """One line per destination parameter, totals over all ranks, how evenly ranks share them, and an explanation of the terms.
 
     The lines show what the trainer writes; a sum after them shows what engines pass on (`forwarding`).
@@ -46,7 +46,7 @@ def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | No
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     rule = "  ".join("-" * width for width in widths)
     body = [text for title, section in sections.items() for text in (title, *(_aligned(line, widths) for line in section))]
-    facts = [f"{key:<9} {text}" for key, text in _facts(map, forwarding, link_bytes_per_s)]
+    facts = [f"{key:<9} {text}" for key, text in _facts(map, forwarding, link_bytes_per_s, changed)]
     return "\n".join([_aligned(header, widths), rule, *body, rule, _aligned(total, widths), "", _LEGEND, "", *facts])
 
 
@@ -70,7 +70,7 @@ def _line(map: ReshardMap, kind: Kind, rows: list[Row], joined: list[Row]) -> Li
     return _short(kind.name), own, names, shards, *numbers
 
 
-def _facts(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float) -> Iterator[tuple[str, str]]:
+def _facts(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: float, changed: float) -> Iterator[tuple[str, str]]:
     (sent, received), found = map.rank_bytes(), summary(map, forwarding)
     forced = f", of which the sizes of the trainer's stages force {sender_bound(map):.4f}"
     yield "senders", f"{_shared(sent)}: max/mean {found.sender_max_over_mean:.4f}{forced}"
@@ -83,6 +83,8 @@ def _facts(map: ReshardMap, forwarding: Forwarding | None, link_bytes_per_s: flo
         yield "", f"receivers in all: max/mean {found.receiver_max_over_mean:.4f}"
     busiest = busiest_bytes(map, forwarding)
     yield "predicted", f"{busiest / link_bytes_per_s:.3g} s for the busiest ranks' {size(busiest)} at {link_bytes_per_s / 1e9:g} GB/s"
+    delta = delta_bytes(map, forwarding, changed)
+    yield "", f"{delta / link_bytes_per_s:.3g} s for {size(delta)} if {changed:.3g} of the elements have changed (weights.delta=auto)"
     yield "bytes", f"{found.bytes / found.bytes_minimum:.4f} times the least possible, every destination byte once"
     yield "plan", map.plan_hash
 

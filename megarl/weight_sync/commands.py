@@ -41,11 +41,17 @@ class Open(_Command, frozen=True):
 
 
 class Spread(_Command, frozen=True):
-    """Copies the boxes that have landed into their parameters. Other boxes may still be written meanwhile."""
+    """Copies the boxes that have landed into their parameters. Other boxes may still be written meanwhile.
+
+    With `changes_to`, what has landed are the changes that lead to that version (weights.delta), and all of them are written."""
+
+    changes_to: int = -1
 
 
 class Receive(_Command, frozen=True):
-    """Receives all messages of one update, straight into the live parameters."""
+    """Receives all messages of one update, straight into the live parameters; with `changes_to`, what leads to that version."""
+
+    changes_to: int = -1
 
 
 class MeetNeighbours(_Command, frozen=True):

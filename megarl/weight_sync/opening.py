@@ -89,13 +89,15 @@ async def open_engines(
     rule, map, relays = passing_on(weights.relay, pairs, engines, map, workers.tp)
     passed_on = sum(relay.bytes for relay in relays)
     print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
-    endpoints = await _open_in_all_ways(workers, pairs, map, [*trainers, *engines], relay_ways(relays, engines))
+    endpoints = await _open_in_all_ways(workers, pairs, map, [*trainers, *engines], relay_ways(relays, engines), weights.delta != "off")
     if relays:
         await _meet(workers, relays, endpoints)
     return Opened(map, endpoints, rule, relays)
 
 
-async def _open_in_all_ways(workers: Workers, pairs: Pairs, map: ReshardMap, hosts: Sequence[Host], relayed: Ways) -> list[Endpoint]:
+async def _open_in_all_ways(
+    workers: Workers, pairs: Pairs, map: ReshardMap, hosts: Sequence[Host], relayed: Ways, deltas: bool
+) -> list[Endpoint]:
     """Opens every generator rank to each transport that trainer ranks write by, or that other engines pass tensors on by."""
     asked = {kind for kinds in pairs for kind in kinds} | relayed.keys()
     endpoints: list[Endpoint] = []
@@ -103,21 +105,26 @@ async def _open_in_all_ways(workers: Workers, pairs: Pairs, map: ReshardMap, hos
         of_rank = {rank: [t for t, each in enumerate(kinds) if each == kind] for rank, kinds in enumerate(pairs)}
         writers = {rank: trainers for rank, trainers in of_rank.items() if trainers or rank in relayed.get(kind, ())}
         if writers:
-            endpoints += await open_memory(workers, kind, map, writers, hosts)
+            endpoints += await open_memory(workers, kind, map, writers, hosts, deltas)
     return endpoints
 
 
 async def open_memory(
-    workers: Workers, kind: str, map: ReshardMap | None, writers: Writers | None = None, hosts: Sequence[Host] = ()
+    workers: Workers,
+    kind: str,
+    map: ReshardMap | None,
+    writers: Writers | None = None,
+    hosts: Sequence[Host] = (),
+    deltas: bool = False,
 ) -> list[Endpoint]:
     """Makes the live parameters writable by one kind of transport. Returns the endpoint of every generator rank in `writers`.
 
     `writers` says which trainer ranks will write to which generator ranks by it (None: all to all), `hosts` where all ranks run (empty:
-    on this host). Needs an open update session.
+    on this host), `deltas` whether updates may come as changes. Needs an open update session.
     """
     if writers is None:
         writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
-    opening = Opening(map, writers, hosts or [this_host()], workers.address, workers.timeout_s, workers.stores)
+    opening = Opening(map, writers, hosts or [this_host()], workers.address, workers.timeout_s, workers.stores, deltas)
     transport = transport_class(kind)
     offers, memory = transport.offers(opening), f"{transport.memory.__module__}:{transport.memory.__qualname__}"
     of_engines = [Open(kind, memory, {rank: offers[rank] for rank in ranks if rank in offers}) for ranks in workers.ranks]

@@ -25,7 +25,8 @@ from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.types import Version
 from megarl.weight_sync.common import is_probe_version
-from megarl.weight_sync.offers import Offers
+from megarl.weight_sync.deltas import changed_fraction, worth_it
+from megarl.weight_sync.offers import Offered, Offers
 from megarl.weight_sync.sessions import EngineSessions, Session
 from megarl.weight_sync.update import Pause
 from megarl.weight_sync.writes import Writes
@@ -118,7 +119,7 @@ class WeightsReceiver:
         try:
             await asyncio.wait({after, offer}, return_when=asyncio.FIRST_COMPLETED)
             if offer.done():
-                await self._join(executor, offer.result())
+                await self._join(executor, offer.result().version)
         finally:
             offer.cancel()
 
@@ -130,15 +131,16 @@ class WeightsReceiver:
 
     async def take(self, executor: ServingExecutor) -> None:
         """Waits for the next new version and brings it into the engines; until it comes, serves offers made for engines that came back."""
-        while (version := await self._offers.next(executor.version)) == executor.version:
-            await self._join(executor, version)
+        while (offered := await self._offers.next(executor.version)).version == executor.version:
+            await self._join(executor, offered.version)
+        version = offered.version
         self._busy = True
         with executor.trace.span(f"take weights {version}", track="weights"):
             await executor.hold()
-            taken = await self._update(executor, version)
+            taken = await self._update(executor, offered)
             executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights")
         executor.release(version)
-        self._applied(executor, version, taken)
+        self._applied(executor, version, taken, changed_fraction(offered.offers))
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version`, which the other engines go on serving, into engines that have come back."""
@@ -151,9 +153,9 @@ class WeightsReceiver:
             else:
                 self._applied(executor, version, await self._write(fleet, session))
 
-    def _applied(self, executor: ServingExecutor, version: Version, taken: Taken) -> None:
+    def _applied(self, executor: ServingExecutor, version: Version, taken: Taken, changed: float | None = None) -> None:
         began, ended = taken.pause
-        self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written))
+        self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, changed))
         self._over(executor.fleet)
 
     def _over(self, fleet: Fleet) -> None:
@@ -174,12 +176,14 @@ class WeightsReceiver:
         for name in self._trainers:
             self._link.send(name, message)
 
-    async def _update(self, executor: ServingExecutor, version: Version) -> Taken:
-        """Brings `version` into all engines that are alive."""
-        fleet = executor.fleet
+    async def _update(self, executor: ServingExecutor, offered: Offered) -> Taken:
+        """Brings a new version into all engines that are alive."""
+        fleet, serving = executor.fleet, executor.version
         if not self._hosts:
             self._hosts = await self._meet_trainers()
-        while (session := await self._sessions.open(fleet, self._hosts, executor.version, version)) is None:
+        while (
+            session := await self._sessions.open(fleet, self._hosts, serving, offered.version, delta=worth_it(offered.offers, serving))
+        ) is None:
             await fleet.pulse.until(lambda: bool(fleet.members))  # the watch over lost engines has a deadline
         return await self._write(fleet, session)
 
@@ -204,14 +208,16 @@ class WeightsReceiver:
         for name, endpoints in zip(self._trainers, session.endpoints, strict=True):
             self._link.send(name, msgspec.structs.replace(grant, endpoints=endpoints))
         if not opened.one_sided:
-            await update.receive()
+            await update.receive(grant.delta)
         writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
-        if opened.lands:
+        if opened.lands and not grant.delta:
             await writes.landed()
             await asyncio.gather(update.spread(), writes.done())  # landed boxes are spread while the rest is written
         else:
             await writes.done()
         await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
+        if opened.lands and grant.delta:
+            await update.spread(changes=True)
         if opened.relays:
             await update.pass_on(opened.relays)
         if self._plan.config.weights.audited:

@@ -8,6 +8,9 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
+With `weights.delta` the trainer ranks work out before they offer what has changed since the version confirmed last, and write only that if
+the generator grants it (`deltas`).
+
 Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces the rest, and the workers spread
 what has landed while the rest is written.
 
@@ -26,7 +29,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from megarl.messaging.link import Peer
-from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
+from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
 from megarl.messaging.stopping import StopRequest
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
@@ -41,10 +44,11 @@ from megarl.reshard.schedule import scheduled_writes
 from megarl.types import Version
 from megarl.weight_sync.amax_exchange import AmaxExchange
 from megarl.weight_sync.common import is_probe_version, weights_map
+from megarl.weight_sync.deltas import Deltas, Found, offer_of, send_changes
 from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
-from megarl.weight_sync.writing import landing_first, send, shapes_of
+from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
 
 M = TypeVar("M", WeightsGrant, ProbeReady)
 
@@ -92,10 +96,13 @@ class WeightsSender:
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
         self._transport, self._payloads = None, Payloads()
-        self._writes: tuple[list[Copy], list[Copy]] = [], []  # in sending order: those that land, then all others
+        self._scheduled: list[Copy] = []  # in sending order
+        self._writes: tuple[list[Copy], list[Copy]] = [], []  # those that land, all others
         self._engines = plan.generator_topology.engines  # how many the map is for
         self._report = SyncReport()  # of the newest version
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
+        self._applied: WeightsApplied | None = None  # the newest confirmation
+        self._deltas = Deltas(config.weights)
 
     def send(self, executor: WeightsExecutor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, and writes. Gives the executor a SyncReport, unless the run stops.
@@ -110,11 +117,14 @@ class WeightsSender:
             grant_s += self._plan.config.generator.startup_timeout_s
             self._prepare(executor)
         self._cut_amax = self._amax.table(executor.get_model())  # before the offer, so that no engine is paused for it
-        self._link.send(WeightsOffer(version))
+        base, found = -1, None
+        if self._deltas.on and not again:
+            base, found = self._find_changes(executor)
+        self._link.send(offer_of(version, base, found))
         self._report = report = self._report if again else SyncReport()
-        if not self._send_granted(executor, report, grant_s):
+        if not self._send_granted(executor, report, grant_s, found):
             return
-        self._unconfirmed = version
+        self._unconfirmed, self._applied = version, None
         executor.put_sync(report, applied=partial(self._await_applied, version))
         if is_probe_version(version, self._probe_every) and not again:
             probe = self._unless_stopped(
@@ -123,7 +133,22 @@ class WeightsSender:
             if probe is not None:
                 executor.compare_probe(probe)
 
-    def _send_granted(self, executor: WeightsExecutor, report: SyncReport, timeout_s: float) -> bool:
+    def _find_changes(self, executor: WeightsExecutor) -> tuple[Version, Found | None]:
+        """(the version that it can send the changes from, or -1; the changes, if it has looked for them)"""
+        if self._unconfirmed is not None and self._await_applied(self._unconfirmed) is None:  # the run is to stop
+            return -1, None
+        base, ranks = (self._applied.version if self._applied else -1), {copy.destination_rank for copy in self._scheduled}
+        if self._transport is None or any(not self._transport.room(rank) for rank in ranks):
+            return -1, None
+        model = executor.get_model()
+        self._payloads.begin(model)
+        with executor.trace.span(f"compare weights {executor.version} with {base}"):
+            audited = self._plan.config.weights.audited
+            found = self._deltas.find(base, self._scheduled, self._shapes, audited, self._cut_amax, self._payloads)
+        fits = found is not None and all(size <= self._transport.room(rank) for rank, size in found.sizes.items())
+        return base if fits else -1, found
+
+    def _send_granted(self, executor: WeightsExecutor, report: SyncReport, timeout_s: float, found: Found | None) -> bool:
         """Waits for the grant and writes. Returns False if the run stops first, or if no engine is left to write to."""
         version, began = executor.version, time.monotonic()
         with executor.trace.span(f"wait for engines to take weights {version}"):
@@ -138,7 +163,7 @@ class WeightsSender:
             return False
         with executor.trace.span(f"write weights {version}"):
             try:
-                self._write(executor, grant)
+                self._write(executor, grant, found)
             except Exception as error:  # tells the generator at once, instead of letting it run into its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
                 raise
@@ -159,7 +184,7 @@ class WeightsSender:
 
     def _await_applied(self, version: Version) -> WeightsApplied | None:
         """The generator's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
-        while True:
+        while self._applied is None or self._applied.version != version:
             awaited = f"generator.0 to apply weights version {version}"
             found = self._link.receive_unless(self._stop_asked, WeightsApplied, self._timeout_s, awaited)
             if found is None:
@@ -167,9 +192,9 @@ class WeightsSender:
             applied = found[1]
             if applied.version > version:
                 raise RuntimeError(f"weights version {version} was written last, generator.0 applied version {applied.version}")
-            if applied.version == version:
-                self._unconfirmed = None
-                return applied
+            self._applied = applied
+        self._unconfirmed = None
+        return self._applied
 
     def _prepare(self, executor: WeightsExecutor) -> None:
         """Before any write: computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs."""
@@ -185,18 +210,30 @@ class WeightsSender:
         prove_exactly_once(map)
         self._amax = AmaxExchange(map, rank, self._timeout_s)
 
-    def _write(self, executor: WeightsExecutor, grant: WeightsGrant) -> None:
+    def _write(self, executor: WeightsExecutor, grant: WeightsGrant, found: Found | None) -> None:
         assert self._transport is not None  # `send` has prepared it
         model = executor.get_model()
+        self._deltas.begin_write()
+        if grant.delta:
+            assert found is not None  # it has offered a base
+            started = time.monotonic()
+            self._tell(grant, send_changes(self._transport, found, grant.version, model), started)
+            self._deltas.keep_changes(grant.version, found)
+            return
         if grant.plan_hash and self._connect(executor, grant):
             self._cut_amax = self._amax.table(model)
         landing, others = self._writes
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
             started = time.monotonic()
             sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audited, self._cut_amax, self._payloads)
-            write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
-            written = WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, unwritten=unwritten, more=more)
-            self._link.send(written)
+            self._tell(grant, sent, started, more)
+        declined = found is not None and not grant.plan_hash
+        self._deltas.keep(grant.version, self._scheduled, self._cut_amax, self._payloads, declined)
+
+    def _tell(self, grant: WeightsGrant, sent: Sent, started: float, more: bool = False) -> None:
+        assert self._transport is not None
+        write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
+        self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, unwritten=unwritten, more=more))
 
     def _connect(self, executor: WeightsExecutor, grant: WeightsGrant) -> bool:
         """Connects to the engines that take part from now on. Returns whether the map has changed."""
@@ -214,7 +251,8 @@ class WeightsSender:
         self._transport.close()
         self._transport.connect(endpoints)
         self._shapes = shapes_of(endpoints)
-        self._writes = landing_first(scheduled_writes(map, executor.rank), endpoints)
+        self._scheduled = scheduled_writes(map, executor.rank)
+        self._writes = landing_first(self._scheduled, endpoints)
         return changed
 
     def close(self) -> None:

@@ -41,12 +41,15 @@ class EngineSessions:
         self._members: list[int] = []  # the engines whose memory is open
 
     async def open(
-        self, fleet: Fleet, trainers: Sequence[Host], serving: Version, version: Version, joining: bool = False
+        self, fleet: Fleet, trainers: Sequence[Host], serving: Version, version: Version, joining: bool = False, delta: bool = False
     ) -> Session | None:
         """Opens a session to write `version` into all members of the fleet, or only into those that have come back (`joining`). Returns
         None when there are none.
 
         `serving` is the version that the engines hold by now (-1: none of the run's yet), `trainers` says where each trainer rank runs.
+        `delta`: the trainer ranks may write only what has changed since `serving`, as long as the engines' memory need not be opened anew:
+        then all of them hold that version.
+
         An engine that turns out to be lost is left out. Any other error is raised, and the engines are not used any more.
         """
         while True:
@@ -77,7 +80,7 @@ class EngineSessions:
                 self._members = members
                 opened, endpoints = self._opened, [[] for _ in trainers]
                 workers.may_lose = fleet.elastic and opened.one_sided
-                grant = WeightsGrant(version, [], len(members))
+                grant = WeightsGrant(version, [], len(members), delta=delta)
                 if not known:
                     grant = WeightsGrant(version, [], len(members), opened.relay, opened.map.plan_hash)
                     endpoints = [opened.endpoints_of(rank) for rank in range(len(trainers))]

@@ -67,13 +67,13 @@ class WeightUpdate:
         await self._each(begin)
         self._began = min(stopped, default=time.perf_counter())
 
-    async def receive(self) -> None:
-        """Two-sided transports only: the workers receive what the trainer ranks are sending."""
-        await self.workers.run_all(Receive())
+    async def receive(self, changes: bool = False) -> None:
+        """Two-sided transports only: the workers receive what the trainer ranks are sending, of everything or of what has changed."""
+        await self.workers.run_all(Receive(self.version if changes else -1))
 
-    async def spread(self) -> None:
-        """Mooncake only, once all landing boxes are written: the workers copy them to where they belong."""
-        await self.workers.run_all(Spread())
+    async def spread(self, changes: bool = False) -> None:
+        """Mooncake only, once all landing boxes are written, or all changes: the workers copy them to where they belong."""
+        await self.workers.run_all(Spread(self.version if changes else -1))
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
         """Has the leaders pass tensors on, if there are relays, once everything is in place at them (after `receive` and `spread`)."""

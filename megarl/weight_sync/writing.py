@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from megarl.kernels.audit import Hashes
+from megarl.reshard.deltas import Changes
 from megarl.reshard.execute import AmaxTable, Payloads
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint
@@ -21,6 +22,8 @@ class Writer(Protocol):
     def prepare(self, sources: Iterable[torch.Tensor]) -> None: ...
 
     def write(self, copy: Copy, values: torch.Tensor) -> None: ...
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None: ...
 
     def fence(self) -> None: ...
 

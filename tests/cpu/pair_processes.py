@@ -6,6 +6,8 @@ Where each of them runs is declared, so that one machine can play several hosts.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,10 +30,38 @@ TRAINERS, ENGINES = 2, 3
 TIMEOUT_S = 60.0
 
 
-def plain_map() -> ReshardMap:
-    """Two trainer ranks of TP2 in float32 to three engines of one rank in bfloat16."""
-    source = trainer_layout(SPEC, TrainerTopology(tp=TRAINERS), "float32")
-    return ReshardMap.build(source, generator_layout(SPEC, GeneratorTopology(engines=ENGINES), "bfloat16", device="cpu"))
+class Case(NamedTuple):
+    spec: ModelSpec
+    trainer_dtype: str
+    engine_dtype: str
+    quantization: str | None = None
+    trainer: TrainerTopology = TrainerTopology(tp=TRAINERS)
+
+
+STAGES = TrainerTopology(pp=TRAINERS)  # cuts no tile, so no amax need be exchanged
+WIDE = {"num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_kv_heads": 4, "head_dim": 128}
+MOE = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 256}
+CASES = {
+    "plain": Case(SPEC, "float32", "bfloat16"),
+    "float32": Case(SPEC, "float32", "float32"),
+    "bfloat16": Case(SPEC, "bfloat16", "bfloat16"),
+    "fp8_block": Case(replace(SPEC, **WIDE), "bfloat16", "bfloat16", "fp8_block", STAGES),
+    "fp8_channel-experts": Case(replace(SPEC, **WIDE, **MOE, family="qwen3_moe"), "bfloat16", "bfloat16", "fp8_channel", STAGES),
+}
+
+
+def map_of(case: str = "plain") -> ReshardMap:
+    """Two trainer ranks to three engines of one rank."""
+    source = trainer_layout(CASES[case].spec, CASES[case].trainer, CASES[case].trainer_dtype)
+    return ReshardMap.build(source, engines_layout(case))
+
+
+def engines_layout(case: str) -> Layout:
+    spec, _, dtype, quantization, _ = CASES[case]
+    return generator_layout(spec, GeneratorTopology(engines=ENGINES), dtype, "cpu", quantization)
+
+
+plain_map = map_of
 
 
 def shards(layout: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
@@ -91,22 +121,22 @@ class Trainer:
 class Model(torch.nn.Module):
     """Only the parameters of an engine's model; they hold noise."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, case: str):
         super().__init__()
-        layout = generator_layout(SPEC, GeneratorTopology(engines=ENGINES), "bfloat16", device="cpu")
-        for tensor in layout.tensors(rank):  # under dotted names, as modules inside of modules have them
-            self._parameters[tensor.name] = torch.nn.Parameter(torch.randn(tensor.shape).to(getattr(torch, tensor.dtype)))
+        for tensor in engines_layout(case).tensors(rank):  # under dotted names, as modules inside of modules have them
+            values = torch.randn(tensor.shape).to(getattr(torch, tensor.dtype))
+            self._parameters[tensor.name] = torch.nn.Parameter(values, requires_grad=False)
 
 
 class EngineWorker:
     """The only worker of an engine, driven by encoded commands as the loader is."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, case: str = "plain"):
         from megarl.weight_sync.engine.loader import Worker
 
         torch.set_num_threads(1)
         self.host = Host()
-        self.worker, self.model = Worker(lambda: 0, lambda: self.host), Model(rank)
+        self.worker, self.model = Worker(lambda: 0, lambda: self.host), Model(rank, case)
 
     def move_to(self, host: Host) -> None:
         self.host = host

@@ -46,7 +46,8 @@ def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
 class Run:
     """One set of hosts: what WeightsReceiver and WeightsSender do between them, from the first update on."""
 
-    def __init__(self, processes, folder: Path, weights: WeightsConfig, trainers: list[Host], engines: list[Host]):
+    def __init__(self, processes, folder: Path, weights: WeightsConfig, trainers: list[Host], engines: list[Host], map=None):
+        self.map = map or plain_map()
         self.trainers, self.engines = processes
         self.weights, self.trainer_hosts, self.engine_hosts, self.folder = weights, trainers, engines, folder
         key = RunKey.generate()
@@ -67,7 +68,7 @@ class Run:
             process.call("move_to", host)
         hosts = self.do(connect(self.workers, str(self.folder / "key")))
         assert hosts == self.engine_hosts
-        self.opened = self.do(open_engines(self.workers, self.weights, plain_map(), self.trainer_hosts, hosts))
+        self.opened = self.do(open_engines(self.workers, self.weights, self.map, self.trainer_hosts, hosts))
         self.connecting = list(self.trainers)
         for rank, (process, host) in enumerate(zip(self.trainers, self.trainer_hosts)):
             process.start("connect", self.weights.transport, host, self.opened.endpoints_of(rank), self.opened.relay)

@@ -18,6 +18,7 @@ WAYS = {
     "direct shared_memory": Way(nothing, 100, 7, "ceiling memcpy"),
     "direct shared_memory" + AUDITED: Way(nothing, 100, 7, "ceiling memcpy"),
     "direct shared_memory" + RECALLED: Way(nothing, 100, 7, "ceiling memcpy"),
+    "direct shared_memory, 1.0 % changed": Way(nothing, 5, 2, compare_s=0.125),
     "gather + broadcast": Way(nothing, 150, 9),
     "gather + bucket": Way(nothing, 160, 5),
 }
@@ -26,6 +27,7 @@ TIMES = {  # the machine is ten times as slow in the last round
     "direct shared_memory": [2.0, 2.0, 20.0],
     "direct shared_memory" + AUDITED: [2.5, 2.5, 25.0],
     "direct shared_memory" + RECALLED: [2.75, 2.75, 27.5],
+    "direct shared_memory, 1.0 % changed": [0.5, 0.5, 5.0],
     "gather + broadcast": [6.0, 6.0, 60.0],
     "gather + bucket": [8.0, 8.0, 80.0],
 }
@@ -37,6 +39,8 @@ def test_ratios_are_of_runs_in_the_same_round():
     ours = by_name["direct shared_memory"]
     assert (ours.median_s, ours.quartiles_s, ours.best_s) == (2.0, (2.0, 11.0), 2.0)
     assert (ours.of_ceiling, ours.times_faster, ours.times_fewer_bytes, ours.audit_s, ours.recall_s) == (0.5, 3.0, 1.5, 0.5, 0.25)
+    delta = by_name["direct shared_memory, 1.0 % changed"]
+    assert (delta.of_ceiling, delta.times_faster, delta.times_fewer_bytes, delta.compare_s) == (None, 12.0, 30.0, 0.125)
     assert by_name["ceiling memcpy"].of_ceiling is None and by_name["gather + bucket"].times_faster is None
 
 

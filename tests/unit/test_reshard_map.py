@@ -150,6 +150,8 @@ def test_report_names_every_parameter_and_json_every_number():
         "plan_hash",
         "build_s",
         "predicted_s",
+        "delta_predicted_s",
+        "delta_changed",
         "link_bytes_per_s",
         "sender_bound",
         "messages",

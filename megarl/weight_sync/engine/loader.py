@@ -123,11 +123,17 @@ class Worker:
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
         for memory in self.opened.values():
-            memory.receive(self.tensors(parameters))
+            if command.changes_to >= 0:
+                memory.receive_changes(self.tensors(parameters), command.changes_to)
+            else:
+                memory.receive(self.tensors(parameters))
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         for memory in self.opened.values():
-            memory.spread()
+            if command.changes_to >= 0:
+                memory.spread_changes(command.changes_to)
+            else:
+                memory.spread()
 
     def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
         self.relays = command.relays.get(self.rank, [])

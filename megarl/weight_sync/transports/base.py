@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megarl.box import Box
 from megarl.messaging.host import Host
+from megarl.reshard.deltas import Changes
 from megarl.reshard.map import Copy, ReshardMap
 
 SHARED_MEMORY, CUDA_IPC, MOONCAKE, GLOO, NCCL = "shared_memory", "cuda_ipc", "mooncake", "gloo", "nccl"
@@ -54,6 +55,14 @@ class Allocation(msgspec.Struct, frozen=True):
     reference: tuple[bytes, int]  # torch's reference count of it: a file in /dev/shm, and the offset there
 
 
+class Inbox(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of the worker's host into which one trainer rank writes what has changed (Mooncake)."""
+
+    trainer: int
+    offset_bytes: int  # in the endpoint's memory
+    size_bytes: int
+
+
 class Members(msgspec.Struct, frozen=True):
     """The members of the process group of a two-sided transport: trainer ranks first, then generator ranks."""
 
@@ -78,7 +87,8 @@ class Offer(msgspec.Struct, frozen=True):
     landing: list[tuple[str, Box]] = []  # boxes that are written in one piece to landing memory, then spread
     address: str = ""  # of the store where the members of the group meet
     members: Members | None = None  # of that group
-    incoming: list[Incoming] = []  # messages, in the order of the reshard map
+    inboxes: list[tuple[int, int]] = []  # (trainer rank, bytes) of memory for changes
+    incoming: list[Incoming] = []  # messages, or boxes that may come as changes (weights.delta), in the order of the reshard map
     timeout_s: float = 0.0
 
 
@@ -91,6 +101,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     size_bytes: int
     tensors: list[RemoteTensor]
     landings: list[Landing] = []
+    inboxes: list[Inbox] = []
     allocations: list[Allocation] = []
     members: Members | None = None
     host: Host = Host()
@@ -113,6 +124,7 @@ class Opening:
     address: str  # of this process, as all ranks reach it
     timeout_s: float
     stores: list[dist.Store]  # opened for groups; kept here because a store closes when nobody holds it
+    deltas: bool = False  # whether updates may come as changes
 
 
 @dataclass(frozen=True)
@@ -139,6 +151,12 @@ class Memory(abc.ABC):
 
     def spread(self) -> None:  # noqa: B027
         """Copies the boxes that have landed to where they belong."""
+
+    def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027
+        """As `receive`, of an update to `version` that `write_changes` sends."""
+
+    def spread_changes(self, version: int) -> None:  # noqa: B027
+        """As `spread`. Raises RuntimeError where what has landed is of another version."""
 
 
 class Transport(abc.ABC):
@@ -182,6 +200,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         """Writes `values`, of the box's shape and the destination's dtype, into the destination box. May return before they are there."""
+
+    def room(self, rank: int) -> float:
+        """The most bytes (deltas.blob_bytes) that `write_changes` can bring to a generator rank; 0 where updates are always full."""
+        return 0.0
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None:
+        """Instead of `write`, once for each generator rank: writes only what has changed, and brings the rank to `version`."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def fence(self) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from megarl.messaging.host import Host
+from megarl.reshard.deltas import Changes
 from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, Memory, Offer, RemoteTensor, describe
 from megarl.weight_sync.transports.owners import file_at
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport, maps_no_memory, view_at
@@ -98,6 +99,10 @@ class CudaIpcTransport(SharedMemoryTransport):
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
         self._memory = self.make_memory()
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None:
+        super().write_changes(rank, changes, version)
+        self._memory.copy([], [])  # so that `finish` waits for them
 
     def fence(self) -> None:
         self._copy()

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megarl.messaging.host import Host
+from megarl.reshard.deltas import Changes
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint, OwnerGone, PeerUnreachable, Transport
 from megarl.weight_sync.transports.choice import transport_between, transport_class
@@ -49,6 +50,12 @@ class PairwiseTransport:
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         self._towards[copy.destination_rank].write(copy, values)
+
+    def room(self, rank: int) -> float:
+        return self._towards[rank].room(rank)
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None:
+        self._towards[rank].write_changes(rank, changes, version)
 
     def fence(self) -> None:
         for transport in self._transports:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from megarl.messaging.host import Host
+from megarl.reshard.deltas import Changes, spread
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint, Live, Memory, Offer, RemoteTensor, Transport, describe
 from megarl.weight_sync.transports.owners import Owners, file_at
@@ -53,19 +55,29 @@ class SharedMemoryTransport(Transport):
         self._owners.check()
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
-        key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
-        if (place := self._places.get(key)) is None:
-            place = self._places[key] = self._tensors[key[0]][key[1]][copy.destination_box.slices()]
-        self._noted[0].append(place)
+        self._noted[0].append(self._place(copy))
         self._noted[1].append(values)
         self._noted_bytes += values.nbytes
         if self._noted_bytes >= self.most_noted_bytes:
             self._copy()
 
+    def room(self, rank: int) -> float:
+        return math.inf
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None:
+        for copy, delta in changes:
+            spread(delta, self._place(copy))
+
     def fence(self) -> None:
         """Copies what is still noted. The stores are then in shared memory; the message that follows orders them for the reader."""
         self._copy()
         self._owners.check()
+
+    def _place(self, copy: Copy) -> torch.Tensor:
+        key = copy.destination_rank, copy.destination_tensor, copy.destination_box.start
+        if (place := self._places.get(key)) is None:
+            place = self._places[key] = self._tensors[key[0]][key[1]][copy.destination_box.slices()]
+        return place
 
     def _copy(self) -> None:
         places, values = self._noted

@@ -3,10 +3,13 @@
 Trainer and generator ranks share a process group of their own, independent of either side's default group (see Members). Both walk the
 same reshard map in the same order, so messages need no names. They travel in waves, layer by layer. At most two waves are under way, so
 staging buffers on either side stay small.
+
+What has changed since the last update (weights.delta) comes as one blob from each trainer rank: first the sizes of all, then the blobs.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +20,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.messaging.stores import connect_store, open_store
+from megarl.reshard.deltas import Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import waves
 from megarl.weight_sync.transports.base import Endpoint, Incoming, Live, Members, Memory, Offer, Opening, Transport, describe
 
 POLL_S = 0.0005
+CHANGES = "changes"  # in the place of a tensor's name
+LONGEST_BYTES = 256 << 20  # of a message with a part of a blob
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class TwoSidedTransport(Transport):
         self._waiting: list[Message] = []  # of the current wave, not started
         self._wave = -1
         self._started: list[tuple[int, Sequence[Message], Any]] = []  # by wave
+        self._blobs: list[tuple[int, torch.Tensor]] = []  # by generator rank, not sent
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         members = endpoints[0].members
@@ -100,13 +107,24 @@ class TwoSidedTransport(Transport):
         if not self.coalesces:
             self._start()
 
+    def room(self, rank: int) -> float:
+        return math.inf
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None:
+        self._blobs.append((rank, make_blob([delta for _, delta in changes], version).to(self._group.device)))
+
     def fence(self) -> None:
-        self._start()
-        self._finish(before=len(self._members.waves))
+        sizes = [(rank, torch.tensor([len(blob)], device=blob.device)) for rank, blob in self._blobs]
+        parts = [(rank, part) for rank, blob in self._blobs for part in blob.split(LONGEST_BYTES)]
+        self._blobs = []
+        for messages in (sizes, parts):
+            self._waiting += [Message(self._peers[to], as_bytes(part), _label(self._rank, to, CHANGES)) for to, part in messages]
+            self._start()
+            self._finish(before=len(self._members.waves))
         self._wave = -1
 
     def close(self) -> None:
-        self._waiting, self._started = [], []
+        self._waiting, self._started, self._blobs = [], [], []
         self._group.close()
 
     def _start(self) -> None:
@@ -133,17 +151,38 @@ class TwoSidedMemory(Memory):
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Receives all messages of one update into `tensors`."""
-        if self._group is None:
-            opens, offer = type(self).open_group, self._offer
-            self._group = join(opens, offer.address, self._members, f"generator rank {self._rank}", offer.timeout_s)
+        group = self._join()
         under_way: list[tuple[list[Message], Any]] = []
         for _, wave in groupby(self._offer.incoming, key=lambda each: each.wave):
             messages = [self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave]
-            under_way.append((messages, self._group.receive(messages)))
+            under_way.append((messages, group.receive(messages)))
             if len(under_way) > 1:
                 self._finish(*under_way.pop(0))
         for messages, started in under_way:
             self._finish(messages, started)
+
+    def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        group, trainers = self._join(), sorted({each.source_rank for each in self._offer.incoming})
+        sizes = [torch.zeros(1, dtype=torch.int64, device=group.device) for _ in trainers]
+        self._receive_from(trainers, [[size] for size in sizes])
+        blobs = [torch.empty(int(size), dtype=torch.uint8, device=group.device) for size in sizes]
+        self._receive_from(trainers, [blob.split(LONGEST_BYTES) for blob in blobs])
+        for trainer, blob in zip(trainers, blobs):
+            boxes = [tensors[each.tensor][each.box.slices()] for each in self._offer.incoming if each.source_rank == trainer]
+            spread_blob(blob, version, boxes, f"trainer rank {trainer}")
+
+    def _receive_from(self, trainers: Sequence[int], buffers: Sequence[Sequence[torch.Tensor]]) -> None:
+        places = [(trainer, self._members.trainers.index(trainer)) for trainer in trainers]
+        labelled = [(place, _label(trainer, self._rank, CHANGES)) for trainer, place in places]
+        messages = [Message(place, as_bytes(part), label) for (place, label), parts in zip(labelled, buffers) for part in parts]
+        group = self._join()
+        group.wait(group.receive(messages))
+
+    def _join(self) -> Group:
+        if self._group is None:
+            opens, offer = type(self).open_group, self._offer
+            self._group = join(opens, offer.address, self._members, f"generator rank {self._rank}", offer.timeout_s)
+        return self._group
 
     def _message(self, incoming: Incoming, target: torch.Tensor) -> Message:
         assert self._group is not None

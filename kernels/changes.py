@@ -1,0 +1,43 @@
+"""Where values differ bit by bit from what they were, in compact form: values are cut into blocks of 65,536, so that a place in its block
+takes 16 bits, however long the values are."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 1 << 16
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COMPILED_BYTES = 1 << 20  # size of values above which a compiled loop pays, as for audits
+
+# How many there are in each block, int32 [blocks]; where in its block each is, 16 bits as int16 [count].
+# How many there are in each block, int32 [blocks]; where in its block each is, 16 bits as int16 [count].
+Places = tuple[torch.Tensor, torch.Tensor]
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, so that NaN and -0.0 are bits like others."""
+    return values.view(BITS[values.element_size()])
+
+
+def blocks(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
+    """The places in ascending order where `new` differs from `old`. Both: [n], integers of one dtype, contiguous."""
+    if not new.is_cuda and new.nbytes >= COMPILED_BYTES:
+        from megarl.kernels import changes_numba
+
+        return changes_numba.find_changes(new, old)
+    return compact(torch.nonzero(new != old).view(-1), len(new))
+
+
+def compact(positions: torch.Tensor, elements: int) -> Places:
+    """`positions`: ascending, int64."""
+    return torch.bincount(positions >> 16, minlength=blocks(elements)).to(torch.int32), positions.to(torch.int16)
+
+
+def positions_of(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The inverse of `compact`."""
+    starts = torch.arange(len(counts), device=counts.device) * BLOCK
+    return torch.repeat_interleave(starts, counts, output_size=len(offsets)) + (offsets.long() & (BLOCK - 1))

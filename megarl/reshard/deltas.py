@@ -1,0 +1,189 @@
+"""Deltas: what has changed of the values of a copy since they were last sent, in whichever form takes the fewest bytes.
+
+An element counts as changed if any of its bits has. A delta's *body* is one row of bytes, whose parts follow from four numbers: its kind,
+the elements of the copy, the changed ones, and the *entries* (changed elements, or runs of them). The parts are, each filled up to 8 bytes:
+the number of entries in each block of 65,536 elements (4 bytes), the values, where in its block each entry is (2 bytes), and the length
+of each run (2 bytes). A run ends with its block at the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.map import Copy, ReshardMap
+
+if TYPE_CHECKING:
+    import torch
+
+NOTHING, PAIRS, RUNS, WHOLE = range(4)  # kinds
+BLOCK_BYTES, PLACE_BYTES = 4, 2  # the number of entries of a block; a place in it, or the length of a run
+BLOCK = 1 << 16  # elements, as in kernels.changes (which imports torch)
+ALIGNMENT = 8
+MOST_OF_FULL = 0.5  # a delta of more of the full update's bytes is not worth what finding and spreading it takes (docs/transports.md)
+PIECE = 1 << 26  # elements: as many are brought at a time from the host's memory to the GPU that compares
+HEADER_BYTES, ROW_BYTES = 16, 12  # of a blob: version and length; kind, entries and changed elements of a copy
+
+
+@dataclass(frozen=True)
+class Delta:
+    kind: int
+    entries: int
+    changed: int
+    body: torch.Tensor  # [bytes] uint8, where the values lie
+
+    def moved_to(self, device: torch.device) -> Delta:
+        return replace(self, body=self.body.to(device))
+
+
+Changes = Sequence[tuple[Copy, Delta]]  # from one rank to one other, in the order of the map
+
+
+def parts(kind: int, elements: int, entries: int, changed: int, item_bytes: int) -> tuple[int, int, int, int]:
+    """Bytes of the four parts of a body."""
+    values = item_bytes * (elements if kind == WHOLE else changed)
+    if kind in (NOTHING, WHOLE):
+        return 0, values, 0, 0
+    return BLOCK_BYTES * -(-elements // BLOCK), values, PLACE_BYTES * entries, PLACE_BYTES * entries * (kind == RUNS)
+
+
+def body_bytes(kind: int, elements: int, entries: int, changed: int, item_bytes: int) -> int:
+    return sum(_filled_up(size) for size in parts(kind, elements, entries, changed, item_bytes))
+
+
+def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:
+    """The kind whose body takes the fewest bytes; among equals the simplest to spread."""
+    if not changed:
+        return NOTHING
+    entries = {WHOLE: 0, PAIRS: changed, RUNS: runs}
+    return min(entries, key=lambda kind: body_bytes(kind, elements, entries[kind], changed, item_bytes))
+
+
+def find_delta(new: torch.Tensor, old: torch.Tensor) -> Delta:
+    """What has to be written over `old` to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous."""
+    import torch
+
+    from megarl import kernels
+    from megarl.kernels.changes import positions_of
+
+    pieces = [(new, old)] if new.device == old.device else zip(new.split(PIECE), old.split(PIECE))
+    counts, offsets = map(torch.cat, zip(*(kernels.find_changes(now, was.to(now.device, non_blocking=True)) for now, was in pieces)))
+    changed = len(offsets)
+    begins = _begins(counts, offsets)
+    runs = int(begins.sum()) if changed else 0
+    kind = best_kind(len(new), changed, runs, new.element_size())
+    if kind == NOTHING:
+        return Delta(kind, 0, 0, torch.empty(0, dtype=torch.uint8, device=new.device))
+    if kind == WHOLE:
+        return Delta(kind, 0, changed, _joined([new]))
+    values = new[positions_of(counts, offsets)]
+    if kind == PAIRS:
+        return Delta(kind, changed, changed, _joined([counts, values, offsets]))
+    first = torch.nonzero(begins).view(-1)
+    lengths = torch.diff(first, append=first.new_tensor([changed]))
+    ends = counts.cumsum(0)
+    of_block = torch.bincount(torch.searchsorted(ends, first, right=True), minlength=len(counts)).to(torch.int32)
+    return Delta(kind, runs, changed, _joined([of_block, values, offsets[first], (lengths - 1).to(torch.int16)]))
+
+
+def spread(delta: Delta, target: torch.Tensor) -> None:
+    """Writes the changed values to their places in `target`, the copy's destination box, of any strides, on the body's device."""
+    import torch
+
+    from megarl.kernels.changes import bits_of, positions_of
+
+    if delta.kind == NOTHING or target.is_meta:  # (memory of a process that has ended is on the meta device)
+        return
+    bits = bits_of(target)
+    sizes = parts(delta.kind, bits.numel(), delta.entries, delta.changed, bits.element_size())
+    counts, values, offsets, lengths = _parted(delta.body, sizes)
+    values = values.view(bits.dtype)
+    if delta.kind == WHOLE:
+        bits.copy_(values.view(bits.shape))
+        return
+    positions = positions_of(counts.view(torch.int32), offsets.view(torch.int16))
+    if delta.kind == RUNS:
+        longs = (lengths.view(torch.int16).long() & 0xFFFF) + 1
+        begins = longs.cumsum(0) - longs  # of each run, among the changed elements
+        positions = torch.repeat_interleave(positions - begins, longs, output_size=delta.changed)
+        positions += torch.arange(delta.changed, device=positions.device)
+    if bits.is_contiguous():
+        bits.view(-1).index_copy_(0, positions, values)
+    else:
+        bits[torch.unravel_index(positions, bits.shape)] = values
+
+
+def blob_bytes(deltas: Sequence[Delta]) -> int:
+    return HEADER_BYTES + _filled_up(ROW_BYTES * len(deltas)) + sum(len(delta.body) for delta in deltas)
+
+
+def make_blob(deltas: Sequence[Delta], version: int) -> torch.Tensor:
+    """All deltas from one rank to one other, in the order of the map, as one row of bytes."""
+    import torch
+
+    rows = [number for delta in deltas for number in (delta.kind, delta.entries, delta.changed)]
+    head = _joined([torch.tensor([version, blob_bytes(deltas)]), torch.tensor(rows, dtype=torch.int32)])
+    return torch.cat([head.to(deltas[0].body.device), *(delta.body for delta in deltas if len(delta.body))])
+
+
+def spread_blob(blob: torch.Tensor, version: int, targets: Sequence[torch.Tensor], source: str) -> None:
+    """Carries out a blob on the boxes of its copies. Raises RuntimeError if `blob`, which came from `source`, is not that of `version`."""
+    import torch
+
+    table_bytes = _filled_up(ROW_BYTES * len(targets))
+    head = blob[: HEADER_BYTES + table_bytes].cpu()
+    found, length = head[:HEADER_BYTES].view(torch.int64).tolist()
+    rows = head[HEADER_BYTES : HEADER_BYTES + ROW_BYTES * len(targets)].view(torch.int32).view(-1, 3).tolist()
+    sizes = [
+        body_bytes(kind, target.numel(), entries, changed, target.element_size()) for (kind, entries, changed), target in zip(rows, targets)
+    ]
+    if found != version or length != len(head) + sum(sizes) or length > len(blob):
+        raise RuntimeError(f"the changes from {source} are those of version {found}, {length} bytes, not of version {version}")
+    bodies = blob[len(head) : length].to(targets[0].device, non_blocking=True).split(sizes)
+    for (kind, entries, changed), body, target in zip(rows, bodies, targets):
+        spread(Delta(kind, entries, changed, body), target)
+
+
+def delta_share(map: ReshardMap, changed: float) -> float:
+    """The bytes of a delta over those of the full update, if a share `changed` of the elements has changed, here and there; at most 1."""
+    full = delta = 0.0
+    for kind in map.destination.kinds:
+        item = ITEM_BYTES[kind.shards[0].dtype]
+        full += kind.bytes
+        delta += kind.bytes * min(1.0, (changed * (item + PLACE_BYTES) + BLOCK_BYTES / BLOCK) / item)
+    return delta / full
+
+
+def _begins(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Whether each changed element begins a run, [changed]."""
+    import torch
+
+    begins = torch.ones(len(offsets), dtype=torch.bool, device=offsets.device)
+    begins[1:] = offsets[1:] != offsets[:-1] + 1
+    firsts = (counts.cumsum(0) - counts)[counts > 0]  # of each block
+    begins[firsts] = True
+    return begins
+
+
+def _joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One row of bytes, each part filled up."""
+    import torch
+
+    sizes = [_filled_up(part.nbytes) for part in found]
+    joined = torch.zeros(sum(sizes), dtype=torch.uint8, device=found[-1].device)
+    for part, room in zip(found, joined.split(sizes)):
+        room[: part.nbytes] = part.view(torch.uint8)
+    return joined
+
+
+def _parted(body: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    begin = 0
+    for size in sizes:
+        yield body[begin : begin + size]
+        begin += _filled_up(size)
+
+
+def _filled_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,66 @@
+"""A trainer rank as a bare process that takes optimizer steps, and sends what has changed."""
+
+from __future__ import annotations
+
+import torch
+from pair_processes import TIMEOUT_S, Trainer, map_of, shards
+
+from megarl.config.schema import WeightsConfig
+from megarl.messaging.host import Host
+from megarl.reshard.execute import AmaxTable, Payloads
+from megarl.reshard.schedule import scheduled_writes
+from megarl.weight_sync.deltas import Deltas, send_changes
+from megarl.weight_sync.transports.base import Endpoint
+from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
+
+
+class DeltaTrainer(Trainer):
+    """Its steps are Adam's, on float32 master weights, at gradients of noise."""
+
+    def __init__(self, rank: int, case: str, lr: float):
+        super().__init__(rank)
+        self.map = map_of(case)
+        self.copies = scheduled_writes(self.map, rank)
+        self.model = shards(self.map.source, rank, seed=1)
+        for name, values in self.model.items():
+            if "norm" not in name:
+                values.mul_(0.02)  # as models begin
+        self.masters = {name: values.float() for name, values in self.model.items()}
+        self.adam = torch.optim.AdamW(self.masters.values(), lr=lr, weight_decay=0.01)
+        self.deltas, self.payloads, self.version = Deltas(WeightsConfig(delta="auto", delta_refresh=1000)), Payloads(), 0
+
+    def connect(self, setting: str, host: Host, endpoints: list[str], rule: None) -> None:
+        decoded = [Endpoint.decode(text) for text in endpoints]
+        self.shapes, self.parts = shapes_of(decoded), landing_first(self.copies, decoded)
+        self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
+        self.transport.connect(decoded)
+
+    def step(self) -> None:
+        for values in self.masters.values():
+            values.grad = torch.randn(values.shape)
+        self.adam.step()
+        for name, values in self.model.items():
+            values.copy_(self.masters[name])
+        self.version += 1
+
+    def find(self) -> tuple[int, int, int] | None:
+        """(bytes of the changes, bytes of what has changed, bytes of all)"""
+        self.payloads.begin(self.model)
+        self.found = self.deltas.find(self.version - 1, self.copies, self.shapes, True, AmaxTable(), self.payloads)
+        return (sum(self.found.sizes.values()), self.found.changed_bytes, self.found.full_bytes) if self.found else None
+
+    def write_changes(self) -> dict[int, dict[str, int]]:
+        self.deltas.begin_write()
+        sent = send_changes(self.transport, self.found, self.version, self.model)
+        self.deltas.keep_changes(self.version, self.found)
+        return sent.shares
+
+    def write_all(self, keeps: bool) -> list[dict[int, dict[str, int]]]:
+        sent = [self.write_part(part) for part in (0, 1)]
+        if keeps:
+            self.deltas.keep(self.version, self.copies, AmaxTable(), self.payloads, declined=False)
+        return [each.shares for each in sent]
+
+    def write_part(self, part: int) -> Sent:
+        return send(self.transport, self.parts[part], self.model, self.shapes, True, AmaxTable(), self.payloads)

@@ -1,0 +1,88 @@
+"""Deltas by every transport that runs here at once, over many optimizer steps: the engines' memory has the very bits of a full update.
+
+Trainer ranks and engine workers are bare processes with the real transports and commands (delta_processes.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from delta_processes import DeltaTrainer
+from pair_processes import ENGINES, TRAINERS, EngineWorker, map_of
+from remote_object import RemoteObject
+from test_transports_pairs import Run, host
+
+from megarl.config.schema import WeightsConfig
+from megarl.weight_sync.transports import mooncake
+from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.update import WeightUpdate
+
+LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}  # in float32, small enough to leave some bits
+CHECKED_EVERY = 20  # steps; hashes are compared after each
+
+
+class DeltaRun(Run):
+    """One engine on the trainer's host, one that is reached by Mooncake, and one by gloo."""
+
+    def update(self, version: int, full: bool = False, keeps: bool = False) -> None:
+        session = WeightUpdate(self.workers, version)
+        for process in self.trainers:
+            process.start(*(("write_all", keeps) if full else ("write_changes",)))
+        self.do(session.receive(changes=not full))
+        while self.connecting:
+            self.connecting.pop().result()
+        shares = [process.result() for process in self.trainers]
+        if self.opened.lands:
+            self.do(session.spread(changes=not full))
+        self.do(session.audit([part for parts in shares for part in parts] if full else shares, self.map))
+
+    def memory(self) -> list[dict[str, np.ndarray]]:
+        return [process.call("memory") for process in self.engines]
+
+
+@contextlib.contextmanager
+def run(case: str, folder: Any) -> Iterator[DeltaRun]:
+    processes: tuple[list[RemoteObject], list[RemoteObject]] = [], []
+    with contextlib.ExitStack() as stack:
+        for kind, count, found, arguments in (
+            (DeltaTrainer, TRAINERS, processes[0], (case, LR[case])), (EngineWorker, ENGINES, processes[1], (case,))
+        ):  # fmt: skip
+            for rank in range(count):
+                found.append(RemoteObject(kind, rank, *arguments))
+                stack.callback(found[-1].kill)
+        near, far, poor = host("a", MOONCAKE if mooncake.imports() else GLOO), host("b", MOONCAKE), host("c", GLOO)
+        run = DeltaRun(processes, folder, WeightsConfig(delta="auto", relay="off"), [near] * TRAINERS, [near, far, poor], map_of(case))
+        stack.callback(run.hub.close)
+        run.open()
+        yield run
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "case, steps",
+    [("bfloat16", 21), ("fp8_block", 3)] + [pytest.param(case, 200, marks=pytest.mark.matrix) for case in LR],
+)
+def test_the_engines_hold_what_a_full_update_writes(case, steps, tmp_path):
+    with run(case, tmp_path) as far:
+        assert far.opened.kinds == {SHARED_MEMORY, GLOO} | ({MOONCAKE} if mooncake.imports() else set())
+        changed = []
+        far.update(0, full=True, keeps=True)
+        for version in range(1, steps + 1):
+            for process in far.trainers:
+                process.call("step")
+            found = [process.call("find") for process in far.trainers]
+            changed.append(sum(each[1] for each in found) / sum(each[2] for each in found))
+            far.update(version)
+            if version % CHECKED_EVERY == 1:
+                by_delta = far.memory()
+                for process in far.engines:
+                    process.call("scramble")
+                far.update(version, full=True)
+                for one, other in zip(by_delta, far.memory(), strict=True):
+                    assert one.keys() == other.keys() and [name for name in one if not np.array_equal(one[name], other[name])] == []
+        print(f"{case}, lr {LR[case]:g}: {steps} steps, changed bytes {min(changed):.3%} to {max(changed):.3%}")
+        assert 0 < max(changed) < 0.5

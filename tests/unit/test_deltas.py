@@ -1,0 +1,187 @@
+"""What has changed of the values of a copy: in the form that takes the fewest bytes, and back again to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.box import Box
+from megarl.config.schema import WeightsConfig
+from megarl.kernels.changes import BLOCK, bits_of, compact, find_changes, positions_of
+from megarl.messaging.messages import WeightsOffer
+from megarl.reshard.deltas import (
+    NOTHING,
+    PAIRS,
+    RUNS,
+    WHOLE,
+    best_kind,
+    blob_bytes,
+    body_bytes,
+    find_delta,
+    make_blob,
+    spread,
+    spread_blob,
+)
+from megarl.reshard.execute import Payloads
+from megarl.reshard.map import Copy
+from megarl.weight_sync.deltas import Deltas, changed_fraction, worth_it
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def noise(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).view(dtype)
+
+
+def changed_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The same values with one bit flipped at `places`."""
+    new = values.clone()
+    bits_of(new)[places] ^= 1
+    return new
+
+
+PATTERNS = {  # elements, places
+    "nothing": (1000, torch.tensor([], dtype=torch.int64)),
+    "a scalar": (1, torch.tensor([0])),
+    "all": (999, torch.arange(999)),
+    "here and there": (3 * BLOCK + 5, torch.arange(0, 3 * BLOCK + 5, 97)),
+    "across the ends of blocks": (2 * BLOCK + 2, torch.tensor([0, 1, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])),
+    "long runs, one through a whole block": (4 * BLOCK, torch.cat([torch.arange(7, 900), torch.arange(BLOCK - 3, 2 * BLOCK + 9)])),
+    "no block but the last": (5 * BLOCK, torch.tensor([5 * BLOCK - 1])),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_there_and_back(pattern, dtype):
+    count, places = PATTERNS[pattern]
+    old = noise(count, dtype)
+    new = changed_at(old, places)
+    delta = find_delta(bits_of(new), bits_of(old))
+    follows = (torch.diff(places) == 1) & (places[1:] % BLOCK != 0)
+    runs = len(places) - int(follows.sum())
+    assert (delta.changed, delta.kind) == (len(places), best_kind(count, len(places), runs, dtype.itemsize))
+    assert len(delta.body) == body_bytes(delta.kind, count, delta.entries, delta.changed, dtype.itemsize)
+    spread(delta, old)
+    assert torch.equal(bits_of(old), bits_of(new))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_changes_of_boxes_of_any_strides(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    rows, cols = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    memory = noise(2 * rows * cols, dtype)
+    box = {"whole": memory[: rows * cols].view(rows, cols), "columns": memory.view(rows, 2 * cols)[:, cols:]}
+    box["turned"] = memory.view(-1)[: rows * cols].view(cols, rows).t()
+    target = box[data.draw(st.sampled_from(sorted(box)))]
+    places = data.draw(st.lists(st.integers(0, rows * cols - 1), unique=True))
+    old = target.contiguous().view(-1)
+    new = changed_at(old, torch.tensor(sorted(places), dtype=torch.int64))
+    expected = bits_of(memory).clone()
+    holes = expected.as_strided(target.shape, target.stride(), target.storage_offset())
+    holes.copy_(bits_of(new).view(target.shape))
+    spread(find_delta(bits_of(new), bits_of(old)), target)
+    assert torch.equal(bits_of(memory), expected)
+
+
+def test_nan_and_minus_zero_are_bits_like_others():
+    old = torch.tensor([0.0, float("nan"), 1.0, float("nan")])
+    new = torch.tensor([-0.0, float("nan"), 1.0, -float("nan")])
+    new.view(torch.int32)[3] |= 1
+    assert find_delta(bits_of(new), bits_of(old)).changed == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 1.0])
+def test_the_compiled_loops_equal_the_reference(dtype, share):
+    generator = torch.Generator().manual_seed(3)
+    old = torch.randint(0, 100, ((1 << 20) + 77,), dtype=dtype, generator=generator)
+    places = torch.nonzero(torch.rand(len(old), generator=generator) < share).view(-1)
+    new = old.clone()
+    new[places] += 1
+    counts, offsets = find_changes(new, old)
+    reference = compact(places, len(old))
+    assert torch.equal(counts, reference[0]) and torch.equal(offsets, reference[1])
+    assert torch.equal(positions_of(counts, offsets), places)
+
+
+def test_the_rule_on_the_counts():
+    """A pair in bf16 takes 4 bytes, a run 4 and 2 for each of its elements; a block 4, which the filling up may hide."""
+    assert best_kind(1 << 20, 0, 0, 2) == NOTHING
+    assert best_kind(1 << 20, 1000, 1000, 2) == best_kind(1 << 20, 1000, 501, 2) == PAIRS
+    assert best_kind(1 << 20, 1000, 490, 2) == RUNS
+    assert best_kind(1 << 20, 1 << 19, 1 << 18, 2) == WHOLE  # half of the elements, in pairs, with the blocks
+    assert best_kind(1 << 20, (1 << 19) - 100, (1 << 19) - 100, 2) == PAIRS
+    assert best_kind(1 << 20, 350_000, 350_000, 1) == WHOLE and best_kind(1 << 20, 349_000, 349_000, 1) == PAIRS
+    assert best_kind(64, 64, 1, 4) == WHOLE
+    for item in (1, 2, 4):
+        for changed in (1, 10, 1000):
+            sizes = {kind: body_bytes(kind, 4096, entries, changed, item) for kind, entries in ((PAIRS, changed), (RUNS, 3), (WHOLE, 0))}
+            assert sizes[best_kind(4096, changed, 3, item)] == min(sizes.values())
+
+
+def test_a_blob_of_another_version_or_cut_short_is_refused_before_anything_is_spread():
+    old = [noise(500, torch.bfloat16), noise(70000, torch.float8_e4m3fn), noise(9, torch.float32)]
+    new = [changed_at(values, torch.arange(0, len(values), 50)) for values in old[:2]] + [old[2]]
+    deltas = [find_delta(bits_of(now), bits_of(was)) for now, was in zip(new, old)]
+    blob = make_blob(deltas, 7)
+    assert len(blob) == blob_bytes(deltas)
+    before = [values.clone() for values in old]
+    for wrong, version in ((blob, 8), (blob[:-8], 7), (torch.zeros_like(blob), 7)):
+        with pytest.raises(RuntimeError, match=rf"the changes from trainer rank 3 .* not of version {version}"):
+            spread_blob(wrong, version, old, "trainer rank 3")
+    assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(old, before))
+    spread_blob(torch.cat([blob, torch.ones(64, dtype=torch.uint8)]), 7, old, "trainer rank 3")  # an inbox is larger than its blob
+    assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(old, new))
+
+
+def test_a_delta_is_granted_only_from_the_version_that_all_hold_and_where_it_saves_enough():
+    def offers(*sizes: int, base: int = 4) -> list[WeightsOffer]:
+        return [WeightsOffer(5, base, size, size // 2, 100) for size in sizes]
+
+    assert worth_it(offers(50, 1), 4) and not worth_it(offers(51, 1), 4)
+    assert not worth_it(offers(1, 1), 3) and not worth_it(offers(1, 1, base=-1), -1)
+    assert not worth_it([*offers(1), WeightsOffer(5)], 4)
+    assert changed_fraction(offers(10, 30)) == 20 / 200 and changed_fraction([*offers(1), WeightsOffer(5)]) is None
+
+
+@pytest.mark.parametrize("refresh, expected", [(3, "FddFddFd"), (1, "FFFFFFFF"), (50, "Fddddddd")])
+def test_everything_is_sent_again_every_so_often(refresh, expected):
+    assert played(refresh) == expected
+
+
+def test_after_too_many_changes_it_looks_for_them_again_only_later():
+    assert played(4, too_many=(2, 7)) == "FdDFFFFD"
+
+
+def test_after_an_update_that_was_not_confirmed_comes_a_full_one():
+    assert played(50, unconfirmed=(2,)) == "FddFdddd"
+
+
+def played(refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int, ...] = ()) -> str:
+    """Eight updates: F full, d delta, D full though it has compared."""
+    box = Box((0,), (64,))
+    copies = [Copy(0, "x", box, rank, "y", box, "cast", "bfloat16", 0) for rank in (0, 1)]
+    deltas, payloads, source = Deltas(WeightsConfig(delta="auto", delta_refresh=refresh)), Payloads(), torch.zeros(64)
+    engine, base, story = torch.zeros(64, dtype=torch.bfloat16), -1, ""
+    for version in range(8):
+        source[version] += 1
+        payloads.begin({"x": source})
+        found = deltas.find(base, copies, {0: {"y": (64,)}, 1: {"y": (64,)}}, True, None, payloads)
+        deltas.begin_write()
+        if found and version not in too_many:
+            assert found.by_rank.keys() == {0, 1} and found.changed_bytes == 2 * 2
+            (_, delta), *_ = found.by_rank[1]
+            spread(delta, engine)
+            deltas.keep_changes(version, found)
+            story += "d"
+        else:
+            engine.copy_(source)
+            deltas.keep(version, copies, None, payloads, declined=found is not None)
+            story += "D" if found else "F"
+        assert torch.equal(engine, source.bfloat16())
+        base = base if version in unconfirmed else version
+    return story
