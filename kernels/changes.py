@@ -8,6 +8,7 @@ import torch
 BLOCK = 1 << 16
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPILED_BYTES = 1 << 20  # size of values above which a compiled loop pays, as for audits
+PUT_BYTES = 1 << 12  # and of changed values
 
 # How many there are in each block, int32 [blocks]; where in its block each is, 16 bits as int16 [count].
 # How many there are in each block, int32 [blocks]; where in its block each is, 16 bits as int16 [count].
@@ -35,6 +36,23 @@ def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
 def compact(positions: torch.Tensor, elements: int) -> Places:
     """`positions`: ascending, int64."""
     return torch.bincount(positions >> 16, minlength=blocks(elements)).to(torch.int32), positions.to(torch.int16)
+
+
+def put(target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes `values` to these places of `target`: integers, of any strides."""
+    if not target.is_cuda and values.nbytes >= PUT_BYTES:
+        from megarl.kernels import changes_numba
+
+        if changes_numba.put(target, counts, offsets, values):
+            return
+    put_at(target, positions_of(counts, offsets), values)
+
+
+def put_at(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    if target.is_contiguous():
+        target.view(-1).index_copy_(0, positions, values)
+    else:
+        target[torch.unravel_index(positions, target.shape)] = values
 
 
 def positions_of(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

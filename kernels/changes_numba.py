@@ -1,4 +1,4 @@
-"""Where values differ from what they were, compiled for the CPU: two loops that read memory once each. Equal to kernels/changes.py."""
+"""Finding what has changed, and writing it to its places, compiled for the CPU. Equal to kernels/changes.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from megarl.kernels.changes import BLOCK, Places, blocks
 
 
 def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
-    """See megarl.kernels.changes.find_changes."""
+    """See megarl.kernels.changes.find_changes. Each of two loops reads memory once."""
     arrays, counts = (new.numpy(), old.numpy()), np.zeros(blocks(len(new)), np.int32)
     _count(*arrays, counts, BLOCK)
     offsets = np.empty(int(counts.sum(dtype=np.int64)) + 1, np.int16)  # the last one is written to, but means nothing
     _write(*arrays, counts, offsets, BLOCK)
     return torch.from_numpy(counts), torch.from_numpy(offsets[:-1])
+
+
+def put(target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
+    """See megarl.kernels.changes.put. Returns False for strides that it does not handle."""
+    if target.is_contiguous():
+        rows = target.view(1, -1)
+    elif target.dim() == 2 and target.stride(1) == 1:
+        rows = target
+    else:
+        return False
+    _put(rows.numpy(), counts.numpy(), offsets.numpy().view(np.uint16), values.numpy(), BLOCK)
+    return True
 
 
 @numba.njit(cache=True, nogil=True)
@@ -38,3 +50,16 @@ def _write(new, old, counts, offsets, block):
             offsets[at] = np.int16(i)
             at += now[i] != before[i]
         assert at == end
+
+
+@numba.njit(cache=True, nogil=True)
+def _put(rows, counts, offsets, values, block):
+    at, cols = 0, rows.shape[1]
+    for b in range(len(counts)):
+        row, first = (b * block) // cols, (b * block) // cols * cols  # places only grow: so the row is moved on, not divided for
+        for i in range(at, at + counts[b]):
+            place = b * block + offsets[i]
+            while place >= first + cols:
+                row, first = row + 1, first + cols
+            rows[row, place - first] = values[i]
+        at += counts[b]

@@ -92,7 +92,7 @@ def spread(delta: Delta, target: torch.Tensor) -> None:
     """Writes the changed values to their places in `target`, the copy's destination box, of any strides, on the body's device."""
     import torch
 
-    from megarl.kernels.changes import bits_of, positions_of
+    from megarl.kernels.changes import bits_of, positions_of, put, put_at
 
     if delta.kind == NOTHING or target.is_meta:  # (memory of a process that has ended is on the meta device)
         return
@@ -103,16 +103,14 @@ def spread(delta: Delta, target: torch.Tensor) -> None:
     if delta.kind == WHOLE:
         bits.copy_(values.view(bits.shape))
         return
-    positions = positions_of(counts.view(torch.int32), offsets.view(torch.int16))
-    if delta.kind == RUNS:
-        longs = (lengths.view(torch.int16).long() & 0xFFFF) + 1
-        begins = longs.cumsum(0) - longs  # of each run, among the changed elements
-        positions = torch.repeat_interleave(positions - begins, longs, output_size=delta.changed)
-        positions += torch.arange(delta.changed, device=positions.device)
-    if bits.is_contiguous():
-        bits.view(-1).index_copy_(0, positions, values)
-    else:
-        bits[torch.unravel_index(positions, bits.shape)] = values
+    places = counts.view(torch.int32), offsets.view(torch.int16)
+    if delta.kind == PAIRS:
+        put(bits, *places, values)
+        return
+    longs = (lengths.view(torch.int16).long() & 0xFFFF) + 1
+    begins = longs.cumsum(0) - longs  # of each run, among the changed elements
+    positions = torch.repeat_interleave(positions_of(*places) - begins, longs, output_size=delta.changed)
+    put_at(bits, positions + torch.arange(delta.changed, device=positions.device), values)
 
 
 def blob_bytes(deltas: Sequence[Delta]) -> int:

@@ -137,8 +137,10 @@ class WeightsSender:
         """(the version that it can send the changes from, or -1; the changes, if it has looked for them)"""
         if self._unconfirmed is not None and self._await_applied(self._unconfirmed) is None:  # the run is to stop
             return -1, None
-        base, ranks = (self._applied.version if self._applied else -1), {copy.destination_rank for copy in self._scheduled}
-        if self._transport is None or any(not self._transport.room(rank) for rank in ranks):
+        if self._applied is None or self._transport is None:
+            return -1, None
+        base, ranks = self._applied.version, {copy.destination_rank for copy in self._scheduled}
+        if not all(self._transport.room(rank) for rank in ranks):
             return -1, None
         model = executor.get_model()
         self._payloads.begin(model)

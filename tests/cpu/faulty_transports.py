@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from megarl.reshard.deltas import Changes
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.gloo import GlooTransport
@@ -28,7 +30,7 @@ def flip_one_bit(rank: int, writes: int, copy: Copy, values: torch.Tensor) -> to
     """In what rank 1 writes of one tensor."""
     if rank == 1 and copy.destination_tensor == FLIPPED and copy.destination_rank == 1:
         values = values.clone()
-        values.view(torch.uint8)[0, 5] ^= 4
+        values.view(-1).view(torch.uint8)[9] ^= 4  # (of a delta, in its first value)
     return values
 
 
@@ -37,6 +39,12 @@ FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"
 
 def die(rank: int, writes: int, copy: Copy, values: torch.Tensor) -> torch.Tensor:
     if writes == FIRST_WRITES:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return values
+
+
+def die_in_a_delta(rank: int, writes: int, copy: Copy, values: torch.Tensor) -> torch.Tensor:
+    if writes == -1:
         os.kill(os.getpid(), signal.SIGKILL)
     return values
 
@@ -51,6 +59,18 @@ class _Hooked:
             values = before_write(self._rank, self._writes, copy, values)
         self._writes += 1
         super().write(copy, values)
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None:
+        """`before_write` gets one box that has changed, that of FLIPPED if it has; as write -1, with the bytes of the delta in place of the
+        values. By shared memory the boxes before it are in place by then."""
+        found = [place for place, (_, delta) in enumerate(changes) if delta.changed]
+        at = next((place for place in found if changes[place][0].destination_tensor == FLIPPED), found[-1])
+        if isinstance(self, SharedMemoryTransport):
+            super().write_changes(rank, changes[:at], version)
+        copy, delta = changes[at]
+        if before_write is not None:
+            delta = replace(delta, body=before_write(self._rank, -1, copy, delta.body))
+        super().write_changes(rank, [*changes[:at], (copy, delta), *changes[at + 1 :]], version)
 
 
 class HookedSharedMemory(_Hooked, SharedMemoryTransport):

@@ -70,10 +70,20 @@ def send(rank: int, job: Job, go: Event) -> None:
                 senders[sync.hub] = WeightsSender(job.plan(sync.transport), link)
             if held.version != sync.version:
                 assert go.wait(2 * DEADLINE_S)  # an engine may have to start meanwhile
-            held.version = sync.version
+            while held.version != sync.version:
+                held.version += 1
+                change(held, job.changing)
             senders[sync.hub].send(held)
         for sender in senders.values():
             sender.close()
+
+
+def change(held: HeldWeights, share: float) -> None:
+    """Takes them to the next version: another lowest bit in a part of the elements, the same for all ranks that hold them."""
+    for name, values in held.parameters.items():
+        generator = torch.Generator().manual_seed(held.version + (sum(map(ord, name)) if "norm" in name else 1000 * held.rank))
+        bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
+        bits ^= (torch.rand(values.shape, generator=generator) < share).to(bits.dtype)
 
 
 def as_thread(rank: int, job: Job, go: Event = Event()) -> Future:
@@ -97,4 +107,6 @@ def as_process(rank: int, job: Job, fault: str) -> subprocess.Popen:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     faulty_transports.before_write = getattr(faulty_transports, sys.argv[3])
-    send(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Job), Event())
+    go = Event()
+    go.set()
+    send(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Job), go)

@@ -14,7 +14,16 @@ from thread_groups import on_ranks
 
 from megarl import kernels
 from megarl.box import Box
-from megarl.kernels import audit, audit_triton, chunked_logprobs, chunked_logprobs_triton, quantise, quantise_triton
+from megarl.kernels import (
+    audit,
+    audit_triton,
+    changes,
+    changes_triton,
+    chunked_logprobs,
+    chunked_logprobs_triton,
+    quantise,
+    quantise_triton,
+)
 from megarl.kernels.quantise_rules import BLOCK, Rule
 from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.execute import AmaxTable, payload
@@ -22,6 +31,17 @@ from megarl.reshard.rows import QUANTISE, SCALE
 
 torch.set_num_threads(1)
 RULE = block_rule(8, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("count", [1, changes_triton.PIECE, changes.BLOCK + changes_triton.PIECE + 7])
+@pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
+def test_changes(dtype, count, share):
+    generator = torch.Generator().manual_seed(count)
+    old = torch.randint(0, 100, (count,), dtype=dtype, generator=generator)
+    new = old + (torch.rand(count, generator=generator) < share).to(dtype)
+    for found, expected in zip(changes_triton.find_changes(new, old), changes.find_changes(new, old), strict=True):
+        assert torch.equal(found, expected)
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -53,6 +53,8 @@ class Job(msgspec.Struct, frozen=True):
     quantization: str | None = None  # of the engine
     weights_s: float = DEADLINE_S  # for each part of an update
     audit: str = "on"  # not strict: most tests fill the engine's memory with noise
+    changing: float = 0.0  # share of the elements of held weights that change from version to version
+    delta: str = ""  # weights.delta; "": auto if something is `changing`
 
     @property
     def export(self) -> Path:
@@ -66,7 +68,7 @@ class Job(msgspec.Struct, frozen=True):
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
-            weights=WeightsConfig(transport=transport, audit=self.audit),
+            weights=WeightsConfig(transport=transport, audit=self.audit, delta=self.delta or ("auto" if self.changing else "off")),
             observe=ObserveConfig(probe_every=0, tensorboard=False),
             timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), collective_s=DEADLINE_S + 1, weights_s=self.weights_s),
             run_dir=self.folder,

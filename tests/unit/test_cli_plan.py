@@ -73,6 +73,36 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
 
 
+def test_what_a_delta_is_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bf16 each changed element takes 4 bytes instead of 2; half of the full bytes are the most."""
+    facts = []
+    for more in (["--delta", "0.02"], ["--delta", "0.02", "--link", "3"], ["--delta", "0.26"], ["--delta", "0"]):
+        assert cli.main(["reshard", str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json", *more]) == 0
+        facts.append(json.loads(capsys.readouterr().out))
+    given, slow, large, none = facts
+    assert given["delta_predicted_s"] == pytest.approx(0.04 * given["predicted_s"], rel=1e-3)
+    assert slow["delta_predicted_s"] / given["delta_predicted_s"] == pytest.approx(given["link_bytes_per_s"] / 3e9)
+    assert large["delta_predicted_s"] == large["predicted_s"] and none["delta_predicted_s"] < 1e-4 * none["predicted_s"]
+    for option, value, allowed in (("--delta", "1.5", "must be at least 0 and at most 1"), ("--link", "0", "must be more than 0")):
+        assert cli.main(["reshard", str(run_yaml), option, value]) == 2
+        assert f"{option} {value}: {allowed}" in capsys.readouterr().err
+
+
+def test_what_was_sent_last_is_counted(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of two trainer ranks sends its half of the weights to one engine, in bf16."""
+    sizes = ["trainer.tp=2", "trainer.dp=1", "generator.engines=1", "generator.tp=1", "generator.quantization=null"]
+    found = []
+    for more in ([], ["weights.delta=auto"], ["weights.delta=auto", "weights.delta_shadow=device"]):
+        assert cli.main(["plan", str(run_yaml), *sizes, *more, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    off, host, device = found
+    half_gib = off["generator"]["weight_bytes_max"] / 2 / 2**30
+    assert off["shadow_gib_per_node"] == off["trainer_memory_gib"]["shadow"] == host["trainer_memory_gib"]["shadow"] == 0
+    assert host["shadow_gib_per_node"] == pytest.approx(2 * half_gib, rel=0.01)
+    assert device["trainer_gib_per_gpu"] - off["trainer_gib_per_gpu"] == pytest.approx(half_gib, rel=0.01)
+    assert off["delta_sync_s"] == pytest.approx(0.02 * off["sync_s"], rel=0.01)
+
+
 def test_reshard_lists_dumps_and_draws(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["trainer.tp=2", "trainer.dp=2", "generator.engines=2", "generator.tp=4", "generator.quantization=fp8_block"]
     files = tmp_path / "map.jsonl", tmp_path / "map.svg"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.box import Box
 from megarl.config.schema import WeightsConfig
-from megarl.kernels.changes import BLOCK, bits_of, compact, find_changes, positions_of
+from megarl.kernels.changes import BLOCK, bits_of, compact, find_changes, positions_of, put
 from megarl.messaging.messages import WeightsOffer
 from megarl.reshard.deltas import (
     NOTHING,
@@ -106,6 +106,14 @@ def test_the_compiled_loops_equal_the_reference(dtype, share):
     reference = compact(places, len(old))
     assert torch.equal(counts, reference[0]) and torch.equal(offsets, reference[1])
     assert torch.equal(positions_of(counts, offsets), places)
+    memory = torch.randint(0, 100, (1031, 3000), dtype=dtype, generator=generator)
+    for rows, cols in ((1031, 1017), (3, 3000)):  # columns of a matrix, whole rows
+        target = memory[:rows, :cols]
+        inside = places[places < rows * cols]
+        expected = memory.clone()
+        expected.view(-1)[inside // cols * 3000 + inside % cols] = new[inside]
+        put(target, *compact(inside, rows * cols), new[inside])
+        assert torch.equal(memory, expected)
 
 
 def test_the_rule_on_the_counts():

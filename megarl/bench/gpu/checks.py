@@ -14,7 +14,16 @@ import torch
 
 from megarl import kernels
 from megarl.box import Box
-from megarl.kernels import audit, audit_triton, chunked_logprobs, chunked_logprobs_triton, quantise, quantise_triton
+from megarl.kernels import (
+    audit,
+    audit_triton,
+    changes,
+    changes_triton,
+    chunked_logprobs,
+    chunked_logprobs_triton,
+    quantise,
+    quantise_triton,
+)
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
 
 # 405B at TP8, DeepSeek's kv_a, ragged ones
@@ -140,12 +149,22 @@ def linear_logprobs_in_float64(device: torch.device, toy: bool) -> None:
             torch.testing.assert_close(gradient.double(), want, rtol=rounding, atol=rounding * want.abs().max().item())
 
 
+def finds_changes_as_the_cpu_does(device: torch.device, toy: bool) -> None:
+    for count, dtype in itertools.product([1, 70000] if toy else [1, 70000, 16384 * 2048 + 3], (torch.uint8, torch.int16, torch.int32)):
+        old = torch.randint(0, 100, (count,), dtype=dtype, device=device)
+        for share in (0.0, 0.01, 1.0):
+            new = old + (torch.rand(count, device=device) < share).to(dtype)
+            found, wanted = changes_triton.find_changes(new, old), changes.find_changes(new.cpu(), old.cpu())
+            assert all(equal(one, other) for one, other in zip(found, wanted, strict=True)), f"{share} of {count} elements of {dtype}"
+
+
 CHECKS: dict[str, Callable[[torch.device, bool], None]] = {
     "block, channel and tensor scales: codes and scales, bit for bit": quantises_as_the_cpu_does,
     "every bf16 number by every significand of a scale, bit for bit": every_number_by_every_scale,
     "boxes that cut tiles, in two passes, bit for bit": quantises_boxes_that_cut_tiles,
     "NaN and infinity are refused, and their tile named": refuses_nan_and_infinity,
     "audit hash of boxes and strides, bit for bit": hashes_as_the_cpu_does,
+    "what has changed since the last update, place by place": finds_changes_as_the_cpu_does,
     "log-probs, entropy and gradients of a slice of the vocabulary, to float32 accuracy": logprobs_and_entropy_of_a_slice,
     "log-probs, entropy and gradients from hidden states, against float64": linear_logprobs_in_float64,
 }

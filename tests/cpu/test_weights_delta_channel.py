@@ -1,0 +1,158 @@
+"""Deltas through the whole weights channel into a live engine, audited as strictly as by default: when they are sent and when everything
+is, and that an update which breaks off in the middle of one is found.
+
+One engine at TP2; trainer ranks are the real sending ends around held weights, as in test_weights_faults.py, whose fixtures these are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from threading import Event
+from typing import Any
+
+import faulty_transports
+import psutil
+import pytest
+import torch
+from fault_site import Site, kill_worker, threads, unusable_after
+from faulty_transports import HOOKED
+from held_weights import as_process, as_thread
+from test_weights_faults import KINDS, WRITE_S, hub, site, whole_site  # noqa: F401  fixtures
+from weights_rig import receiver, unequal
+from weights_worker import DEADLINE_S
+
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.fleet import Fleet
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import WeightsGrant
+from megarl.weight_sync.audit import AuditError
+from megarl.weight_sync.commands import Recall
+from megarl.weight_sync.transports.base import GLOO, SHARED_MEMORY
+from megarl.weight_sync.workers import Workers, connect
+
+SHARE = 0.02  # of the elements change from version to version (weights_worker.Job.changing)
+
+
+@pytest.fixture
+def granted(hub, monkeypatch) -> list[str]:  # noqa: F811
+    """What was granted to trainer rank 0: "d" changes, "F" everything."""
+    found, send = [], hub.send
+
+    def note(peer: str, message: Any) -> None:
+        if isinstance(message, WeightsGrant) and peer == "trainer.0" and message.version < 99:
+            found.append("d" if message.delta else "F")
+        send(peer, message)
+
+    monkeypatch.setattr(hub, "send", note)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def forgotten(site: Site) -> None:  # noqa: F811
+    """The engine's workers compare nothing with what the test before has left, which `site` has overwritten."""
+
+    async def forget() -> None:
+        with contextlib.closing(Hub("generator.0", site.key)) as hub:  # noqa: F811
+            workers = Workers([site.generator.client], site.generator.engine.tp, hub, DEADLINE_S)
+            await site.generator.client.begin_update(DEADLINE_S)
+            await connect(workers, str(site.key_file))
+            await workers.run_all(Recall())
+            await site.generator.client.end_update(DEADLINE_S)
+
+    site.generator.run(forget())
+
+
+def begin(site: Site, hub, kind: str, versions: int, **changes: Any):  # noqa: F811
+    job = site.job(hub, kind, versions=tuple(range(versions)), audit="strict", changing=SHARE, **changes)
+    go = Event()
+    go.set()
+    return receiver(job.plan(kind), hub, job.key_file), [as_thread(rank, job, go) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):  # noqa: F811
+    ends, ranks = begin(site, hub, kind, 5)
+    with threads(*ranks, hub=hub):
+        for _ in range(5):
+            site.generator.take(ends)
+    for rank in ranks:
+        rank.result(DEADLINE_S)
+    assert granted == ["F", "d", "d", "d", "d"]
+    site.generator.map_memory(site.key_file)
+    by_delta = site.generator.memory()
+    site.generator.scramble()
+    with contextlib.closing(Hub("generator.0", site.key)) as other:
+        last = site.job(other, SHARED_MEMORY, versions=(0, 4), changing=SHARE, delta="off")
+        full, go = receiver(last.plan(), other, last.key_file), Event()
+        site.generator.set_version(-1)
+        go.set()
+        with threads(*(as_thread(rank, last, go) for rank in range(2)), hub=other):
+            site.generator.take(full)
+            site.generator.scramble()
+            site.generator.take(full)
+    assert unequal(by_delta, site.generator.memory()) == []
+
+
+def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, granted):  # noqa: F811
+    generator, client = site.generator, site.generator.client
+    generator.fleet = Fleet([client], elastic=True)
+    ends, ranks = begin(site, hub, SHARED_MEMORY, 5)
+    with threads(*ranks, hub=hub):
+        generator.take(ends)
+        generator.take(ends)
+        generator.fleet.lose(EngineUnreachable(client.url, "reset by peer"))
+        generator.fleet.come_back(0)
+        for _ in range(3):
+            generator.take(ends)
+    assert granted == ["F", "d", "F", "d", "d"] and generator.fleet.serving == {0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_of_what_has_changed(site, hub, granted, kind, monkeypatch):  # noqa: F811
+    ends, ranks = begin(site, hub, HOOKED[kind], 2)
+    with threads(*ranks, hub=hub):
+        site.generator.take(ends)
+        monkeypatch.setattr(faulty_transports, "before_write", faulty_transports.flip_one_bit)
+        with (
+            unusable_after(site),
+            pytest.raises(AuditError, match=re.escape(faulty_transports.FLIPPED) + " on generator rank 1 is not what"),
+        ):
+            site.generator.take(ends)
+    assert granted == ["F", "d"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_rank_dies_in_the_middle_of_a_delta(site, hub, granted, kind):  # noqa: F811
+    """Nothing half-written generates: the engine stays paused, and requests are refused."""
+    settings = dict(versions=(0, 1), audit="strict", changing=SHARE, weights_s=WRITE_S)
+    job = site.job(hub, HOOKED[kind], **settings)
+    ends, go = receiver(job.plan(job.syncs[0].transport), hub, job.key_file), Event()
+    go.set()
+    dying = as_process(1, job, "die_in_a_delta")
+    assert hub.wait(DEADLINE_S)
+    expected = r"weights from trainer rank 1" if kind == GLOO else "waited 8 s for trainer.1 to write weights version 1"
+    with threads(as_thread(0, job, go), hub=hub):
+        site.generator.take(ends)
+        with unusable_after(site), pytest.raises((RuntimeError, TimeoutError), match=expected):
+            site.generator.take(ends)
+    assert dying.wait(10) == -signal.SIGKILL and granted == ["F", "d"]
+
+
+def test_an_engine_worker_dies_in_the_middle_of_a_delta(site, hub, granted, monkeypatch):  # noqa: F811
+    processes = site.generator.engine.processes()
+    ends, ranks = begin(site, hub, HOOKED[SHARED_MEMORY], 2, weights_s=30.0)
+
+    def kill(rank: int, writes: int, copy: Any, values: torch.Tensor) -> torch.Tensor:
+        if rank == 0 and granted[-1] == "d":
+            kill_worker(processes)
+        return values
+
+    with threads(*ranks, hub=hub):
+        site.generator.take(ends)
+        monkeypatch.setattr(faulty_transports, "before_write", kill)
+        lost = f"engine {site.generator.client.url}/update_weights_from_tensor is not reachable"
+        with unusable_after(site, paused=False), pytest.raises(RuntimeError, match=lost):
+            site.generator.take(ends)
+    assert psutil.wait_procs(processes, timeout=15)[1] == [] and granted == ["F", "d"]

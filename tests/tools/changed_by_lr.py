@@ -1,0 +1,54 @@
+"""Which share of the elements that engines hold an optimizer step changes, by learning rate: `python tests/tools/changed_by_lr.py`.
+
+Random weights of standard deviation 0.02, as models begin; AdamW (betas 0.9 and 0.95) on float32 masters, at gradients of noise with a part
+that stays, so that updates have about the size that they have in training. The share is that of the last step of STEPS, in bfloat16, and of
+codes and scales in fp8 by block, quantised from the bfloat16 values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.kernels.changes import bits_of
+from megarl.kernels.quantise import quantise
+from megarl.kernels.quantise_rules import BLOCK
+
+STEPS = 20
+RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 1e-4)
+MODELS = {  # matrices of a model: the quickstart's, and some of one as wide as an 8B
+    "quickstart": [(256, 128), (128, 128), (768, 128), (128, 384)],
+    "wide": [(1024, 4096), (4096, 1024)],
+}
+
+
+def changed(shapes: list[tuple[int, int]], lr: float) -> tuple[float, float]:
+    torch.manual_seed(1)
+    masters = [0.02 * torch.randn(shape) for shape in shapes]
+    kept = [torch.randn(shape) for shape in shapes]
+    adam = torch.optim.AdamW(masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(STEPS):
+        before = states(masters)
+        for values, part in zip(masters, kept):
+            values.grad = torch.randn(values.shape) + 0.3 * part
+        adam.step()
+    after = states(masters)
+    return tuple(
+        sum(int((bits_of(a) != bits_of(b)).sum()) for a, b in zip(now, was)) / sum(a.numel() for a in now)
+        for now, was in zip(after, before)
+    )
+
+
+def states(masters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """In bfloat16, and in fp8 by block: codes and scales."""
+    halves = [values.bfloat16() for values in masters]
+    return halves, [part.contiguous() for values in halves for part in quantise(values, BLOCK, "w")]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print("| learning rate |" + "".join(f" {rate:g} |" for rate in RATES))
+    print("|---|" + "---|" * len(RATES))
+    for name, shapes in MODELS.items():
+        found = [changed(shapes, rate) for rate in RATES]
+        for n, dtype in enumerate(("bf16", "fp8_block")):
+            print(f"| {name}, {dtype} |" + "".join(f" {100 * each[n]:.3f} |" for each in found))
