@@ -37,6 +37,8 @@ from megarl.rollouts.rollout import Rollouts
 from megarl.rollouts.stream import RolloutStream
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.types import Batch, Group, Ordinal, Prompt, Sample, Version
+from megarl.weight_sync.deltas import Found
+from megarl.weight_sync.offers import Offered
 from megarl.weight_sync.receiver import InitialWeights, Taken, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsSender
 from megarl.weight_sync.writes import Writes
@@ -227,7 +229,7 @@ class EmulatedSender(WeightsSender):
     def _prepare(self, executor: Any) -> None:
         self._transport, self._amax = _NoTransport(), _NoAmax()
 
-    def _write(self, executor: Any, grant: WeightsGrant) -> None:
+    def _write(self, executor: Any, grant: WeightsGrant, found: Found | None) -> None:
         time.sleep(self.write_s)
         self._link.send(WeightsWritten(grant.version, 0, self.write_s, {}))
 
@@ -235,7 +237,8 @@ class EmulatedSender(WeightsSender):
 class EmulatedReceiver(WeightsReceiver):
     """The receiving end; the emulated engines are paused while the trainer writes."""
 
-    async def _update(self, executor: Any, version: Version) -> Taken:
+    async def _update(self, executor: Any, offered: Offered) -> Taken:
+        version = offered.version
         began = time.perf_counter()
         for engine in executor.engines:
             engine.pause()

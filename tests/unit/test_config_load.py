@@ -93,8 +93,11 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("trainr.tp=2", "trainr.tp=2: unknown key; did you mean trainer.tp?"),
         ("algorithm.temperature=1", "algorithm.temperature=1: unknown key; did you mean eval.temperature or rollout.temperature?"),
         ("async_.capacity=1", "async_.capacity=1: unknown key; did you mean async.capacity?"),
-        ("weights.color=red", "weights.color=red: unknown key; its section has weights.transport, weights.relay, weights.audit, "
-            "weights.delta, weights.delta_refresh, weights.delta_shadow"),
+        (
+            "weights.color=red",
+            "weights.color=red: unknown key; its section has weights.transport, weights.relay, weights.audit, "
+            "weights.delta, weights.delta_refresh, weights.delta_shadow",
+        ),
         ("zzz=1", "zzz=1: unknown key; docs/config.md lists every key"),
         ("max_steps", "max_steps: an override must be of the form key=value, such as trainer.tp=2"),
         ("=3", "=3: an override must be of the form key=value, such as trainer.tp=2"),
