@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.kernels import audit_triton, chunked_logprobs_triton, quantise_triton
+from megarl.kernels import audit_triton, changes_triton, chunked_logprobs_triton, quantise_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = dict(
@@ -51,6 +51,14 @@ def test_audit_hash(bits, per_word):
     constants = dict(PER_WORD=per_word, MIX_SHIFT=31, col_stride=1, **blocks)
     loads = accesses(ptx(audit_triton._hash_kernel, {"values": bits}, **constants), "ld")
     assert loads & {"v4.b32", "v2.b64"}  # 16 bytes at a time
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("bits", ["*u8", "*i16", "*i32"])
+def test_changes(bits, writes):
+    types = {"new": bits, "old": bits, "counts": "*i32", "ends": "*i64" if writes else "*i32", "offsets": "*i16", "elements": "i64"}
+    constants = dict(PIECE=changes_triton.PIECE, BLOCK=changes_triton.BLOCK, WRITES=writes)
+    assert "v4.b32" in accesses(ptx(changes_triton._changes_kernel, types, **constants), "ld")  # 16 bytes at a time
 
 
 @pytest.mark.parametrize("gradient", ["*bf16", "*fp32"])
