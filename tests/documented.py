@@ -84,6 +84,7 @@ LONG = {
     "megarl bench sync --model-size tiny": "--repeats 1",
     "megarl bench sync --model-size small": "--repeats 1",
     "megarl bench sync --model-size small --picture sync.png": "--repeats 1",
+    "megarl bench sync --model-size small --dtype bfloat16 --repeats 5": "--repeats 1",
     "python tests/tools/saving_time.py": "64 2",
     "megarl bench faults": ONE_FAULT,
     "megarl bench faults --faults 120 --seed 3": ONE_FAULT,

@@ -72,8 +72,8 @@ def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
     for name, role in found.served.items():
         yield f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as responses finish"
-    delta = f"{found.delta_sync_s:.2g} if {CHANGED:.0%} of the elements have changed, with weights.delta=auto"
-    yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link ({delta})"
+    yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link"
+    yield f"           {'':<14}{found.delta_sync_s:9.2g}   if {CHANGED:.0%} of the elements have changed, with weights.delta=auto"
     mode = "the slower side" if found.asynchronous else "both sides, one after the other"
     yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
     if baseline:

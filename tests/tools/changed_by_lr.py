@@ -15,9 +15,9 @@ from megarl.kernels.quantise_rules import BLOCK
 
 STEPS = 20
 RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 1e-4)
-MODELS = {  # matrices of a model: the quickstart's, and some of one as wide as an 8B
+MODELS = {  # matrices of the quickstart's model, and rows of one as wide as an 8B's
     "quickstart": [(256, 128), (128, 128), (768, 128), (128, 384)],
-    "wide": [(1024, 4096), (4096, 1024)],
+    "wide": [(512, 4096)],
 }
 
 
