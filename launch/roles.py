@@ -29,6 +29,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     stop.listen()
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     prepare_megatron(plan)
+    from megarl.data.mixture import train_mixture
     from megarl.executors.trainer import TrainerExecutor
     from megarl.messaging.link import Peer
     from megarl.rollouts.buffer import RolloutBuffer
@@ -41,7 +42,9 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
     ledger = Ledger.load(rendezvous.checkpoint) if rendezvous.checkpoint else Ledger()
     rollout, judge = config.rollout, partial(judged, config=config)
-    buffer = RolloutBuffer(rollout.prompts_per_step, config.async_.max_staleness, ledger, judge) if rank == 0 else None
+    buffer = (
+        RolloutBuffer(rollout.prompts_per_step, config.async_.max_staleness, ledger, judge, train_mixture(config)) if rank == 0 else None
+    )
     max_generated = rollout.max_num_gen_batches and rollout.max_num_gen_batches * rollout.prompts_per_step
     weights = WeightsSender(plan, link, stop)
     resend = partial(weights.send, again=True)

@@ -235,6 +235,7 @@ class Batch(msgspec.Struct, frozen=True):
     texts: list[msgspec.Raw] = []  # of each group an encoded GroupTexts, on trainer rank 0
     dropped: list[GroupSummary] = []  # by dynamic sampling: generated like `groups`, but not trained on
     dropped_texts: list[msgspec.Raw] = []  # as `texts`
+    rested: int = 0  # prompts that the curriculum has left out since the batch before
 
     @property
     def samples(self) -> list[SampleSummary]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.schema import RunConfig
+from megarl.data.mixture import Mixture
 from megarl.kept_sets import kept_metrics
 from megarl.rewards.failures import failure_metrics, teacher_failures
 from megarl.rewards.score import CORRECT
@@ -105,6 +106,18 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
         **({"reward/dropped_mean": fmean(chain(*dropped))} if dropped else {}),
         **({"reward/trained_mean": fmean(sample.reward for sample in batch.samples)} if batch.groups else {}),
     }
+
+
+def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
+    """Of each of several sources: how many of its prompts are trained on and dropped in this step, and its mean reward over both.
+    `prompts/rested` are those that the curriculum has left out."""
+    found: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
+    for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
+        groups, dropped = ([group for group in some if mixture.source(group.ordinal) == number] for some in (batch.groups, batch.dropped))
+        rewards = [sample.reward for group in [*groups, *dropped] for sample in group.samples]
+        found |= {f"source/{name}/prompts": len(groups), **({f"source/{name}/dropped": len(dropped)} if dropped else {})}
+        found |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
+    return found
 
 
 def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:

@@ -74,8 +74,10 @@ def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
         if not rest:
             yield setting
             continue
-        named = functools.reduce(lambda node, name: node[name], field_path(many).split("."), tree)
-        yield from (dataclasses.replace(setting, key=f"{many}.{name}.{rest}") for name in named if named[name] is not None)
+        named: Any = tree
+        for name in field_path(many).split("."):
+            named = named[name] if named else {}
+        yield from (dataclasses.replace(setting, key=f"{many}.{name}.{rest}") for name in named or {} if named[name] is not None)
 
 
 def outer_sections(key: str) -> list[Section]:
@@ -113,7 +115,7 @@ def keys_of(config: RunConfig) -> list[str]:
     found = []
     for key in settings():
         many, _, rest = key.partition(f".{NAME}.")
-        sections = value_at(config, many) if rest else {}
+        sections = (value_at(config, many) or {}) if rest else {}
         found += [f"{many}.{name}.{rest}" for name, section in sections.items() if section is not None] if rest else [key]
     return found
 

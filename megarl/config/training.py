@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.data import DatasetConfig, PreferenceConfig
+from megarl.config.data import DatasetConfig, MixtureConfig, PreferenceConfig
 from megarl.config.limits import above, at_least, between, each, one_of, setting
 
 
@@ -56,7 +56,14 @@ class SftConfig:
     )
     adapters: bool = setting(True, "with lora.rank, megarl sft trains adapters too, and merges them into what it makes; false: all weights")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: DatasetConfig | None = setting(None, "demonstrations; null: data.train")
+    data: MixtureConfig | None = setting(None, "demonstrations; null: data.train")
+    eval: DatasetConfig | None = setting(None, "held-out demonstrations, whose loss is measured; null: none")
+    every: int = setting(0, "steps between measurements of `eval`, besides those before the first and after the last step", at_least(0))
+    keep: str = setting(
+        "best",
+        "with `eval`, the weights that end up in `output`: those of the measurement with the lowest loss, or the last",
+        one_of("best", "last"),
+    )
     output: str = setting(
         "${run_dir}/sft/hf",
         "folder of the HF checkpoint that megarl sft makes. megarl train and megarl eval begin with it if it exists and was made from the "

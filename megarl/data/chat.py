@@ -1,23 +1,118 @@
-"""Renders conversations by a tokenizer's chat template, exactly as transformers does."""
+"""Renders conversations by a tokenizer's chat template, exactly as transformers does, and finds what in them the assistant has written."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Sequence
+import re
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NoReturn
 
 from megarl.config.errors import ConfigError
-from megarl.data.tokenizer import find_file, read_json
+from megarl.data.tokenizer import find_file, read_json, tokenizer_of
 
 CHAT = "chat"  # as prompt_template: use the model's chat template
-Render = Callable[[Sequence[dict[str, Any]]], str]
-"""Messages with role and content -> the prompt, up to where the assistant begins. Raises ValueError if the template refuses them."""
+_NONCE = secrets.token_hex(8)  # so that no message can hold the marks
+_OPEN, _CLOSE = f"\ue000{_NONCE}", f"\ue001{_NONCE}"
+_MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+Message = dict[str, Any]
 
 
-def load_chat_template(source: str, setting: str, *, answered: bool = False) -> Render:
-    """The chat template of a tokenizer (a local folder or a hub name). `answered`: the last message is the assistant's, nothing follows.
-    Raises ConfigError that names `setting`, the "key=value" which asks for it."""
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Messages with role, content and whatever else the template reads -> text. All methods raise ValueError if they are refused."""
+
+    render_marked: Callable[..., str]
+    marks_turns: bool  # by {% generation %}
+    special_tokens: tuple[str, ...]
+    ends: tuple[str, ...]  # the model's end-of-text tokens
+
+    def render(self, messages: Sequence[Message], tools: Any = None, *, answered: bool = False) -> str:
+        """The prompt, up to where the assistant begins. `answered`: the last message is the assistant's, nothing follows."""
+        return _unmarked(self._marked(messages, tools, answered))
+
+    def pieces(self, messages: Sequence[Message], tools: Any, learned: Collection[int]) -> list[str]:
+        """The conversation up to the last learned turn, as texts that are context and learned in turn. `learned`: messages by their places.
+
+        A turn is learned with the end-of-text token behind it, by which a model ends it in a rollout, and without what the template puts in
+        front of it, which a rollout's prompt has. Where the template marks the assistant's turns ({% generation %}), that says where they
+        are. Otherwise a turn is what the template adds to the prompt that it makes of the messages before, which must be how the whole
+        conversation begins. A template that rewrites earlier turns once others follow, as Qwen3's does with thinking, fails this.
+        """
+        marked = self._marked(messages, tools, True)
+        whole = _unmarked(marked)
+        spans = self._marked_spans(marked, messages) if self.marks_turns else None
+        found, end = [], 0
+        for place in sorted(learned):
+            first, last = spans[place] if spans else self._prefix_span(whole, messages, tools, place)
+            last = self._ended(whole, first, last, place)
+            found += [whole[end:first], whole[first:last]]
+            end = last
+        return found
+
+    def _marked(self, messages: Sequence[Message], tools: Any, answered: bool) -> str:
+        return self.render_marked(messages=messages, tools=tools, add_generation_prompt=not answered)
+
+    def _marked_spans(self, marked: str, messages: Sequence[Message]) -> dict[int, tuple[int, int]]:
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        spans, shift = [], 0
+        for found in _MARKED.finditer(marked):
+            first = found.start() - shift
+            spans.append((first, first + len(found[1])))
+            shift += len(_OPEN) + len(_CLOSE)
+        if len(spans) != len(places):
+            raise ValueError(f"the chat template marks {len(spans)} turns of the assistant; the conversation has {len(places)}")
+        return dict(zip(places, spans))
+
+    def _prefix_span(self, whole: str, messages: Sequence[Message], tools: Any, place: int) -> tuple[int, int]:
+        prompt = self.render(messages[:place], tools)
+        ended = self.render(messages[: place + 1], tools, answered=True)
+        if not (whole.startswith(ended) and ended.startswith(prompt)):
+            alone = "the prompt that it makes for it is not how the conversation begins"
+            others = "it writes what is before or in it otherwise once more follows; learn=last learns the last turn alone"
+            why = alone if place == len(messages) - 1 else others
+            raise ValueError(f"message {place + 1}: what the assistant wrote cannot be told from the chat template: {why}")
+        return len(prompt), len(ended)
+
+    def _ended(self, whole: str, first: int, last: int, place: int) -> int:
+        """Where the turn ends: behind its end-of-text token, which may follow the turn or be in it."""
+        following = next((token for token in self.ends if whole.startswith(token, last)), "")
+        inside = max((found + len(token) for token in self.ends if (found := whole.rfind(token, first, last)) >= 0), default=0)
+        if following or not inside or whole[inside:last].strip():
+            last, inside = last + len(following), 0
+        if not (following or inside):
+            names = " and ".join(map(repr, self.ends))
+            raise ValueError(
+                f"message {place + 1}: the chat template does not end it with an end-of-text token of the model ({names}), so it would "
+                "never learn to stop; eos_token in tokenizer_config.json must be what the template ends turns with"
+            )
+        return inside or last
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raises ValueError for a text that holds the name of a special token: it could end a turn or open another."""
+        for number, message in enumerate(messages, start=1):
+            for text in _texts(message):
+                if found := next((token for token in self.special_tokens if token in text), None):
+                    raise ValueError(f"message {number}: holds the special token {found!r}, which could end a turn or open another")
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts inside."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return [value] if isinstance(value, str) else [*chain(*map(_texts, value))] if isinstance(value, list) else []
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+
+def load_chat_template(source: str, setting: str, without: str = "write one with {prompt} in it") -> ChatTemplate:
+    """The chat template of a tokenizer (a local folder or a hub name). Raises ConfigError that names `setting`, the "key=value" which asks
+    for it, and says what to do `without` one."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,8 +121,8 @@ def load_chat_template(source: str, setting: str, *, answered: bool = False) -> 
     file = find_file(source, "chat_template.jinja")
     text = file.read_text() if file else _default(settings.get("chat_template"))
     if not text:
-        raise ConfigError(f"{setting}: {source} has no chat template; write one with {{prompt}} in it")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        raise ConfigError(f"{setting}: {source} has no chat template; {without}")
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
     try:
@@ -37,13 +132,35 @@ def load_chat_template(source: str, setting: str, *, answered: bool = False) -> 
     named = {name: token for name, token in settings.items() if name.endswith("_token") and token}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
 
-    def render(messages: Sequence[dict[str, Any]]) -> str:
+    def render(**values: Any) -> str:
         try:
-            return template.render(messages=messages, add_generation_prompt=not answered, **tokens)
-        except jinja2.TemplateError as error:
-            raise ValueError(str(error)) from error
+            return template.render(**values, **tokens)
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:  # as messages make a template's code fail
+            raise ValueError(f"the chat template refuses it: {error}") from error
 
-    return render
+    tokenizer = tokenizer_of(source, setting.partition("=")[0])
+    ends = tuple(name for number in tokenizer.eos_ids if (name := tokenizer.backend.id_to_token(number)))
+    return ChatTemplate(render, re.search(r"\{%-?\s*generation\b", text) is not None, tuple(tokenizer.special_tokens), ends)
+
+
+def _generation_tag() -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class GenerationTag(Extension):
+        """{% generation %} … {% endgeneration %}: what the assistant wrote."""
+
+        tags = {"generation"}  # noqa: RUF012, as jinja2 has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    return GenerationTag
 
 
 def _default(template: Any) -> Any:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import DatasetConfig, RunConfig
-from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
+from megarl.data.datasets import answers_of, read_pairs, read_rows
 from megarl.data.held_out import held_out, held_out_tokens
+from megarl.data.mixture import source_sets
 from megarl.data.pairs import pair_sets, pair_tokens
+from megarl.data.records import is_local
 from megarl.data.rows import Rows
+from megarl.data.sft import sft_data
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
@@ -58,7 +61,7 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
     for key, dataset, response_tokens in _datasets(config, command):
-        answers = "none" if command == "sft" else answers_of(config, evaluated=key != "data.train")
+        answers = "none" if command == "sft" else answers_of(config, evaluated=not key.startswith("data.train"))
         if at_hand and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None))
             continue
@@ -96,9 +99,12 @@ def _datasets(config: RunConfig, command: str) -> list[tuple[str, DatasetConfig,
     if command == "reward-model":
         return []
     if command == "sft":
-        return [("sft.data", config.sft.data, 1)] if config.sft.data else [("data.train", config.data.train, 1)]
+        dataset, key = sft_data(config)
+        held_out_ones = [("sft.eval", config.sft.eval)] if config.sft.eval else []
+        return [(own, source, 1) for own, source in [*source_sets(dataset, key), *held_out_ones]]
     evaluation = [(key, dataset, held_out_tokens(config, own)) for _, key, dataset, own in held_out(config)]
-    return evaluation if command == "eval" else [("data.train", config.data.train, config.rollout.max_tokens), *evaluation]
+    train = [(key, source, config.rollout.max_tokens) for key, source in source_sets(config.data.train, "data.train")]
+    return evaluation if command == "eval" else [*train, *evaluation]
 
 
 def _room(config: RunConfig, spec: ModelSpec, command: str, response_tokens: int) -> tuple[int, str]:

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import UNSCORED, RunConfig
-from megarl.data.chat import CHAT, Render, load_chat_template
-from megarl.data.rows import Answers, Pair, Row, Rows
+from megarl.data.chat import CHAT, ChatTemplate, Message, load_chat_template
+from megarl.data.formats import columns_of, learned, messages_of, tools_of
+from megarl.data.records import records
+from megarl.data.rows import Answers, Pair, Row, RowProblem, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
-from megarl.hub import unreachable
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
 T = TypeVar("T")
 _MAX_PROBLEMS = 10  # shown at once
+_AS_IT_IS = "{prompt}"  # prompt_template
 _MISSING = object()
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that stands for a character with its neighbour alone
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FILES = (".jsonl", ".parquet")
-_OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # a file, not a hub name
-
-
-class _Problem(Exception):
-    """A problem with one row."""
 
 
 def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "final", tokenizer: str = "") -> Rows:
@@ -63,10 +54,17 @@ def read_pairs(config: PreferenceConfig, key: str, seed: int, tokenizer: str, ke
     return _checked_rows(config, key, lambda where, record: _pair(where, record, config, key, chat), kept)
 
 
-def _template(config: SourceConfig, key: str, tokenizer: str) -> Render | None:
+Chat = Callable[[], ChatTemplate]
+
+
+def _template(config: SourceConfig, key: str, tokenizer: str) -> Chat:
+    """Loads the chat template when it is first needed: at once if it is asked for, else with the first row that has messages."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
-    return load_chat_template(tokenizer, f"{key}.prompt_template={CHAT}") if config.prompt_template == CHAT else None
+    if config.prompt_template == CHAT:
+        template = load_chat_template(tokenizer, f"{key}.prompt_template={CHAT}")
+        return lambda: template
+    return cache(lambda: load_chat_template(tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one"))
 
 
 def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tuple[Sequence[T], int]:
@@ -96,17 +94,17 @@ def _checked_rows(config: SourceConfig, key: str, make: Callable[[str, dict[str,
     rows: list[T] = []
     bad: dict[str, list[str]] = {}  # problem → where
     count = 0
-    for where, record in islice(_records(config, key), config.size):
+    for where, record in islice(records(config, key), config.size):
         count += 1
         try:
-            if isinstance(record, _Problem):
+            if isinstance(record, RowProblem):
                 raise record
             if not isinstance(record, dict):
-                raise _Problem(f"a row must be an object with fields, not {_kind(record)}")
+                raise RowProblem(f"a row must be an object with fields, not {_kind(record)}")
             row = make(where, record)
             if kept is None or len(rows) < kept:
                 rows.append(row)
-        except _Problem as problem:
+        except RowProblem as problem:
             bad.setdefault(str(problem), []).append(where)
     problems = [f"{found[0]}: {problem}{_as_in(len(found) - 1)}" for problem, found in islice(bad.items(), _MAX_PROBLEMS)]
     if unread := sum(map(len, list(bad.values())[_MAX_PROBLEMS:])):
@@ -122,16 +120,17 @@ def _as_in(others: int) -> str:
     return f" (as in {others} more row{'s' * (others > 1)})" if others else ""
 
 
-def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Render | None) -> Pair:
-    named = {"prompt_key": config.prompt_key, "chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
+def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Chat) -> Pair:
+    field = config.prompt_key or "prompt"
+    named = {"prompt_key": field, "chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
     _check_columns(record, named | ({"margin_key": config.margin_key} if config.margin_key else {}), key)
     margin = _dig(record, config.margin_key) if config.margin_key else 0.0
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= sys.float_info.max:
-        raise _Problem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
+        raise RowProblem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
     chosen, rejected = (_response(record, field) for field in (config.chosen_key, config.rejected_key))
     if chosen == rejected:
-        raise _Problem(f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is preferred")
-    return Pair(_prompt(record, config, chat), chosen, rejected, float(margin), where)
+        raise RowProblem(f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is preferred")
+    return Pair(_prompt(record, field, config, chat), chosen, rejected, float(margin), where)
 
 
 def _response(record: dict[str, Any], field: str) -> str:
@@ -141,24 +140,33 @@ def _response(record: dict[str, Any], field: str) -> str:
         return _text(record, field)
     last = value[-1] if value else None
     if not isinstance(last, dict) or not isinstance(last.get("content"), str) or last.get("role") == "user":
-        raise _Problem(f"field {field!r} must be text, or messages of which the last is the response")
+        raise RowProblem(f"field {field!r} must be text, or messages of which the last is the response")
     return last["content"]
 
 
-def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Render | None) -> Row:
-    unneeded = answers == "unused" or (answers == "none" and config.demonstration_key)
-    named = ["prompt_key", *([] if unneeded else ["answer_key"])]
-    named += ["demonstration_key"] if config.demonstration_key and answers != "unused" else []
-    _check_columns(record, {setting: getattr(config, setting) for setting in named}, key)
-    prompt = _prompt(record, config, chat)
+def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Chat) -> Row:
+    columns = columns_of(record, config, key)
+    messages = _dig(record, columns.prompt)
+    if columns.answer is None and not isinstance(messages, list):
+        raise RowProblem(f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}")
+    if answers == "none" and not config.demonstration_key and columns.answer is None:
+        return _conversation(where, record, messages, columns.prompt, config, chat)
+    unneeded = answers == "unused" or (answers == "none" and config.demonstration_key) or columns.answer is None
+    wanted = {"prompt_key": columns.prompt} | ({} if unneeded else {"answer_key": columns.answer})
+    wanted |= {"demonstration_key": config.demonstration_key} if config.demonstration_key and answers != "unused" else {}
+    _check_columns(record, {setting: field for setting, field in wanted.items() if field}, key)
+    prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
     if answers == "unused":
         return Row(prompt, "", "", where)
     if answers == "none":
-        return Row(prompt, "", _demonstration(record, config.demonstration_key or config.answer_key), where)
-    text = _whole_answer(record, config.answer_key) if answers == "whole" else _text(record, config.answer_key, numbers=True)
+        return Row(prompt, "", _demonstration(record, config.demonstration_key or columns.answer or ""), where)
+    if columns.answer is None:
+        text = _last(messages, columns.prompt)
+    else:
+        text = _whole_answer(record, columns.answer) if answers == "whole" else _text(record, columns.answer, numbers=True)
     return Row(
         prompt=prompt,
-        answer=text if answers == "whole" else _final_answer(text, config.answer_key),
+        answer=text if answers == "whole" else _final_answer(text, columns.answer or columns.prompt),
         demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else text,
         where=where,
         record=record if answers == "whole" else {},
@@ -171,23 +179,62 @@ def _check_columns(record: dict[str, Any], wanted: dict[str, str], key: str) -> 
     if missing:
         columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
         columns += f" and {len(record) - _MAX_PROBLEMS} more" if len(record) > _MAX_PROBLEMS else ""
-        raise _Problem(f"no column {' and none '.join(missing)}; its columns are {columns}")
+        raise RowProblem(f"no column {' and none '.join(missing)}; its columns are {columns}")
 
 
-def _prompt(record: dict[str, Any], config: SourceConfig, chat: Render | None) -> str:
-    """The prompt column in its template. A chat template takes it as a user's message or a list of messages."""
-    if chat is None:
-        return config.prompt_template.replace("{prompt}", _text(record, config.prompt_key))
-    messages = _dig(record, config.prompt_key)
+def _prompt(record: dict[str, Any], field: str, config: SourceConfig, chat: Chat, answered: bool = False) -> str:
+    """The prompt column in its template. A chat template takes it as a user's message or a list of messages. If it may be `answered`, the
+    prompt is what comes before the answer."""
+    messages = _dig(record, field)
+    if not isinstance(messages, list) and config.prompt_template != CHAT:
+        return config.prompt_template.replace("{prompt}", _text(record, field))
     if not isinstance(messages, list):
-        messages = [{"role": "user", "content": _text(record, config.prompt_key)}]
-    parts = [message.get(part) if isinstance(message, dict) else None for message in messages for part in ("role", "content")]
-    if not parts or not all(isinstance(part, str) for part in parts):
-        raise _Problem(f"field {config.prompt_key!r} must be text, or messages with role and content, both text")
+        messages = [{"role": "user", "content": _text(record, field)}]
+    found = _messages(messages, field, config)
+    if answered and len(found) > 1 and found[-1]["role"] == "assistant":
+        found = found[:-1]
+    if found[-1]["role"] == "assistant":
+        raise RowProblem(f"field {field!r}: the last message is the assistant's already: there is nothing to answer")
+    found = [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in found]
+    return _rendered(record, found, field, config, chat, lambda template, tools: template.render(found, tools))
+
+
+def _messages(value: list[Any], field: str, config: SourceConfig) -> list[Message]:
+    if not value:
+        raise RowProblem(f"field {field!r} has no messages")
+    if config.prompt_template not in (CHAT, _AS_IT_IS):
+        only = "to which only a chat template can be applied"
+        raise RowProblem(f"field {field!r} has messages, {only}, not prompt_template={config.prompt_template}")
+    return messages_of(value, field)
+
+
+def _rendered(
+    record: dict[str, Any], messages: list[Message], field: str, config: SourceConfig, chat: Chat, made: Callable[[ChatTemplate, Any], T]
+) -> T:
+    """What is `made` with the template and the row's tools, which the template must show. Raises RowProblem."""
+    template, tools = chat(), tools_of(record, config.tools_key)
     try:
-        return chat(messages)
+        template.check(messages)
+        if tools and template.render(messages, tools, answered=True) == template.render(messages, answered=True):
+            raise RowProblem(f"field {config.tools_key!r} has tools, but the model's chat template shows none")
+        return made(template, tools)
     except ValueError as error:
-        raise _Problem(f"field {config.prompt_key!r}: the chat template refuses it: {error}") from error
+        raise RowProblem(f"field {field!r}: {error}") from error
+
+
+def _conversation(where: str, record: dict[str, Any], messages: list[Any], field: str, config: DatasetConfig, chat: Chat) -> Row:
+    """A conversation to learn from: the prompt is what comes before the first learned turn."""
+    found, places = learned(_messages(messages, field, config), config.learn, field)
+    pieces = _rendered(record, found, field, config, chat, lambda template, tools: template.pieces(found, tools, places))
+    return Row(pieces[0], "", tuple(pieces[1:]), where, ended=True)
+
+
+def _last(messages: list[Any], field: str) -> str:
+    """The reference answer of a conversation without an answer column: the last message, if it is the assistant's."""
+    last = messages_of(messages, field)[-1]
+    if last["role"] != "assistant" or not last["content"].strip():
+        raise RowProblem(f"field {field!r}: the last message is not the assistant's answer, and there is no column 'answer'")
+    return last["content"]
 
 
 def _whole_answer(record: dict[str, Any], field: str) -> str:
@@ -201,9 +248,9 @@ def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise _Problem(f"field {field!r} must be text, not {_kind(value)}")
+        raise RowProblem(f"field {field!r} must be text, not {_kind(value)}")
     if not value.strip():
-        raise _Problem(f"field {field!r} is empty")
+        raise RowProblem(f"field {field!r} is empty")
     return value
 
 
@@ -221,7 +268,7 @@ def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
     if not isinstance(texts, list):
         return _text(record, field, numbers=True)
     if len(texts) % 2 == 0 or not all(isinstance(text, str) and text for text in texts):
-        raise _Problem(f"field {field!r} must be text, or an odd number of texts: policy and environment in turn, policy first and last")
+        raise RowProblem(f"field {field!r} must be text, or an odd number of texts: policy and environment in turn, policy first and last")
     return tuple(texts)
 
 
@@ -230,7 +277,7 @@ def _final_answer(text: str, field: str) -> str:
     answer = clean(text) if marked is None else marked
     if not answer:
         places = "\\boxed{}, after ####, or the whole text"
-        raise _Problem(f"field {field!r} has no final answer of 1 to {MAX_ANSWER_CHARS} characters ({places})")
+        raise RowProblem(f"field {field!r} has no final answer of 1 to {MAX_ANSWER_CHARS} characters ({places})")
     return answer
 
 
@@ -239,81 +286,3 @@ _KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bo
 
 def _kind(value: Any) -> str:
     return _KINDS.get(type(value), type(value).__name__)
-
-
-def is_local(source: str) -> bool:
-    """Whether reading it needs no network: it is a file or folder, even if missing, or a synthetic task."""
-    path = Path(source).expanduser()
-    looks_local = not _HUB_NAME.fullmatch(source) or path.suffix in (*_FILES, *_OTHER_FILES)
-    return source.startswith(PREFIX) or looks_local or path.exists()
-
-
-def _records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) pairs; for a line that is not JSON the record is a _Problem."""
-    path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
-    if not is_local(config.source) or path.is_dir():
-        return _hub(config, key)
-    if path.suffix not in _FILES:
-        wanted = "a file must end in .jsonl or .parquet" if path.exists() or path.suffix in _OTHER_FILES else "no such file or folder"
-        raise ConfigError(f"{named}: {wanted}")
-    if not path.is_file():
-        raise ConfigError(f"{named}: no such file{_near(path)}")
-    if not os.access(path, os.R_OK):
-        raise ConfigError(f"{named}: may not be read")
-    return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-
-
-def _near(path: Path) -> str:
-    stems = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES} if path.parent.is_dir() else {}
-    found = difflib.get_close_matches(path.stem, stems, n=1)
-    return f"; did you mean {stems[found[0]]}?" if found else ""
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record: Any = json.loads(line.decode().rstrip())
-                if _SURROGATE.search(line):
-                    json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeDecodeError as error:
-                record = _Problem(f"not UTF-8 at byte {error.start}")
-            except json.JSONDecodeError as error:
-                record = _Problem(f"malformed JSON at column {error.colno}: {error.msg}")
-            except UnicodeEncodeError as error:
-                record = _Problem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character")
-            except RecursionError:
-                record = _Problem("JSON that is nested too deeply")
-            except ValueError:  # the only one that is left
-                record = _Problem("a number of too many digits")
-            yield f"{path}, line {number}", record
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=1):
-            yield f"{path}, row {number}", record
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path}: not a parquet file ({error})") from error
-
-
-def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
-    why = "" if Path(config.source).exists() else unreachable()  # must precede the import, which reads what this sets
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = datasets.load_dataset(config.source, config.subset, split=config.split)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        subset = f", subset {config.subset}" if config.subset else ""
-        what = f"{key}.source={config.source}{subset}, split {config.split}"
-        reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{what}: cannot be loaded: {reason}") from error
-    for number, record in enumerate(rows, start=1):
-        yield f"{config.source}, split {config.split}, row {number}", record

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from megarl.config.data import MixtureConfig
+from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig, RunConfig
+from megarl.data.curriculum import Place
 from megarl.data.datasets import answers_of, load_rows
 from megarl.data.held_out import held_out, held_out_tokens
+from megarl.data.mixture import Mixture, source_sets, train_mixture
 from megarl.data.permutation import permute
-from megarl.data.rows import Row, Rows
+from megarl.data.rows import Answers, Row, Rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
@@ -20,23 +25,53 @@ def row_index(ordinal: int, rows: int, order: str, shuffle: bool) -> int:
 
 
 @dataclass(frozen=True)
-class PromptStream:
-    """ordinal -> Prompt, a pure function, so a run resumes by its number of prompts alone. No epoch repeats a prompt."""
+class Sources:
+    """ordinal -> row, a pure function. Each source has epochs of its own, none of which repeats a row."""
 
-    rows: Rows
-    tokenizer: Tokenizer
-    seed: int
+    rows: Sequence[Rows]  # of each source of `mixture`
+    order: str  # what shuffled orders depend on
     shuffle: bool = True
+    mixture: Mixture = field(default_factory=Mixture)
+
+    def __getitem__(self, ordinal: int) -> Row:
+        place = self.place(ordinal)
+        return self.rows[place.source][place.row]
+
+    def place(self, ordinal: int) -> Place:
+        source = self.mixture.source(ordinal)
+        draw, count, name = self.mixture.draw(ordinal), len(self.rows[source]), self.mixture.names[source]
+        row = row_index(draw, count, f"{self.order}/{name}" if name else self.order, self.shuffle)
+        return Place(source, draw // count, row)
+
+
+def load_sources(config: RunConfig, dataset: MixtureConfig, key: str, mixture: Mixture, answers: Answers, order: str) -> Sources:
+    """All rows of a section's sources. Raises ConfigError with all mistakes in the data."""
+    tokenizer, problems, rows = config.model.tokenizer or config.model.path, [], []
+    for own, source in source_sets(dataset, key):
+        try:
+            rows.append(load_rows(source, own, config.seed, answers, tokenizer))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return Sources(rows, f"{order}/{config.seed}", config.data.shuffle, mixture)
+
+
+@dataclass(frozen=True)
+class PromptStream:
+    """ordinal -> Prompt, a pure function, so a run resumes by its ledger of prompts alone."""
+
+    sources: Sources
+    tokenizer: Tokenizer
 
     def __getitem__(self, ordinal: int) -> Prompt:
-        row = self.rows[row_index(ordinal, len(self.rows), f"prompts/{self.seed}", self.shuffle)]
-        return _prompt(ordinal, row, self.tokenizer)
+        return _prompt(ordinal, self.sources[ordinal], self.tokenizer)
 
 
 def train_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
     """The prompts of `data.train`, in the order given by `seed`. Raises ConfigError for mistakes in the data."""
-    rows = load_rows(config.data.train, "data.train", config.seed, answers_of(config), tokenizer.source)
-    return PromptStream(rows, tokenizer, config.seed, config.data.shuffle)
+    sources = load_sources(config, config.data.train, "data.train", train_mixture(config), answers_of(config), "prompts")
+    return PromptStream(sources, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
+class RowProblem(Exception):
+    """A problem with one row."""
+
+
 @dataclass(frozen=True)
 class Row:
     prompt: str  # what the model sees, after the template
@@ -14,6 +18,7 @@ class Row:
     demonstration: str | tuple[str, ...]  # for supervised learning; several texts are the policy's and the environment's in turn
     where: str  # file and line, for messages
     record: dict[str, Any] = field(default_factory=dict)  # the whole row, for a user's own reward function
+    ended: bool = False  # whether the demonstration has its own end-of-text
 
 
 Rows = Sequence[Row]

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megarl.config.data import MixtureConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.data.datasets import load_rows
-from megarl.data.prompts import row_index
+from megarl.data.mixture import Mixture, mixture_of, train_mixture
+from megarl.data.prompts import load_sources
 from megarl.data.rows import Row
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.spec import ModelSpec
@@ -21,14 +23,30 @@ def sft_batches(config: RunConfig, spec: ModelSpec) -> Iterator[list[TrainSequen
 
     Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's context.
     """
-    tokenizer = load_tokenizer(config.model)
-    dataset, key = (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
-    rows = load_rows(dataset, key, config.seed, "none", tokenizer.source)
-    size = config.sft.batch_size
+    tokenizer, size = load_tokenizer(config.model), config.sft.batch_size
+    sources = load_sources(config, *sft_data(config), sft_mixture(config), "none", "sft")
     for step in range(config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
-        indices = (row_index(ordinal, len(rows), f"sft/{config.seed}", config.data.shuffle) for ordinal in ordinals)
-        yield [sft_sequence(rows[index], tokenizer, spec.max_position_embeddings) for index in indices]
+        yield [sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings) for ordinal in ordinals]
+
+
+def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
+    """All of `sft.eval`; empty without one. Raises ConfigError as `sft_batches` does."""
+    if config.sft.eval is None:
+        return []
+    tokenizer = load_tokenizer(config.model)
+    rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", tokenizer.source)
+    return [sft_sequence(rows[number], tokenizer, spec.max_position_embeddings) for number in range(len(rows))]
+
+
+def sft_data(config: RunConfig) -> tuple[MixtureConfig, str]:
+    """What is learned, and its section."""
+    return (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
+
+
+def sft_mixture(config: RunConfig) -> Mixture:
+    """Quotas of sft.data are parts of a batch; those of data.train keep their proportions."""
+    return mixture_of(*sft_data(config), config.sft.batch_size, "sft.batch_size") if config.sft.data else train_mixture(config)
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSequence:
@@ -40,7 +58,8 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
     token_ids = tokenizer.encode_prompt(row.prompt)
     loss_mask = [False] * len(token_ids)
     for number, text in enumerate(texts):
-        ids = tokenizer.encode_response(text) if number == len(texts) - 1 else tokenizer.encode_text(text, special_tokens=True)
+        closed = number < len(texts) - 1 or row.ended
+        ids = tokenizer.encode_text(text, special_tokens=True) if closed else tokenizer.encode_response(text)
         token_ids = token_ids + ids
         loss_mask += [number % 2 == 0] * len(ids)
     length = len(token_ids)

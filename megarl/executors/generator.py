@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from megarl.data.curriculum import Curriculum
 from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.engine_statuses import show_engines
@@ -85,8 +86,15 @@ class GeneratorExecutor:
 
     def _admission(self) -> Admission:
         config = self.plan.config
-        per_step = config.rollout.prompts_per_step
-        return Admission(per_step, run_ahead(config.async_), config.async_.max_in_flight or per_step, end=per_step * config.max_steps)
+        per_step, sources = config.rollout.prompts_per_step, self.prompts.sources
+        return Admission(
+            per_step,
+            run_ahead(config.async_),
+            config.async_.max_in_flight or per_step,
+            end=per_step * config.max_steps,
+            mixture=sources.mixture,
+            curriculum=Curriculum(sources.place, config.data.curriculum.rest_epochs) if config.data.curriculum else None,
+        )
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
         return await self.rollouts_of.training(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.algorithms.nll import nll_loss
-from megarl.data.sft import sft_batches
+from megarl.data.sft import sft_batches, sft_held_out
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import WARM_START, warm_start_record
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.make import make_trainer
+from megarl.trainer.step import MegatronTrainer
+from megarl.types import TrainSequence
 
 
 def run_sft_rank(plan: RunPlan, rank: int) -> None:
-    """One trainer rank. Rank 0 writes `run_dir`/sft/metrics.jsonl; all ranks together export to `sft.output`."""
+    """One trainer rank. Rank 0 writes `run_dir`/sft/metrics.jsonl; all ranks together export to `sft.output`.
+
+    With `sft.eval`, the loss on it is measured before the first step, every `sft.every` steps, and after the last. If `sft.keep` is best,
+    weights with a lower loss than all before are exported beside `sft.output` at once, and put there at the end.
+    """
     config, run_dir = plan.config, Path(plan.config.run_dir) / "sft"
     status = StatusBoard(run_dir, f"sft.{rank}")
     status.set("building the model")
@@ -38,20 +46,42 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
         trainer.init_random(config.seed)
     else:
         trainer.load_hf(config.model.path)
+    held_out, lowest = sft_held_out(config, plan.spec), math.inf
+    best = f"{config.sft.output}.best"
+    record = {WARM_START: warm_start_record(config)}
     metrics = MetricsWriter(run_dir, config.observe.tensorboard) if rank == 0 else None
     started = time.monotonic()
     for step, sequences in enumerate(sft_batches(config, plan.spec)):
         status.set(f"step {step}")
+        before = {"before/eval/loss": mean_loss(trainer, held_out, config.sft.batch_size)} if held_out and step == 0 else {}
         tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
         result = trainer.train_step(sequences, nll_loss, float(tokens))
         result.check_tokens(tokens)
+        done = step + 1
+        if held_out and (done == config.sft.steps or (config.sft.every and done % config.sft.every == 0)):
+            status.set(f"held-out loss after step {step}")
+            before["eval/loss"] = loss = mean_loss(trainer, held_out, config.sft.batch_size)
+            if config.sft.keep == "best" and loss < lowest:
+                lowest = loss
+                trainer.export_hf(best, config.model.path, record)
         if metrics is not None:
             wall_s = time.monotonic() - started
             samples_per_s = (step + 1) * len(sequences) / wall_s
             values = {"loss": result.loss, "entropy/mean": result.entropy, "grad_norm": result.grad_norm}
-            metrics.write(step, {"wall_s": wall_s, **values, "samples_per_s": samples_per_s})
+            metrics.write(step, {"wall_s": wall_s, **values, **before, "samples_per_s": samples_per_s})
     status.set("exporting")
-    trainer.export_hf(config.sft.output, config.model.path, {WARM_START: warm_start_record(config)})
+    if lowest < math.inf:
+        if rank == 0:
+            Path(best).rename(config.sft.output)
+    else:
+        trainer.export_hf(config.sft.output, config.model.path, record)
     if metrics is not None:
         metrics.close()
     shutdown_distributed()
+
+
+def mean_loss(trainer: MegatronTrainer, sequences: Sequence[TrainSequence], size: int) -> float:
+    """The mean negative log-prob of the learned tokens, `size` sequences at a time. Collective."""
+    parts = (sequences[first : first + size] for first in range(0, len(sequences), size))
+    total = sum(float(row.sum(dtype="float64")) for part in parts for row in trainer.token_logprobs(part))
+    return -total / sum(int(sequence.loss_mask.sum()) for sequence in sequences)

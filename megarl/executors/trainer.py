@@ -13,9 +13,10 @@ import torch
 
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, too_many_dropped
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, source_metrics, too_many_dropped
 from megarl.config.errors import RunError
 from megarl.config.roles import TEACHER
+from megarl.data.mixture import train_mixture
 from megarl.executors.actor_critic import ActorCriticSteps
 from megarl.executors.batch_steps import BatchSteps, step_metrics
 from megarl.executors.critic import begin_critic, make_critic
@@ -75,6 +76,7 @@ class TrainerExecutor:
             timeout_s=config.timeouts.collective_s,
             lora=config.lora,
         )
+        self._mixture = train_mixture(config)
         self.algorithm = make_algorithm(config.algorithm, teachers_of(config))
         self.critic = make_critic(self.plan, self.trainer) if self.plan.critic else None
         models = {role.name: load_frozen(self.plan, role, self.trainer) for role in self.plan.frozen if role.role == TEACHER}
@@ -179,6 +181,7 @@ class TrainerExecutor:
                 "wall_s": now - self._started,
                 **batch_metrics(batch, self.version - 1, batch_rewards(batch, config) if shapes(config) else None),
                 **(dropped_metrics(batch) if self.plan.config.rollout.dynamic_sampling or batch.dropped else {}),
+                **source_metrics(batch, self._mixture, self.plan.config.data.curriculum is not None),
                 **step_metrics(results, self.algorithm),
                 **self.batch_steps.value_metrics(),
                 # With a critic, samples of equal reward have advantages too; without a reward, equal ones mean nothing.

@@ -82,13 +82,17 @@ class WeightsWanted(_Message, frozen=True):
 
 
 class GenerateFrom(_Message, frozen=True):
-    """Trainer rank 0's first order: generate all prompts from `first` on except `skip`, which are trained on, dropped or held here.
+    """Trainer rank 0's first order: generate all prompts from `first` on except `skip`, which are trained on, dropped or held here, or have
+    rested.
 
-    `dropped`: how many have been dropped so far, each of which another prompt replaces."""
+    `dropped`: those that have been dropped so far or have rested, each of which another prompt replaces. `outside` and `scored`: what the
+    curriculum has learned so far (data/curriculum.py)."""
 
     first: Ordinal
     skip: list[Ordinal]
-    dropped: int = 0
+    dropped: list[Ordinal] = []
+    outside: list[Ordinal] = []
+    scored: list[Ordinal] = []
 
 
 class GroupsStarted(_Message, frozen=True):
@@ -96,6 +100,12 @@ class GroupsStarted(_Message, frozen=True):
 
     ordinals: list[Ordinal]
     version: Version
+
+
+class PromptsRested(_Message, frozen=True):
+    """Generator: the curriculum has left out these prompts."""
+
+    ordinals: list[Ordinal]
 
 
 class GroupReady(_Message, frozen=True, gc=False):
@@ -113,6 +123,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     texts: msgspec.Raw  # an encoded GroupTexts, for trainer rank 0
     pieces: list[memoryview]  # the numbers (rollouts/packing.py): of the prompt, then of each sample, for the ranks that train on it
     dropped: bool = False  # by dynamic sampling: it is not trained on, so it has no pieces
+    outside: bool = False  # of the band of pass rates that the curriculum trains on: its row is to rest
 
 
 class Regenerate(_Message, frozen=True):
@@ -142,7 +153,7 @@ class WorkerReply(_Message, frozen=True):
 
 
 Weights = Hello | WeightsOffer | WeightsWanted | WeightsGrant | WeightsWritten | WeightsApplied | ProbeReady | WorkerReply
-Rollouts = GenerateFrom | GroupsStarted | GroupReady | Regenerate
+Rollouts = GenerateFrom | GroupsStarted | PromptsRested | GroupReady | Regenerate
 Message = Weights | Rollouts
 
 _encoder = msgspec.msgpack.Encoder()

@@ -14,6 +14,7 @@ from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.schema import RunConfig
 from megarl.data.held_out import held_out
+from megarl.data.mixture import mixture_problems
 from megarl.plan.megatron_settings import check_megatron_settings
 from megarl.plan.quantisation import check_ampere, check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
@@ -83,6 +84,20 @@ def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
         yield f"rollout.dynamic_sampling=true: {name} trains on the best sample of every prompt, also where all have the same reward"
 
 
+def check_mixtures(config: RunConfig) -> Iterable[str]:
+    yield from mixture_problems(config.data.train, "data.train", config.rollout.prompts_per_step, "rollout.prompts_per_step")
+    if config.sft.data:
+        yield from mixture_problems(config.sft.data, "sft.data", config.sft.batch_size, "sft.batch_size")
+
+
+def check_curriculum(config: RunConfig) -> Iterable[str]:
+    band = config.data.curriculum
+    if band and band.min_pass_rate >= band.max_pass_rate:
+        yield f"data.curriculum.min_pass_rate={band.min_pass_rate:g}: must be below max_pass_rate={band.max_pass_rate:g}"
+    if band and not recipes.needs_reward(config.algorithm):
+        yield f"data.curriculum: needs rewards; algorithm.name={config.algorithm.name} learns from none"
+
+
 def check_shaping(config: RunConfig) -> Iterable[str]:
     return shaping.problems(config)
 
@@ -100,6 +115,8 @@ def check_eval(config: RunConfig) -> Iterable[str]:
 
 
 def check_sft_command(config: RunConfig) -> Iterable[str]:
+    if config.sft.every and config.sft.eval is None:
+        yield f"sft.every={config.sft.every}: needs held-out demonstrations: set sft.eval.source"
     if config.sft.steps < 1:
         yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
     if config.sft.batch_size < config.trainer.dp:
@@ -143,6 +160,8 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_partial_rollout,
     check_algorithm,
     check_dynamic_sampling,
+    check_mixtures,
+    check_curriculum,
     check_shaping,
     check_eval,
     check_roles,

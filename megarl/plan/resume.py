@@ -18,7 +18,7 @@ FIXED_KEYS = (
     "model.tokenizer",
     "model.dtype",
     *(f"lora.{key}" for key in ("rank", "alpha", "targets", "experts", "init")),
-    *(key for key in settings() if key.startswith("data.train.")),
+    *(key for key in settings() if key.startswith(("data.train.", "data.curriculum."))),
     "data.shuffle",
     "algorithm.name",
     "algorithm.distill.over",

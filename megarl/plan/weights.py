@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.algorithms import recipes
 from megarl.config.errors import ConfigError
-from megarl.config.keys import settings, value_at
+from megarl.config.keys import keys_of, value_at
 from megarl.config.roles import REFERENCE, role_of
 from megarl.config.schema import RunConfig
 from megarl.files import write_whole
@@ -116,7 +116,9 @@ def warm_start_record(config: RunConfig) -> str:
     data = "sft.data." if config.sft.data else "data.train."
     adapted = config.lora.rank if config.sft.adapters else None
     of_sft = ("model.", "sft.optimizer.", data, "sft.steps", "sft.batch_size", "seed", *(["lora."] if adapted else []))
-    record = {key: value_at(config, key) for key in settings() if key.startswith(of_sft) and key != "model.spec"}
+    if config.sft.eval:
+        of_sft += ("sft.eval.", "sft.every", "sft.keep")
+    record = {key: value_at(config, key) for key in keys_of(config) if key.startswith(of_sft) and key != "model.spec"}
     return json.dumps(record | {"lora.rank": adapted}, indent=2)
 
 

@@ -48,12 +48,12 @@ class Template:
 def chat_text(tokenizer: Tokenizer, key: str, *contents: str) -> str:
     """A user's message and, if there is a second, the assistant's, in the tokenizer's chat template. Raises ConfigError, also if the chat
     template leaves out a field of these."""
-    render = load_chat_template(tokenizer.source, f"{key}={CHAT}", answered=len(contents) > 1)
-    roles = ("user", "assistant")
+    template, roles = load_chat_template(tokenizer.source, f"{key}={CHAT}"), ("user", "assistant")
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents)]
     try:
-        text = render([{"role": role, "content": content} for role, content in zip(roles, contents)])
+        text = template.render(messages, answered=len(contents) > 1)
     except ValueError as error:
-        raise ConfigError(f"{key}: the chat template of {tokenizer.source} refuses it: {error}") from error
+        raise ConfigError(f"{key}: {str(error).replace('chat template', f'chat template of {tokenizer.source}', 1)}") from error
     if lost := [field for content in contents for field in _FIELD.findall(content) if field not in text]:
         raise ConfigError(f"{key}: the chat template of {tokenizer.source} leaves out {', '.join(lost)}")
     return text

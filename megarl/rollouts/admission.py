@@ -3,39 +3,61 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from megarl.data.curriculum import Curriculum, Verdict
+from megarl.data.mixture import Mixture
 from megarl.types import Ordinal, Version
 
 
 class Admission:
-    """Pure logic: nothing waits here. Prompts begin in the order of their ordinals, rejected ones first.
+    """Pure logic: nothing waits here. Each source's prompts begin in the order of their ordinals, rejected ones first.
 
-    Depth bound: with c = `run_ahead`, the j-th prompt (j = 0, 1, …; rejected and dropped ones do not count) may begin under weights of
-    version v if j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under version s - c or newer: c = 0 is the synchronous
-    loop, 1 is LlamaRL's one step behind, K a bounded queue. A dropped prompt gives its place to the next one, which may begin at once,
-    and the run ends one prompt later: `end` is where it would end without any.
+    Depth bound: a run has a place for each prompt that it trains on, and `mixture` says whose source's. With c = `run_ahead`, place j
+    (j = 0, 1, …) may be taken under weights of version v if j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under
+    version s - c or newer: c = 0 is the synchronous loop, 1 is LlamaRL's one step behind, K a bounded queue. A dropped prompt gives its
+    place to the next one of its source, which may begin at once; so does one that `curriculum` has rest, without having begun. The run has
+    `end` places, however many prompts that takes.
     """
 
-    def __init__(self, prompts_per_step: int, run_ahead: int | None, max_in_flight: int, end: Ordinal):
+    def __init__(
+        self,
+        prompts_per_step: int,
+        run_ahead: int | None,
+        max_in_flight: int,
+        end: Ordinal,
+        mixture: Mixture | None = None,
+        curriculum: Curriculum | None = None,
+    ):
         self._prompts_per_step, self._run_ahead, self._max_in_flight, self._end = prompts_per_step, run_ahead, max_in_flight, end
-        self._again: list[Ordinal] = []  # heap
-        self._next: Ordinal = end
-        self._skip: frozenset[Ordinal] = frozenset()
-        self.begun = 0  # prompts, not counting rejected and dropped ones
+        self._mixture, self.curriculum = mixture or Mixture(), curriculum
+        sources = len(self._mixture.names)
+        self._again: list[list[Ordinal]] = [[] for _ in range(sources)]  # heaps
+        self._draws = [0] * sources  # the next one of each source
+        self._taken = [0] * sources  # places of each source
+        self._skip: Collection[Ordinal] = ()
+        self._rested: list[Ordinal] = []
         self.in_flight = 0
 
-    def generate_from(self, first: Ordinal, skip: Iterable[Ordinal], dropped: int = 0) -> None:
-        """Generates every ordinal from `first` to the end of the run, except those in `skip`. `dropped`: how many of the others were."""
+    def generate_from(self, first: Ordinal, skip: Iterable[Ordinal], dropped: Collection[Ordinal] = ()) -> None:
+        """Generates every ordinal from `first` on, except those in `skip`, until the run has as many as it trains on. `dropped`: which of
+        the others were dropped, or have rested."""
         self._skip = frozenset(skip)
-        self.begun = first + len(self._skip) - dropped
-        self._end += dropped
-        self._next = self._after(first)
+        self._draws = self._mixture.counts(0, first)
+        self._taken = list(self._draws)
+        for ordinals, places in ((self._skip, 1), (dropped, -1)):
+            for ordinal in ordinals:
+                self._taken[self._mixture.source(ordinal)] += places
+
+    @property
+    def begun(self) -> int:
+        """Prompts that have begun, not counting rejected and dropped ones."""
+        return sum(self._taken)
 
     @property
     def exhausted(self) -> bool:
         """Whether every prompt of the run has begun."""
-        return not self._again and self._next >= self._end
+        return self._place() >= self._end
 
     @property
     def empty_share(self) -> float:
@@ -50,38 +72,56 @@ class Admission:
         """Returns the prompts that may begin now, under weights `version`, and counts them as begun."""
         begun = []
         while self.in_flight < self._max_in_flight and not self.exhausted and self._deep_enough(version):
-            begun.append(self._pop())
-            self.begun += 1
+            source = self._mixture.source(self._place())
+            ordinal = self._pop(source)
+            if ordinal is None:
+                break
+            begun.append(ordinal)
+            self._taken[source] += 1
             self.in_flight += 1
         return begun
+
+    def take_rested(self) -> list[Ordinal]:
+        """The prompts that have not begun, since they rest; each is given out once."""
+        rested, self._rested = self._rested, []
+        return rested
 
     def finish(self) -> None:
         self.in_flight -= 1
 
-    def drop(self) -> None:
+    def drop(self, ordinal: Ordinal) -> None:
         """A prompt has finished, but is not trained on: another is to replace it."""
         self.in_flight -= 1
-        self.begun -= 1
-        self._end += 1
+        self._taken[self._mixture.source(ordinal)] -= 1
 
     def again(self, ordinals: Iterable[Ordinal]) -> None:
         """Queues prompts to be generated again, because they finished too late."""
         for ordinal in ordinals:
-            heapq.heappush(self._again, ordinal)
-            self.begun -= 1
+            source = self._mixture.source(ordinal)
+            heapq.heappush(self._again[source], ordinal)
+            self._taken[source] -= 1
+
+    def _place(self) -> Ordinal:
+        """The first place that no prompt has taken."""
+        return min(self._mixture.ordinal(source, taken) for source, taken in enumerate(self._taken))
 
     def _deep_enough(self, version: Version) -> bool:
         if version < 0:  # the engines have no weights of the run yet
             return False
-        return self._run_ahead is None or self.begun < (version + self._run_ahead + 1) * self._prompts_per_step
+        return self._run_ahead is None or self._place() < (version + self._run_ahead + 1) * self._prompts_per_step
 
-    def _pop(self) -> Ordinal:
-        if self._again:
-            return heapq.heappop(self._again)
-        ordinal, self._next = self._next, self._after(self._next + 1)
-        return ordinal
-
-    def _after(self, ordinal: Ordinal) -> Ordinal:
-        while ordinal in self._skip:
-            ordinal += 1
-        return ordinal
+    def _pop(self, source: int) -> Ordinal | None:
+        """The source's next prompt; None if its row is still being generated for an earlier epoch, on which it depends whether it rests."""
+        if self._again[source]:
+            return heapq.heappop(self._again[source])
+        while True:
+            ordinal = self._mixture.ordinal(source, self._draws[source])
+            if ordinal not in self._skip:
+                verdict = self.curriculum.begin(ordinal) if self.curriculum else Verdict.BEGINS
+                if verdict is Verdict.WAITS:
+                    return None
+                if verdict is Verdict.BEGINS:
+                    self._draws[source] += 1
+                    return ordinal
+                self._rested.append(ordinal)
+            self._draws[source] += 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import msgspec
 
+from megarl.data.mixture import Mixture
 from megarl.messaging.messages import GroupReady
 from megarl.rollouts.ledger import Consumed, Ledger
 from megarl.types import Ordinal, Version
@@ -17,13 +17,14 @@ from megarl.types import Ordinal, Version
 class RolloutBuffer:
     """Pure logic: nothing waits here. It is told which groups have begun and finished; it makes batches and rejects groups.
 
-    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it: those of the lowest ordinals.
-    The age of a group is then s minus the oldest weight version among its tokens.
+    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it: of each source as many as
+    `mixture` gives it from prompt s * prompts_per_step on to before (s + 1) * prompts_per_step, those of the lowest ordinals. The age of a
+    group is then s minus the oldest weight version among its tokens.
 
     With `max_staleness` m, a finished group older than m is rejected (`reject`): it is dropped and generated again. A group of age m or
     more, finished or not, is due: if it is not used now, it will be too old at the next step. Due groups go first, and a batch waits for a
     due group that is still being generated (`take` returns None). So long rollouts are neither starved by short ones nor thrown away for
-    their length. If more groups are due than fit into a batch, the rest is rejected at the next step.
+    their length. If more groups of a source are due than fit into a batch, the rest is rejected at the next step.
 
     Progress: while the trainer waits for a batch its version does not change. Groups that begin from then on have age 0, are neither
     rejected nor due, and every group that is waited for is already being generated. So a batch is full after finitely many rollouts,
@@ -42,17 +43,22 @@ class RolloutBuffer:
         max_staleness: int | None,
         ledger: Ledger = Ledger(),
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
+        mixture: Mixture | None = None,
     ):
         """`judge`: what the generator judges by, for the groups in the ledger, of which earlier settings may have held another opinion."""
-        self._prompts_per_step, self._max_staleness = prompts_per_step, max_staleness
+        self._prompts_per_step, self._max_staleness, self._mixture = prompts_per_step, max_staleness, mixture or Mixture()
         self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
         self._running: dict[Ordinal, Version] = {}
         self._running_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
         self._finished: dict[Ordinal, GroupReady] = {}
         self._finished_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
-        self._order: list[Ordinal] = []  # heap of finished ordinals; may hold some that were removed since
+        sources = len(self._mixture.names)
+        self._finished_of = [0] * sources
+        self._order: list[list[Ordinal]] = [[] for _ in range(sources)]  # heaps of finished ordinals; may hold some that were removed since
         self._rejected: set[Ordinal] = set()  # until they begin again
-        self._dropped = list(ledger.dropped)
+        self._ever_rejected = set(ledger.rejected)  # until they are trained on or dropped
+        self._dropped, self._rested, self._outside = list(ledger.dropped), list(ledger.rested), list(ledger.outside)
+        self._rested_since = 0  # the last batch
         self._untold = [(group.ordinal, group) for group in ledger.untold]  # heap
         heapq.heapify(self._untold)
         self._highest: Ordinal = max(ledger.trained(), default=-1)
@@ -74,7 +80,21 @@ class RolloutBuffer:
         if version is None:
             raise RuntimeError(f"prompt {group.ordinal} came without having been begun; it is {self._state(group.ordinal)}")
         _discard(self._running_by_version, version, group.ordinal)
+        if group.outside and group.ordinal not in self._ever_rejected:  # the first scores count (data/curriculum.py)
+            self._outside.append(group.ordinal)
         self._take_in(group)
+
+    def rest(self, ordinals: Iterable[Ordinal]) -> None:
+        """Notes that the curriculum has left out `ordinals`."""
+        for ordinal in ordinals:
+            self._consumed.add(ordinal)
+            self._rested.append(ordinal)
+            self._rested_since += 1
+
+    def take_rested(self) -> int:
+        """How many prompts have rested since this was last asked."""
+        rested, self._rested_since = self._rested_since, 0
+        return rested
 
     def reject(self, step: int) -> list[Ordinal]:
         """Drops the finished groups that are too old for the batch of `step`. Returns their ordinals, to be generated again."""
@@ -83,24 +103,31 @@ class RolloutBuffer:
         stale = [version for version in self._finished_by_version if version < step - self._max_staleness]
         rejected = sorted(ordinal for version in stale for ordinal in self._finished_by_version.pop(version))
         for ordinal in rejected:
-            del self._finished[ordinal]
+            self._remove(ordinal)
         self._rejected.update(rejected)
+        self._ever_rejected.update(rejected)
         return rejected
 
-    def full(self) -> bool:
-        """Whether enough groups have finished for a batch."""
-        return len(self._finished) >= self._prompts_per_step
+    def full(self, step: int) -> bool:
+        """Whether enough groups have finished for the batch of `step`."""
+        return all(found >= wanted for found, wanted in zip(self._finished_of, self._wanted(step)))
 
     def take(self, step: int) -> list[GroupReady] | None:
         """The batch of `step`, sorted by ordinal; None while it must wait. Call `reject` first."""
-        due = self._due(self._finished_by_version, step)
-        if not self.full() or (sum(map(len, due)) < self._prompts_per_step and self._due(self._running_by_version, step)):
+        if not self.full(step):
             return None
-        chosen = set(heapq.nsmallest(self._prompts_per_step, itertools.chain(*due)))
-        while len(chosen) < self._prompts_per_step:
-            ordinal = heapq.heappop(self._order)
-            if ordinal in self._finished:
-                chosen.add(ordinal)
+        wanted = self._wanted(step)
+        due, due_in_flight = (self._due(by_version, step) for by_version in (self._finished_by_version, self._running_by_version))
+        if any(len(have) < most and coming for have, most, coming in zip(due, wanted, due_in_flight)):
+            return None
+        chosen: set[Ordinal] = set()
+        for source, most in enumerate(wanted):
+            own = set(heapq.nsmallest(most, due[source]))
+            while len(own) < most:
+                ordinal = heapq.heappop(self._order[source])
+                if ordinal in self._finished:
+                    own.add(ordinal)
+            chosen |= own
         self._highest, self._dropped_since = max(self._highest, *chosen), 0
         return [self._consume(ordinal) for ordinal in sorted(chosen)]
 
@@ -111,11 +138,11 @@ class RolloutBuffer:
             found.append(heapq.heappop(self._untold)[1])
         return found
 
-    def give_up(self, most: int | None) -> list[GroupReady]:
-        """The dropped groups that no batch has reported, if at least `most` prompts were generated for the next batch and are not enough
-        for it; otherwise none."""
+    def give_up(self, step: int, most: int | None) -> list[GroupReady]:
+        """The dropped groups that no batch has reported, if at least `most` prompts were generated for the batch of `step` and are not
+        enough for it; otherwise none."""
         generated = len(self._finished) + self._dropped_since
-        if most is None or not self._dropped_since or self.full() or generated < most:
+        if most is None or not self._dropped_since or self.full(step) or generated < most:
             return []
         return [group for _, group in sorted(self._untold)]
 
@@ -125,7 +152,9 @@ class RolloutBuffer:
             [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0) for group in some]
             for some in (self._finished.values(), (group for _, group in self._untold))
         )
-        return Ledger(self._consumed.below, sorted(self._consumed.beyond), groups, sorted(self._dropped), untold)
+        consumed = self._consumed.below, sorted(self._consumed.beyond)
+        lists = (sorted(some) for some in (self._rested, self._outside, self._ever_rejected))
+        return Ledger(*consumed, groups, sorted(self._dropped), untold, *lists)
 
     @property
     def finished(self) -> int:
@@ -142,31 +171,48 @@ class RolloutBuffer:
             parts.append(f"{len(self._rejected)} rejected and not begun again")
         return "; ".join(parts)
 
-    def _due(self, by_version: dict[Version, set[Ordinal]], step: int) -> list[set[Ordinal]]:
-        """The ordinals that would be too old for the step after `step`."""
+    def _wanted(self, step: int) -> list[int]:
+        """How many groups of each source the batch of `step` has."""
+        return self._mixture.counts(step * self._prompts_per_step, (step + 1) * self._prompts_per_step)
+
+    def _due(self, by_version: dict[Version, set[Ordinal]], step: int) -> list[list[Ordinal]]:
+        """The ordinals, by source, that would be too old for the step after `step`."""
+        found: list[list[Ordinal]] = [[] for _ in self._mixture.names]
         if self._max_staleness is None:
-            return []
-        return [ordinals for version, ordinals in by_version.items() if version <= step - self._max_staleness]
+            return found
+        for version, ordinals in by_version.items():
+            if version <= step - self._max_staleness:
+                for ordinal in ordinals:
+                    found[self._mixture.source(ordinal)].append(ordinal)
+        return found
 
     def _take_in(self, group: GroupReady) -> None:
         if group.dropped:
             self._consumed.add(group.ordinal)
+            self._ever_rejected.discard(group.ordinal)
             self._dropped.append(group.ordinal)
             self._dropped_since += 1
             heapq.heappush(self._untold, (group.ordinal, group))
             return
+        source = self._mixture.source(group.ordinal)
         self._finished[group.ordinal] = group
+        self._finished_of[source] += 1
         self._finished_by_version[group.oldest].add(group.ordinal)
-        heapq.heappush(self._order, group.ordinal)
+        heapq.heappush(self._order[source], group.ordinal)
 
     def _consume(self, ordinal: Ordinal) -> GroupReady:
-        group = self._finished.pop(ordinal)
+        group = self._remove(ordinal)
         _discard(self._finished_by_version, group.oldest, ordinal)
         self._consumed.add(ordinal)
+        self._ever_rejected.discard(ordinal)
         return group
 
+    def _remove(self, ordinal: Ordinal) -> GroupReady:
+        self._finished_of[self._mixture.source(ordinal)] -= 1
+        return self._finished.pop(ordinal)
+
     def _state(self, ordinal: Ordinal) -> str:
-        done = "dropped" if ordinal in self._dropped else "trained on"
+        done = "dropped" if ordinal in self._dropped else "left out to rest" if ordinal in self._rested else "trained on"
         states = {done: self._consumed, "finished": self._finished, "in flight": self._running, "rejected": self._rejected}
         return next((state for state, ordinals in states.items() if ordinal in ordinals), "unknown")
 

@@ -1,8 +1,9 @@
 """The rollouts channel: groups from the generator as they finish, batches to every trainer rank.
 
     generator                                   trainer rank 0
-    begins where the ledger ends       ←        GenerateFrom(first, skip, dropped), once
+    begins where the ledger ends       ←        GenerateFrom(first, skip, …), once
     GroupsStarted(ordinals, version)   →
+    PromptsRested(ordinals)            →        counts them as done
     GroupReady(group)                  →        buffers it, or counts it as dropped; makes a batch when asked for one
     generates them again               ←        Regenerate(ordinals) of groups found too old
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from megarl.messaging.link import LOOK_UP_S, Hub, Peer
 from megarl.messaging.members import members_only
-from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Regenerate, WeightsWanted
+from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, PromptsRested, Regenerate, WeightsWanted
 from megarl.messaging.stopping import StopRequest
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
@@ -74,6 +75,9 @@ class RolloutsSender:
     def begun(self, ordinals: list[Ordinal], version: Version) -> None:
         self.link.send("trainer.0", GroupsStarted(ordinals, version))
 
+    def rested(self, ordinals: list[Ordinal]) -> None:
+        self.link.send("trainer.0", PromptsRested(ordinals))
+
     def finished(self, group: GroupReady) -> None:
         self.link.send("trainer.0", group)
 
@@ -93,6 +97,7 @@ class _Header(msgspec.Struct, frozen=True, tag=True):
     rejected: int
     buffered: int
     dropped: list[msgspec.Raw]  # as `groups`
+    rested: int
 
 
 class _Received(msgspec.Struct, frozen=True, tag="_Header"):
@@ -106,6 +111,7 @@ class _Received(msgspec.Struct, frozen=True, tag="_Header"):
     rejected: int
     buffered: int
     dropped: list[GroupSummary]
+    rested: int
 
 
 _decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
@@ -145,7 +151,8 @@ class RolloutsReceiver:
             link.read_ahead()
             ledger = buffer.ledger()
             held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
-            link.send(GenerateFrom(ledger.consumed_below, held, len(ledger.dropped)))
+            unused = sorted([*ledger.dropped, *ledger.rested])
+            link.send(GenerateFrom(ledger.consumed_below, held, unused, ledger.outside, ledger.rejected))
 
     def recv(self, executor: BatchExecutor) -> None:
         """Hands the executor the batch of `executor.curr_step` and the seconds it waited for it. Time spent sending weights again is not
@@ -213,10 +220,10 @@ class RolloutsReceiver:
                 if groups is not None:
                     dropped = buffer.report_dropped()
                     break
-                if dropped := buffer.give_up(self._max_generated):
+                if dropped := buffer.give_up(step, self._max_generated):
                     groups = []
                     break
-                if full_since is None and buffer.full():
+                if full_since is None and buffer.full(step):
                     full_since = time.monotonic()
                 left_s = deadline - time.monotonic()
                 if not self.link.wait(min(left_s, LOOK_UP_S)) and left_s <= 0:
@@ -227,7 +234,10 @@ class RolloutsReceiver:
 
     def _take_in(self) -> None:
         """Puts everything that has arrived into the buffer. A group is announced before it finishes, and messages go on arriving: so
-        finished groups are collected first, and the announcements collected after them include theirs."""
+        finished groups are collected first, and the announcements collected after them include theirs. A prompt rests because of groups
+        that have finished before: so those that rest are collected before these."""
+        for rested in self.link.drain(PromptsRested):
+            self._rank_0_buffer.rest(rested.ordinals)
         ready = self.link.drain(GroupReady)
         for started in self.link.drain(GroupsStarted):
             self._rank_0_buffer.begin(started.ordinals, started.version)
@@ -241,7 +251,8 @@ class RolloutsReceiver:
         waited_s, self._idle_s = idle_s - self._idle_s, idle_s
         buffered = self._rank_0_buffer.finished
         summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
-        return _Header(step, summaries, generate_s, waited_s, due_wait_s, rejected, buffered, of_dropped)
+        rested = self._rank_0_buffer.take_rested()
+        return _Header(step, summaries, generate_s, waited_s, due_wait_s, rejected, buffered, of_dropped, rested)
 
 
 class _Groups:

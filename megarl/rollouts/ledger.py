@@ -1,7 +1,7 @@
-"""Records the state of every prompt of a run: trained on, dropped, finished and held for training, or none of these.
+"""Records the state of every prompt of a run: trained on, dropped, rested, finished and held for training, or none of these.
 
 Each checkpoint holds the ledger beside the weights that it belongs to. After a resume, prompts that are not in it are generated (again),
-so nothing else has to be saved for each prompt to be trained on, or dropped, exactly once.
+so nothing else has to be saved for each prompt to be trained on, dropped, or left out by the curriculum, exactly once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ LEDGER_FILE = "ledger.msgpack"
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    consumed_below: Ordinal = 0  # all prompts below it have been trained on or dropped
+    consumed_below: Ordinal = 0  # all prompts below it have been trained on or dropped, or have rested
     consumed_beyond: list[Ordinal] = []  # and so have these
     groups: list[GroupReady] = []  # finished, but not yet trained on
     dropped: list[Ordinal] = []  # all those of the run
     untold: list[GroupReady] = []  # of these, the ones that no batch has reported yet
+    rested: list[Ordinal] = []  # all those of the run that the curriculum has left out
+    outside: list[Ordinal] = []  # all those of the run whose pass rate was outside the curriculum's band
+    rejected: list[Ordinal] = []  # finished, found too old, and not yet trained on or dropped
 
     def trained(self) -> set[Ordinal]:
         """All prompts that have been trained on."""
-        return {*range(self.consumed_below), *self.consumed_beyond}.difference(self.dropped)
+        return {*range(self.consumed_below), *self.consumed_beyond}.difference(self.dropped, self.rested)
 
     def told(self) -> set[Ordinal]:
         """The dropped prompts that batches have reported."""
@@ -46,7 +49,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class Consumed:
-    """The set of ordinals that have been trained on or dropped. It stays small, since they come nearly in order."""
+    """The set of ordinals that have been trained on or dropped, or have rested. It stays small, since they come nearly in order."""
 
     def __init__(self, below: Ordinal = 0, beyond: Sequence[Ordinal] = ()):
         self.below = below

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from megarl.config.schema import RunConfig
+from megarl.data.curriculum import outside_band
 from megarl.kept_sets import KeptSets
 from megarl.messaging.messages import GroupReady
 from megarl.rewards.shaping import has_signal
@@ -47,10 +48,14 @@ def summary_of(group: GroupReady) -> GroupSummary:
 
 
 def judged(group: GroupReady, config: RunConfig) -> GroupReady:
-    """The group, or if dynamic sampling drops it what is left: all but its numbers."""
-    if not config.rollout.dynamic_sampling or has_signal(summary_of(group).samples, config):
+    """The group, or if dynamic sampling drops it what is left: all but its numbers. With what it tells the curriculum."""
+    curriculum, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
+    if not dynamic and curriculum is None:
         return group
-    return msgspec.structs.replace(group, dropped=True, pieces=[])
+    samples = summary_of(group).samples
+    outside = curriculum is not None and outside_band([sample.reward for sample in samples], curriculum)
+    dropped = dynamic and not has_signal(samples, config)
+    return msgspec.structs.replace(group, outside=outside, dropped=dropped, pieces=[] if dropped else group.pieces)
 
 
 def texts_of(raw: msgspec.Raw) -> GroupTexts:

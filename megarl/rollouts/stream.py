@@ -44,6 +44,8 @@ class RolloutStream:
         """Runs until its task is cancelled. `timeout_s` bounds the wait for the ledger."""
         start = await self._channel.first(timeout_s)
         self.admission.generate_from(start.first, start.skip, start.dropped)
+        if self.admission.curriculum:
+            self.admission.curriculum.resume(start.outside, frozenset(start.scored))
         self._background.start(self._take_back(), "rejected groups")
         while True:
             self._begin()
@@ -83,6 +85,8 @@ class RolloutStream:
 
     def _begin(self) -> None:
         ordinals = [] if self._held else self.admission.begin(self.version)
+        if rested := self.admission.take_rested():
+            self._channel.rested(rested)
         if ordinals:
             self._channel.begun(ordinals, self.version)
         for ordinal in ordinals:
@@ -94,8 +98,10 @@ class RolloutStream:
         ended = time.monotonic()
         ready = self._judge(pack(group, version, started, ended, self._idle_s))
         self._channel.finished(ready)
+        if self.admission.curriculum:
+            self.admission.curriculum.finish(ordinal, ready.outside)
         if ready.dropped:
-            self.admission.drop()
+            self.admission.drop(ordinal)
         else:
             self.admission.finish()
         self.sent += 1

@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.schema import AsyncConfig
+from megarl.data.curriculum import Curriculum
+from megarl.data.mixture import Mixture
+from megarl.data.prompts import Sources
 from megarl.messaging.messages import GroupReady
 from megarl.plan.asynchrony import run_ahead
 from megarl.rollouts.admission import Admission
@@ -20,8 +23,8 @@ from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.ledger import Consumed, Ledger
 
 
-def ready(ordinal: int, oldest: int = 0, dropped: bool = False) -> GroupReady:
-    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [], dropped)
+def ready(ordinal: int, oldest: int = 0, dropped: bool = False, outside: bool = False) -> GroupReady:
+    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [], dropped, outside)
 
 
 def filled(buffer: RolloutBuffer, *groups: tuple[int, int]) -> RolloutBuffer:
@@ -61,7 +64,7 @@ def test_a_batch_waits_for_a_rollout_that_would_become_too_old():
     filled(buffer, (1, 4), (2, 4), (4, 4))
     assert ordinals(buffer.take(4)) == [1, 2], "7 is not due at step 4"
     filled(buffer, (5, 4))
-    assert buffer.full() and buffer.take(5) is None, "at step 5 it is"
+    assert buffer.full(5) and buffer.take(5) is None, "at step 5 it is"
     buffer.finish(ready(7, 3))
     assert ordinals(buffer.take(5)) == [4, 7]
 
@@ -150,14 +153,14 @@ def test_it_gives_up_when_enough_were_generated_for_a_batch_and_too_few_are_left
     buffer.begin(range(20), 0)
     for ordinal in range(5):
         buffer.finish(ready(ordinal, dropped=ordinal != 2))
-        assert buffer.give_up(None) == []
-        assert ordinals(buffer.give_up(6)) == []
+        assert buffer.give_up(0, None) == []
+        assert ordinals(buffer.give_up(0, 6)) == []
     buffer.finish(ready(5, dropped=True))
-    assert ordinals(buffer.give_up(6)) == [0, 1, 3, 4, 5]
+    assert ordinals(buffer.give_up(0, 6)) == [0, 1, 3, 4, 5]
     buffer.finish(ready(6))
-    assert buffer.give_up(6) == [], "there is a batch"
+    assert buffer.give_up(0, 6) == [], "there is a batch"
     buffer.take(0)
-    assert buffer.give_up(1) == [], "the next batch's are counted anew"
+    assert buffer.give_up(0, 1) == [], "the next batch's are counted anew"
 
 
 @settings(deadline=None)
@@ -205,13 +208,13 @@ def test_a_dropped_prompt_is_replaced_at_once_and_the_run_ends_later():
     admission = Admission(prompts_per_step=2, run_ahead=0, max_in_flight=2, end=2)
     admission.generate_from(0, [])
     assert admission.begin(0) == [0, 1] and admission.exhausted
-    admission.drop()
+    admission.drop(0)
     assert not admission.exhausted and admission.begin(0) == [2]
     admission.finish()
-    admission.drop()
+    admission.drop(2)
     assert admission.begin(0) == [3]
     again = Admission(prompts_per_step=2, run_ahead=0, max_in_flight=2, end=4)
-    again.generate_from(2, [3], dropped=2)
+    again.generate_from(2, [3], dropped=[0, 3])
     assert again.begun == 1 and again.begin(0) == [2], "of 0, 1 and 3 two were dropped"
     assert again.begin(1) == [4], "there is one more place"
     again.finish()
@@ -222,11 +225,17 @@ class Simulation:
     """A run without engines: rollouts take random times, the trainer trains, both ends by the real rules. Killed and resumed at will.
 
     Old weights can live on in a rollout (in flight) or not (block): `mixed` says whether an update waits for running rollouts.
-    An `eager` generator also begins what is bound to be rejected. A finished group is dropped with the probability `dropping`.
+    An `eager` generator also begins what is bound to be rejected. A finished group is dropped with the probability `dropping`. Its prompt
+    is of one of the sources of `mixture`; if these have `rows`, it is outside the curriculum's band with the probability `outside`.
     """
 
-    def __init__(self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False, dropping=0.0):
+    def __init__(
+        self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False, dropping=0.0,
+        mixture=Mixture(), rows=None, rest_epochs=1, outside=0.5,
+    ):  # fmt: skip
         self.random, self.dropping = random.Random(seed), dropping
+        self.mixture, self.outside, self.rest_epochs = mixture, outside, rest_epochs
+        self.sources = Sources([range(count) for count in rows], "order", True, mixture) if rows else None
         self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
         self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
         self.trained, self.dropped, self.ages, self.rejected = [], [], [], 0
@@ -235,10 +244,14 @@ class Simulation:
     def start(self, ledger: Ledger, step: int) -> None:
         self.now, self.step, self.running = 0.0, step, []
         self.trained, self.dropped = self.trained[:step], self.dropped[:step]
-        self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger)
-        self.admission = Admission(self.per_step, self.capacity, self.in_flight, self.per_step * self.steps)
+        self.curriculum = Curriculum(self.sources.place, self.rest_epochs) if self.sources else None
+        self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger, mixture=self.mixture)
+        end = self.per_step * self.steps
+        self.admission = Admission(self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum)
         held = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
-        self.admission.generate_from(ledger.consumed_below, held, len(ledger.dropped))
+        self.admission.generate_from(ledger.consumed_below, held, [*ledger.dropped, *ledger.rested])
+        if self.curriculum:
+            self.curriculum.resume(ledger.outside, frozenset(ledger.rejected))
         self.saved = (ledger, step)
 
     def run(self, kill_at: int | None = None) -> None:
@@ -255,6 +268,7 @@ class Simulation:
 
     def begin(self) -> None:
         ordinals = self.admission.begin(self.step)
+        self.buffer.rest(self.admission.take_rested())
         self.buffer.begin(ordinals, self.step)
         for ordinal in ordinals:
             length = self.random.expovariate(1.0) if self.random.random() < 0.8 else 20.0
@@ -263,8 +277,11 @@ class Simulation:
     def finish_one(self) -> None:
         self.now, ordinal, version = heapq.heappop(self.running)
         dropped = bool(self.dropping) and self.random.random() < self.dropping
-        self.admission.drop() if dropped else self.admission.finish()
-        self.buffer.finish(ready(ordinal, version, dropped))
+        self.admission.drop(ordinal) if dropped else self.admission.finish()
+        outside = self.curriculum is not None and self.random.random() < self.outside
+        if self.curriculum:
+            self.curriculum.finish(ordinal, outside)
+        self.buffer.finish(ready(ordinal, version, dropped, outside))
 
     def train(self) -> None:
         while True:
@@ -326,6 +343,51 @@ def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happen
     if run.capacity == 0:
         in_order = [ordinal for step in zip(run.trained, run.dropped) for ordinal in sorted(chain(*step))]
         assert in_order == list(range(prompts)), "the synchronous loop"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    per_step=st.integers(1, 6),
+    capacity=some_or_none,
+    max_staleness=st.sampled_from((None, 0, 1, 2)),
+    in_flight=st.integers(1, 20),
+    mixed=st.booleans(),
+    eager=st.booleans(),
+    kills=st.lists(st.integers(0, 14), max_size=3),
+    dropping=st.sampled_from((0.0, 0.0, 0.5)),
+    shares=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    rows=st.lists(st.integers(1, 12), min_size=3, max_size=3),
+    rest_epochs=st.integers(1, 3),
+    outside=st.sampled_from((0.0, 0.5, 0.9, 1.0)),
+)
+def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_should(
+    seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping, shares, rows, rest_epochs, outside
+):
+    """Each step has its share of each source, whatever happens; and which prompts rest follows from the scores alone, as the ledger has
+    them at the end, whatever the order of events, and wherever the run was killed."""
+    steps, mixture = 15, Mixture(shares, list("abc"[: len(shares)]))
+    rows = rows[: len(shares)]
+    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping, mixture, rows, rest_epochs, outside)
+    for kill_at in sorted(kills):
+        run.run(kill_at)
+        run.kill_and_resume()
+    run.run()
+    for step, batch in enumerate(run.trained):
+        found = Counter(mixture.source(ordinal) for ordinal in batch)
+        assert [found[source] for source in range(len(shares))] == mixture.counts(step * per_step, (step + 1) * per_step)
+    ledger = run.buffer.ledger()
+    every = Counter(chain(*run.trained, *run.dropped, ledger.rested))
+    assert set(every.values()) == {1} and every.keys() == {*range(ledger.consumed_below), *ledger.consumed_beyond}
+    assert ledger.trained() == {*chain(*run.trained)} and not ledger.groups and not ledger.untold
+    for source in range(len(shares)):
+        draws = sorted(mixture.draw(ordinal) for ordinal in every if mixture.source(ordinal) == source)
+        assert draws == list(range(len(draws))), "a source leaves nothing out"
+    out = {run.sources.place(ordinal) for ordinal in ledger.outside}
+    for ordinal in every:
+        source, epoch, row = run.sources.place(ordinal)
+        rests = any((source, before, row) in out for before in range(epoch - rest_epochs, epoch))
+        assert (ordinal in ledger.rested) == rests
 
 
 def test_rejection_of_everything_is_no_deadlock():

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from megarl.config.data import MixtureConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import DatasetConfig, EvalConfig, ModelConfig, RunConfig, SuiteConfig
 from megarl.data.check import check_data
 from megarl.data.permutation import permute
-from megarl.data.prompts import PromptStream, held_out_sets, train_prompts
+from megarl.data.prompts import PromptStream, Sources, held_out_sets, train_prompts
 from megarl.data.rows import Row
 from megarl.data.sft import sft_batches, sft_sequence
 from megarl.data.synthetic import Chain, Product
@@ -45,7 +46,7 @@ def spec() -> ModelSpec:
 def chain_config(**sft: int) -> RunConfig:
     config = RunConfig()
     config.model.path = TINY
-    config.data.train = DatasetConfig(source="synthetic:chain")
+    config.data.train = MixtureConfig(source="synthetic:chain")
     config.data.eval = DatasetConfig(source="synthetic:chain", split="eval")
     config.rollout.max_tokens = 16
     config.sft.steps, config.sft.batch_size = sft.get("steps", 3), sft.get("batch_size", 4)
@@ -200,7 +201,7 @@ def test_no_prompt_repeats_within_an_epoch_and_a_resume_is_a_number(tokenizer: T
 
 def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokenizer):
     rows = [Chain("train", 0)[i] for i in range(5)]
-    stream = PromptStream(rows, tokenizer, seed=0, shuffle=False)
+    stream = PromptStream(Sources([rows], "", shuffle=False), tokenizer)
     assert [stream[i].text for i in range(7)] == [rows[i % 5].prompt for i in range(7)]
     assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(rows[2].prompt)
 
@@ -251,7 +252,7 @@ def test_sft_batches_differ_by_seed(spec: ModelSpec):
 def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: ModelSpec):
     (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2", "how": "1" * 600}) + "\n")
     config = chain_config()
-    config.sft.data = DatasetConfig(source=str(tmp_path / "d.jsonl"), demonstration_key="how")
+    config.sft.data = MixtureConfig(source=str(tmp_path / "d.jsonl"), demonstration_key="how")
     with pytest.raises(
         ConfigError, match=r"d.jsonl, line 1: prompt and demonstration have 606 tokens, more than the model's context of 512"
     ):
@@ -302,7 +303,7 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
     (tmp_path / "b.jsonl").write_text('{"question": "r\u00e9sum\u00e9", "answer": "2"}\n{"question"\n')
     (tmp_path / "c.jsonl").write_text('{"question": "r\u00e9sum\u00e9", "answer": "2"}\n')
     config = chain_config()
-    config.data.train = DatasetConfig(source=str(tmp_path / "a.jsonl"))
+    config.data.train = MixtureConfig(source=str(tmp_path / "a.jsonl"))
     config.data.eval = DatasetConfig(source=str(tmp_path / "b.jsonl"))
     with pytest.raises(ConfigError) as error:
         check_data(config, spec, "train")

@@ -16,6 +16,7 @@ from megarl.config.data import PreferenceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig
 from megarl.data.datasets import load_rows, read_pairs, read_rows
+from megarl.data.formats import ROLES
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny-llama"
@@ -228,8 +229,9 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
     )
     assert [row.answer for row in found] == ["2", "2"]
     for turns, problem in (
-        ([{"role": "robot", "content": "x"}], "field 'prompt': the chat template refuses it: only users"),
-        ([{"role": "user"}], "field 'prompt' must be text, or messages with role and content, both text"),
+        ([{"role": "tool", "content": "x"}], "field 'prompt': the chat template refuses it: only users"),
+        ([{"role": "robot", "content": "x"}], f"field 'prompt', message 1: role 'robot' must be one of {', '.join(ROLES)}"),
+        ([{"role": "user"}], "field 'prompt', message 1: content must be text"),
         (5, "field 'prompt' must be text, not a number"),
     ):
         bad = write(tmp_path / "bad.jsonl", {**rows[0], "prompt": turns})

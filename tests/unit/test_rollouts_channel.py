@@ -222,7 +222,7 @@ def test_what_is_dropped_comes_with_a_batch_or_in_place_of_one_and_the_generator
     gone = [replace(ready(ordinal), dropped=True, pieces=[]) for ordinal in range(7)]
     ledger = Ledger(1, [], [], dropped=[0], untold=[gone[0]])
     sender, receiver = RolloutsSender(hub), RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None, ledger), max_generated=4)
-    assert asyncio.run(sender.first(5)) == GenerateFrom(1, [], 1)
+    assert asyncio.run(sender.first(5)) == GenerateFrom(1, [], [0])
     sender.begun(list(range(1, 8)), 0)
     for each in (ready(1), gone[2], ready(3), gone[4], gone[5], ready(7), gone[6]):
         sender.finished(each)

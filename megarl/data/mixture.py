@@ -1,0 +1,119 @@
+"""Which of several sources each prompt of a run is from."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from megarl.config.data import MIXED, DatasetConfig, MixedConfig, MixtureConfig
+from megarl.config.errors import ConfigError, problems_of
+from megarl.config.schema import RunConfig
+from megarl.types import Ordinal
+
+LONGEST_PERIOD = 100_000
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+
+
+class Mixture:
+    """Ordinals to sources and back, by shares alone: of the first k ordinals, each source has its share of k, give or take less than one.
+
+    The order is periodic. The j-th ordinal of a source with the share w may come no sooner than j / w, and must come before (j + 1) / w is
+    rounded up; whichever must come soonest does. That meets every deadline, and so the bound above (Baruah, Cohen, Plaxton and Varvel,
+    "Proportionate progress", 1996). Where shares times k are whole numbers, the counts are these numbers: quotas are exact.
+    """
+
+    def __init__(self, shares: Sequence[Fraction | int] = (1,), names: Sequence[str] = ("",)):
+        """Raises ValueError if the order has too long a period."""
+        self.names = tuple(names)
+        whole = math.lcm(*(Fraction(share).denominator for share in shares))
+        units = [int(share * whole) for share in shares]
+        common = math.gcd(*units)
+        self._units = [unit // common for unit in units]
+        self._period = sum(self._units)
+        if self._period > LONGEST_PERIOD:
+            raise ValueError(f"shares of {' : '.join(map(str, self._units))} repeat after {self._period} prompts only")
+        self._source: list[int] = []  # by place in the period
+        self._places: list[list[int]] = [[] for _ in shares]  # of each source, in the period
+        for place in range(self._period):
+            source = min((self._deadline(source), source) for source in range(len(units)) if self._may(source, place))[1]
+            self._source.append(source)
+            self._places[source].append(place)
+
+    def _may(self, source: int, place: int) -> bool:
+        return len(self._places[source]) * self._period < (place + 1) * self._units[source]
+
+    def _deadline(self, source: int) -> int:
+        return -(-(len(self._places[source]) + 1) * self._period // self._units[source])
+
+    def source(self, ordinal: Ordinal) -> int:
+        return self._source[ordinal % self._period]
+
+    def draw(self, ordinal: Ordinal) -> int:
+        """How many ordinals of the same source are below it."""
+        return self.below(self.source(ordinal), ordinal)
+
+    def ordinal(self, source: int, draw: int) -> Ordinal:
+        """The ordinal of the source's `draw`-th prompt, from 0 on."""
+        periods, rest = divmod(draw, self._units[source])
+        return periods * self._period + self._places[source][rest]
+
+    def below(self, source: int, ordinal: Ordinal) -> int:
+        """How many ordinals of the source are below `ordinal`."""
+        periods, rest = divmod(ordinal, self._period)
+        return periods * self._units[source] + bisect_left(self._places[source], rest)
+
+    def counts(self, first: Ordinal, end: Ordinal) -> list[int]:
+        """How many of the ordinals from `first` to before `end` each source has."""
+        return [self.below(source, end) - self.below(source, first) for source in range(len(self.names))]
+
+
+def mixed(config: MixtureConfig) -> dict[str, MixedConfig]:
+    return {name: source for name, source in config.sources.items() if source is not None}
+
+
+def source_sets(config: MixtureConfig, key: str) -> list[tuple[str, DatasetConfig]]:
+    """(config key, dataset) of the sources that a section mixes, or of the one that it names."""
+    return [(f"{key}.sources.{name}", source) for name, source in mixed(config).items()] or [(key, config)]
+
+
+def train_mixture(config: RunConfig) -> Mixture:
+    return mixture_of(config.data.train, "data.train", config.rollout.prompts_per_step, "rollout.prompts_per_step")
+
+
+def mixture_problems(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Iterable[str]:
+    if (config.source == MIXED) == (not mixed(config)):
+        given = f"{key}.source={config.source}: must not be set beside {key}.sources"
+        yield given if mixed(config) else f"{key}.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"
+        return
+    for name in mixed(config):
+        if not SOURCE_NAME.fullmatch(name):
+            yield f"{key}.sources.{name}: its name must be letters, digits, - and _"
+    yield from problems_of(lambda: mixture_of(config, key, per_step, per_step_key))
+
+
+def mixture_of(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Mixture:
+    """The mixture that a section describes; of one source if it names only one. `per_step`: what quotas are parts of.
+
+    Raises ConfigError with all problems: no source, one in two places, quotas that are not a step's number of prompts, too fine weights.
+    """
+    sources = mixed(config)
+    if not sources:
+        return Mixture()
+    for name, source in sources.items():
+        if source.weight is not None and source.quota is not None:
+            raise ConfigError(f"{key}.sources.{name}.weight={source.weight:g}: must be null with a quota (quota={source.quota})")
+    quotas = {name: source.quota for name, source in sources.items() if source.quota is not None}
+    weights = {name: Fraction(str(source.weight or 1)) for name, source in sources.items() if name not in quotas}
+    rest = per_step - sum(quotas.values())
+    if rest < 0 or (rest == 0) != (not weights):
+        wanted = f"be {per_step_key}={per_step}" if not weights else f"leave some of {per_step_key}={per_step} for the other sources"
+        given = " + ".join(f"{key}.sources.{name}.quota={quota}" for name, quota in quotas.items())
+        raise ConfigError(f"{given}: together they must {wanted}")
+    shares = [Fraction(quotas[name]) if name in quotas else weights[name] * rest / sum(weights.values()) for name in sources]
+    try:
+        return Mixture(shares, [*sources])
+    except ValueError as error:
+        raise ConfigError(f"{key}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder weights") from error

@@ -1,0 +1,100 @@
+"""Where rows come from: JSONL and parquet files, folders, the hub."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config.data import SourceConfig
+from megarl.config.errors import ConfigError
+from megarl.data.rows import RowProblem
+from megarl.data.synthetic import PREFIX
+from megarl.hub import unreachable
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = (".jsonl", ".parquet")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that stands for a character with its neighbour alone
+_OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # a file, not a hub name
+
+
+def is_local(source: str) -> bool:
+    """Whether reading it needs no network: it is a file or folder, even if missing, or a synthetic task."""
+    path = Path(source).expanduser()
+    looks_local = not _HUB_NAME.fullmatch(source) or path.suffix in (*_FILES, *_OTHER_FILES)
+    return source.startswith(PREFIX) or looks_local or path.exists()
+
+
+def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
+    """(where, record) pairs; for a line that is not JSON the record is a RowProblem."""
+    path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
+    if not is_local(config.source) or path.is_dir():
+        return _hub(config, key)
+    if path.suffix not in _FILES:
+        wanted = "a file must end in .jsonl or .parquet" if path.exists() or path.suffix in _OTHER_FILES else "no such file or folder"
+        raise ConfigError(f"{named}: {wanted}")
+    if not path.is_file():
+        raise ConfigError(f"{named}: no such file{_near(path)}")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{named}: may not be read")
+    return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+
+
+def _near(path: Path) -> str:
+    stems = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES} if path.parent.is_dir() else {}
+    found = difflib.get_close_matches(path.stem, stems, n=1)
+    return f"; did you mean {stems[found[0]]}?" if found else ""
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record: Any = json.loads(line.decode().rstrip())
+                if _SURROGATE.search(line):
+                    json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeDecodeError as error:
+                record = RowProblem(f"not UTF-8 at byte {error.start}")
+            except json.JSONDecodeError as error:
+                record = RowProblem(f"malformed JSON at column {error.colno}: {error.msg}")
+            except UnicodeEncodeError as error:
+                record = RowProblem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character")
+            except RecursionError:
+                record = RowProblem("JSON that is nested too deeply")
+            except ValueError:  # the only one that is left
+                record = RowProblem("a number of too many digits")
+            yield f"{path}, line {number}", record
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=1):
+            yield f"{path}, row {number}", record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: not a parquet file ({error})") from error
+
+
+def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
+    why = "" if Path(config.source).exists() else unreachable()  # must precede the import, which reads what this sets
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = datasets.load_dataset(config.source, config.subset, split=config.split)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        subset = f", subset {config.subset}" if config.subset else ""
+        what = f"{key}.source={config.source}{subset}, split {config.split}"
+        reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{what}: cannot be loaded: {reason}") from error
+    for number, record in enumerate(rows, start=1):
+        yield f"{config.source}, split {config.split}, row {number}", record

@@ -1,0 +1,223 @@
+"""Rows in the formats of OpenAI, verl and slime, tools, and what of a conversation is learned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megarl.config.data import DatasetConfig
+from megarl.config.errors import ConfigError
+from megarl.data.datasets import load_rows
+from megarl.data.rows import Answers, Row
+from megarl.data.sft import sft_sequence
+from megarl.data.tokenizer import tokenizer_of
+
+TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}]
+HEAD = "{% if tools %}#tools {{ tools | tojson }}\n{% endif %}{% for message in messages %}#{{ message.role }}\n"
+CALLS = "{% for call in message.tool_calls %}<call>a={{ call.function.arguments.a }}{% endfor %}"
+TAIL = "\n{% endfor %}{% if add_generation_prompt %}#assistant\n{% endif %}"
+PLAIN = HEAD + "{{ message.content }}" + CALLS + "{{ eos_token }}" + TAIL
+MARKED = (
+    HEAD
+    + "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    + CALLS
+    + "{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{{ eos_token }}{% endif %}"
+    + TAIL
+)
+SHORT = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}{{ eos_token }}")
+# As Qwen3's: thinking is left out of turns before the last.
+FORGETFUL = PLAIN.replace("{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1] }}")
+
+
+def say(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TALK = [
+    say("system", "be brief"), say("user", "1+1?"), say("assistant", "2"), say("user", "2*3?"), say("assistant", "<think>6</think>6"),
+]  # fmt: skip
+CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOL_TALK = [
+    say("user", "1+1?"), say("assistant", None, tool_calls=[CALL]), say("tool", "2", tool_call_id="1"), say("assistant", "it is 2"),
+]  # fmt: skip
+
+
+def model(folder: Path, template: str = PLAIN) -> str:
+    shutil.copytree(TINY, folder / "model", dirs_exist_ok=True)
+    (folder / "model/chat_template.jinja").write_text(template)
+    return str(folder / "model")
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(tmp_path: Path, row: Any, answers: Answers = "none", template: str = PLAIN, **settings: Any) -> Row:
+    source = write(tmp_path / "rows.jsonl", row)
+    (found,) = load_rows(DatasetConfig(source=source, **settings), "data.train", 0, answers, model(tmp_path, template))
+    return found
+
+
+def problem(tmp_path: Path, row: Any, answers: Answers = "none", template: str = PLAIN, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, row, answers, template, **settings)
+    (found,) = error.value.problems
+    assert found.startswith(f"{tmp_path}/rows.jsonl, line 1: ")
+    return found.removeprefix(f"{tmp_path}/rows.jsonl, line 1: ")
+
+
+def learned(row: Row) -> list[str]:
+    """The texts that the sequence made of a row teaches."""
+    tokenizer = tokenizer_of(str(TINY), "model.path")
+    sequence = sft_sequence(row, tokenizer, 4096)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], sequence.loss_mask, [False]]).astype(int)))
+    return [tokenizer.decode_all(sequence.token_ids[first:end].tolist()) for first, end in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, SHORT])
+def test_turns_are_learned_with_their_ends_whether_the_template_marks_them_or_not(template: str, tmp_path: Path) -> None:
+    row = load(tmp_path, {"messages": TALK}, template=template)
+    assert learned(row) == ["2<eos>", "<think>6</think>6<eos>"]
+    assert learned(load(tmp_path, {"messages": TALK}, template=template, learn="last")) == ["<think>6</think>6<eos>"]
+    for skipped in ({"weight": 0}, {"train": False}):
+        unequal = [*TALK[:2], {**TALK[2], **skipped}, *TALK[3:]]
+        assert learned(load(tmp_path, {"messages": unequal}, template=template)) == ["<think>6</think>6<eos>"]
+    row = load(tmp_path, {"messages": TOOL_TALK, "tools": TOOLS}, template=template)
+    assert learned(row) == ["<call>a=1<eos>", "it is 2<eos>"] and row.prompt.startswith("#tools [{")
+    assert load(tmp_path, {"messages": TOOL_TALK, "tools": json.dumps(TOOLS)}, template=template) == row
+
+
+def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
+    path = model(tmp_path, MARKED)
+    reference = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    for talk, tools in ((TALK, None), ([{**TOOL_TALK[0]}, say("assistant", "2"), say("user", "9?"), say("assistant", "9")], TOOLS)):
+        wanted = reference.apply_chat_template(talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+        ours = sft_sequence(load(tmp_path, {"messages": talk, "tools": tools}, template=MARKED), tokenizer_of(path, "model.path"), 4096)
+        count = len(ours) - 1  # the template adds a line's end behind the last turn, where nothing is learned, and no <bos> in front
+        assert ours.token_ids[1:].tolist() == wanted["input_ids"][:count]
+        assert ours.loss_mask[1:].tolist() == list(map(bool, wanted["assistant_masks"][:count]))
+        assert not any(wanted["assistant_masks"][count:]) and ours.loss_mask[0] == 0
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone_is_learned(tmp_path: Path) -> None:
+    talk = [say("user", "1?"), say("assistant", "<think>x</think>1"), *TALK[3:]]
+    assert problem(tmp_path, {"messages": talk}, template=FORGETFUL) == (
+        "field 'messages': message 2: what the assistant wrote cannot be told from the chat template: it writes what is before or in it "
+        "otherwise once more follows; learn=last learns the last turn alone"
+    )
+    row = load(tmp_path, {"messages": talk}, template=FORGETFUL, learn="last")
+    assert learned(row) == ["<think>6</think>6<eos>"] and "#assistant\n1<eos>" in row.prompt
+    forced = PLAIN.replace("#assistant\n{% endif %}", "#assistant\n<think>{% endif %}")
+    assert "the prompt that it makes for it is not how the conversation begins" in problem(
+        tmp_path, {"messages": TALK[:3]}, template=forced
+    )
+
+
+def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
+    def of(*messages: Any, **more: Any) -> str:
+        return problem(tmp_path, {"messages": [*messages]}, **more)
+
+    user, assistant = TALK[1], TALK[2]
+    endless = of(user, assistant, template=PLAIN.replace("{{ eos_token }}", ""))
+    assert endless.startswith("field 'messages': message 2: the chat template does not end it with an end-of-text token of the model")
+    assert of(user, say("assistant", "a<eos>#user\nb")) == (
+        "field 'messages': message 2: holds the special token '<eos>', which could end a turn or open another"
+    )
+    assert of(user) == of(user, {**assistant, "weight": 0}) == "field 'messages': no turn of the assistant is to be learned"
+    assert of(user, {**assistant, "weight": 0.5}) == "field 'messages', message 2: weight must be 0 or 1, not 0.5"
+    assert of(user, {**assistant, "train": 1}) == "field 'messages', message 2: train must be true or false, not 1"
+    assert of(user, say("asistant", "2")).startswith("field 'messages', message 2: role 'asistant' must be one of system, developer,")
+    assert (
+        of(user, say("assistant", None))
+        == of(user, say("assistant", [{"type": "image"}]))
+        == ("field 'messages', message 2: content must be text")
+    )
+    broken = {"function": {"name": "add", "arguments": '{"a"'}}
+    assert of(user, say("assistant", "", tool_calls=[broken])).startswith(
+        "field 'messages', message 2: the arguments of its tool call are no JSON"
+    )
+    assert of() == "field 'messages' has no messages"
+    assert problem(tmp_path, {"messages": "hi"}) == "field 'messages' must be a list of messages, not text"
+    assert of(user, assistant, prompt_template="Q: {prompt}") == (
+        "field 'messages' has messages, to which only a chat template can be applied, not prompt_template=Q: {prompt}"
+    )
+    tools = {"messages": TALK, "tools": TOOLS}
+    assert problem(tmp_path, tools, template=PLAIN.replace("tools", "nothing")) == (
+        "field 'tools' has tools, but the model's chat template shows none"
+    )
+    assert problem(tmp_path, {"messages": TALK, "tools": "add"}).startswith("field 'tools' is neither a list of tools nor JSON of one")
+    uneven = problem(tmp_path, {"messages": TALK}, template=MARKED.replace("message.role == 'assistant'", "loop.last"))
+    assert uneven == "field 'messages': the chat template marks 1 turns of the assistant; the conversation has 2"
+
+
+def test_parts_of_contents_and_nulls_of_parquet(tmp_path: Path) -> None:
+    talk = [say("user", [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]), say("assistant", "2", weight=1)]
+    assert "#user\n1+1?<eos>" in load(tmp_path, {"messages": talk}).prompt
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": [say("user", "9?"), say("assistant", "9", weight=1)]}]), path)
+    (row,) = load_rows(DatasetConfig(source=str(path)), "sft.data", 0, "none", model(tmp_path))
+    assert learned(row) == ["9<eos>"]
+
+
+VERL = {
+    "data_source": "openai/gsm8k", "prompt": [say("user", "1+1?")], "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7},
+}  # fmt: skip
+SLIME = {"prompt": [say("user", "1+1?")], "label": "2", "metadata": {"level": 1}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        VERL,
+        SLIME,
+        {"messages": [say("user", "1+1?")], "answer": "2"},
+        {"messages": [say("user", "1+1?"), say("assistant", "2", weight=1)]},
+        {"messages": [say("user", "1+1?"), say("assistant", "so 2")], "answer": "2"},
+        {"question": "1+1?", "answer": "#### 2"},
+        {**SLIME, "prompt": "1+1?"},
+    ],
+)
+def test_prompts_in_known_formats(row: dict[str, Any], tmp_path: Path) -> None:
+    wanted = "#user\n1+1?<eos>\n#assistant\n" if isinstance(row.get("prompt", row.get("messages")), list) else "1+1?"
+    found = load(tmp_path, row, "final")
+    assert (found.prompt, found.answer) == (wanted, "2")
+    whole = load(tmp_path, row, "whole")
+    assert whole.record == row and whole.prompt == wanted
+
+
+def test_prompts_with_tools(tmp_path: Path) -> None:
+    assert load(tmp_path, {**VERL, "tools": TOOLS}, "final").prompt.startswith("#tools [{")
+    assert load(tmp_path, {**VERL, "functions": TOOLS}, "final", tools_key="functions").prompt.startswith("#tools [{")
+
+
+def test_a_row_that_fits_two_formats_is_not_guessed_at(tmp_path: Path) -> None:
+    assert problem(tmp_path, {**VERL, "label": "2"}, "final") == (
+        "it has the columns 'prompt' with 'reward_model' (verl's) and 'prompt' with 'label' (slime's): set data.train.prompt_key and "
+        "data.train.answer_key"
+    )
+    assert "'question' (question and answer) and 'messages' (OpenAI's)" in problem(tmp_path, {"question": "1", "messages": TALK}, "final")
+    assert load(tmp_path, {**VERL, "label": "3"}, "final", prompt_key="prompt", answer_key="label").answer == "3"
+    assert problem(tmp_path, {"messages": TALK}, "final", prompt_key="messages", answer_key="messages") == (
+        "field 'messages': the last message is the assistant's already: there is nothing to answer"
+    )
+    assert problem(tmp_path, {"messages": TALK[:2]}, "final") == (
+        "field 'messages': the last message is not the assistant's answer, and there is no column 'answer'"
+    )
+
+
+def test_messages_need_a_chat_template(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", VERL)
+    with pytest.raises(ConfigError) as error:
+        load_rows(DatasetConfig(source=source), "data.train", 0, "final", str(TINY))
+    assert error.value.problems == [f"data.train.source={source}: {TINY} has no chat template; its rows have messages, which need one"]

@@ -1,0 +1,105 @@
+"""Mixtures of sources: counts at every prefix, quotas, what is refused. (Exactly once, and each step's counts: test_buffer.py.)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from batches import batch_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from megarl.algorithms.sequences import source_metrics
+from megarl.config.data import CurriculumConfig, DatasetConfig, MixedConfig, MixtureConfig
+from megarl.config.errors import ConfigError
+from megarl.data.curriculum import outside_band
+from megarl.data.mixture import LONGEST_PERIOD, Mixture, mixture_of, mixture_problems
+from megarl.data.prompts import Sources
+from megarl.types import Group, Prompt, Sample
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
+def test_of_every_first_ordinals_each_source_has_its_share_give_or_take_less_than_one(shares: list[int]) -> None:
+    mixture, whole = Mixture(shares, "abcdef"[: len(shares)]), sum(shares)
+    found = Counter[int]()
+    for ordinal in range(whole + 7):
+        source = mixture.source(ordinal)
+        assert mixture.draw(ordinal) == found[source] and mixture.ordinal(source, found[source]) == ordinal
+        found[source] += 1
+        assert all(abs(found[each] - Fraction(share * (ordinal + 1), whole)) < 1 for each, share in enumerate(shares))
+    assert mixture.counts(0, whole) == mixture.counts(5 * whole, 6 * whole) == shares
+    assert mixture.counts(3, whole + 3) == shares, "any stretch of a period's length has them"
+
+
+def mixture(per_step: int = 16, **sources: dict[str, float]) -> Mixture:
+    found = {name: MixedConfig(source=f"{name}.jsonl", **settings) for name, settings in sources.items()}  # type: ignore[arg-type]
+    return mixture_of(MixtureConfig(sources=found), "data.train", per_step, "rollout.prompts_per_step")  # type: ignore[arg-type]
+
+
+def test_quotas_are_exact_in_every_step_and_weights_share_what_they_leave() -> None:
+    both = mixture(maths={"quota": 6}, code={"weight": 0.3}, chat={"weight": 0.1}, prose={})
+    assert all(both.counts(16 * step, 16 * (step + 1))[0] == 6 for step in range(50))
+    assert both.counts(0, 14 * 16 * 10) == [840, 300, 100, 1000]
+    only = mixture(maths={"quota": 5}, code={"quota": 11})
+    assert only.counts(16 * 3, 16 * 4) == [5, 11] and mixture().names == ("",)
+
+
+@pytest.mark.parametrize(
+    "sources, problem",
+    [
+        ({"a": {"quota": 6}, "b": {"quota": 9}},
+         "data.train.sources.a.quota=6 + data.train.sources.b.quota=9: together they must be rollout.prompts_per_step=16"),
+        ({"a": {"quota": 16}, "b": {"weight": 1}},
+         "data.train.sources.a.quota=16: together they must leave some of rollout.prompts_per_step=16 for the other sources"),
+        ({"a": {"quota": 6, "weight": 2.0}}, "data.train.sources.a.weight=2: must be null with a quota (quota=6)"),
+        ({"a": {"weight": 0.0000012345}, "b": {"weight": 1}}, "data.train.sources.NAME.weight: shares of 2469 : 2000000000 repeat after "
+         f"2000002469 prompts only; at most {LONGEST_PERIOD}: choose rounder weights"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(sources: dict[str, dict[str, float]], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        mixture(**sources)
+    assert error.value.problems == [problem]
+
+
+def test_one_source_or_several() -> None:
+    def of(config: MixtureConfig) -> list[str]:
+        return [*mixture_problems(config, "data.train", 4, "rollout.prompts_per_step")]
+
+    a = MixedConfig(source="a.jsonl")
+    assert of(MixtureConfig()) == ["data.train.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"]
+    assert of(MixtureConfig(source="x", sources={"a": a})) == ["data.train.source=x: must not be set beside data.train.sources"]
+    assert of(MixtureConfig(sources={"a/b": a})) == ["data.train.sources.a/b: its name must be letters, digits, - and _"]
+    assert of(MixtureConfig(source="x")) == of(MixtureConfig(sources={"a": a, "gone": None})) == []
+    assert not DatasetConfig(source="x").prompt_key
+
+
+def test_each_source_has_epochs_of_its_own() -> None:
+    sources = Sources([["a0", "a1", "a2"], ["b0", "b1"]], "seed", True, Mixture([1, 2], "ab"))  # type: ignore[list-item]
+    drawn = [sources[ordinal] for ordinal in range(36)]
+    for letter, rows in ("a", 3), ("b", 2):
+        own = [row for row in drawn if row[0] == letter]  # type: ignore[index]
+        epochs = [own[first : first + rows] for first in range(0, len(own), rows)]
+        assert all(len(set(epoch)) == rows for epoch in epochs) and len({*map(tuple, epochs)}) > 1
+    assert sources.place(35).epoch == 11
+
+
+def test_metrics_of_sources_and_of_the_curriculum() -> None:
+    def group(ordinal: int, *rewards: float) -> Group:
+        return Group(Prompt(ordinal, [1], "", ""), [Sample([1], [0.0], [0], "", reward, "stop") for reward in rewards])
+
+    batch = replace(batch_of([group(0, 1.0, 0.0), group(2, 1.0, 1.0)]), dropped=batch_of([group(4, 0.0, 0.0)]).groups, rested=5)
+    found = source_metrics(batch, Mixture([1, 1], ["maths", "code"]), True)
+    assert found == {
+        "prompts/rested": 5, "source/maths/prompts": 2, "source/maths/dropped": 1, "source/maths/reward": 0.5, "source/code/prompts": 0,
+    }  # fmt: skip
+    assert source_metrics(batch, Mixture(), False) == {}
+
+
+def test_the_band_of_pass_rates() -> None:
+    band = CurriculumConfig(min_pass_rate=0.25, max_pass_rate=0.75, pass_reward=0.5)
+    rates = {passed: outside_band([0.5] * passed + [0.4] * (8 - passed), band) for passed in range(9)}
+    assert [passed for passed, outside in rates.items() if not outside] == [2, 3, 4, 5, 6]
