@@ -17,6 +17,7 @@ from remote_object import RemoteObject
 from test_transports_pairs import Run, host
 
 from megarl.config.schema import WeightsConfig
+from megarl.messaging.host import Host
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.update import WeightUpdate
@@ -26,7 +27,7 @@ CHECKED_EVERY = 20  # steps; hashes are compared after each
 
 
 class DeltaRun(Run):
-    """One engine on the trainer's host, one that is reached by Mooncake, and one by gloo."""
+    """One update after the other."""
 
     def update(self, version: int, full: bool = False, keeps: bool = False) -> None:
         session = WeightUpdate(self.workers, version)
@@ -38,14 +39,21 @@ class DeltaRun(Run):
         shares = [process.result() for process in self.trainers]
         if self.opened.lands:
             self.do(session.spread(changes=not full))
-        self.do(session.audit([part for parts in shares for part in parts] if full else shares, self.map))
+        if self.opened.relays:
+            self.do(session.pass_on([]))
+        shares = [part for parts in shares for part in parts] if full else shares
+        self.do(session.audit(shares, self.opened.map, self.opened.relays))
 
     def memory(self) -> list[dict[str, np.ndarray]]:
         return [process.call("memory") for process in self.engines]
 
 
+NEAR, FAR, POOR = host("a", MOONCAKE if mooncake.imports() else GLOO), host("b", MOONCAKE), host("c", GLOO)
+ALL_WAYS = [NEAR, FAR, POOR]  # one engine on the trainer's host, one that is reached by Mooncake, and one by gloo
+
+
 @contextlib.contextmanager
-def run(case: str, folder: Any) -> Iterator[DeltaRun]:
+def run(case: str, folder: Any, engines: list[Host] = ALL_WAYS) -> Iterator[DeltaRun]:
     processes: tuple[list[RemoteObject], list[RemoteObject]] = [], []
     with contextlib.ExitStack() as stack:
         for kind, count, found, arguments in (
@@ -54,8 +62,7 @@ def run(case: str, folder: Any) -> Iterator[DeltaRun]:
             for rank in range(count):
                 found.append(RemoteObject(kind, rank, *arguments))
                 stack.callback(found[-1].kill)
-        near, far, poor = host("a", MOONCAKE if mooncake.imports() else GLOO), host("b", MOONCAKE), host("c", GLOO)
-        run = DeltaRun(processes, folder, WeightsConfig(delta="auto", relay="off"), [near] * TRAINERS, [near, far, poor], map_of(case))
+        run = DeltaRun(processes, folder, WeightsConfig(delta="auto"), [NEAR] * TRAINERS, engines, map_of(case))
         stack.callback(run.hub.close)
         run.open()
         yield run
@@ -86,3 +93,20 @@ def test_the_engines_hold_what_a_full_update_writes(case, steps, tmp_path):
                     assert one.keys() == other.keys() and [name for name in one if not np.array_equal(one[name], other[name])] == []
         print(f"{case}, lr {LR[case]:g}: {steps} steps, changed bytes {min(changed):.3%} to {max(changed):.3%}")
         assert 0 < max(changed) < 0.5
+
+
+@pytest.mark.parametrize("engines", [[FAR] * ENGINES, [POOR] * ENGINES], ids=["mooncake", "gloo"])
+def test_engines_pass_on_what_came_as_changes(engines, tmp_path):
+    """One engine of their host gets them for all."""
+    if engines[0] is FAR and not mooncake.imports():
+        pytest.skip("Mooncake does not import")
+    with run("bfloat16", tmp_path, engines) as far:
+        assert far.opened.relays
+        far.update(0, full=True, keeps=True)
+        for version in (1, 2):
+            for process in far.trainers:
+                process.call("step")
+            found = [process.call("find") for process in far.trainers]
+            far.update(version)
+        of_one_engine = sum(values.nbytes for values in far.memory()[0].values())
+        assert sum(each[2] for each in found) == of_one_engine > 20 * sum(each[0] for each in found)
