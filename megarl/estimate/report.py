@@ -56,7 +56,8 @@ def _memory(found: Estimate) -> Iterator[str]:
     if found.saving:
         yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
     if found.shadow:
-        yield f"           what was sent last takes {found.shadow / GIB:.1f} to {2 * found.shadow / GIB:.1f} GiB of a trainer node's memory, which is pinned"
+        gib = found.shadow / GIB
+        yield f"           what was sent last takes {gib:.1f} to {2 * gib:.1f} GiB of a trainer node's memory, which is pinned"
 
 
 def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:

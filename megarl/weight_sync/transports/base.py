@@ -87,9 +87,9 @@ class Offer(msgspec.Struct, frozen=True):
     landing: list[tuple[str, Box]] = []  # boxes that are written in one piece to landing memory, then spread
     address: str = ""  # of the store where the members of the group meet
     members: Members | None = None  # of that group
-    inboxes: list[tuple[int, int]] = []  # (trainer rank, bytes) of memory for changes
     incoming: list[Incoming] = []  # messages, or boxes that may come as changes (weights.delta), in the order of the reshard map
     timeout_s: float = 0.0
+    inboxes: list[tuple[int, int]] = []  # (trainer rank, bytes) of memory for changes
 
 
 class Endpoint(msgspec.Struct, frozen=True):

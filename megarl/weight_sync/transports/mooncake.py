@@ -28,13 +28,12 @@ import torch
 from megarl.box import Box
 from megarl.config.errors import ConfigError
 from megarl.messaging.host import Host, address_towards
-from megarl.reshard.deltas import HEADER_BYTES, Changes, make_blob, spread_blob
+from megarl.reshard.deltas import Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import landings
 from megarl.weight_sync.transports.base import (
     Endpoint,
     Inbox,
-    Incoming,
     Landing,
     Live,
     Memory,
@@ -44,6 +43,7 @@ from megarl.weight_sync.transports.base import (
     Transport,
     describe,
 )
+from megarl.weight_sync.transports.inboxes import inboxes
 from megarl.weight_sync.transports.runs import destination_runs, pieces
 from megarl.weight_sync.transports.shared_memory import aligned_offsets
 
@@ -52,8 +52,6 @@ HALF_BYTES = 32 << 20  # of the staging buffer
 MOST_NOTED_BYTES = 64 << 20  # noted before they are handed to the thread, so that the wire is busy meanwhile
 MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and does not recover
 POLL_S = 0.0002
-INBOX_SHARE = 1 / 8  # of the bytes of a full update; in bf16 it takes changes of 6 % of the elements, in fp8 of 4 %
-SMALL_BYTES = 64  # and so much for each copy, whose delta may be little more than its numbers
 _DEVICES = Path("/sys/class/infiniband")
 IMPORTS, INFINIBAND = "mooncake", "infiniband"  # facts in Host.has
 _REFUSED = (0, -1, (1 << 64) - 1)  # returned instead of a write, depending on the version
@@ -117,7 +115,7 @@ class MooncakeTransport(Transport):
         protocol = protocol_of(opening.hosts)
         map = opening.map if opening.deltas else None
         return {
-            rank: Offer(protocol, _landing(opening.map, rank, trainers), **_changing(map, rank, trainers))
+            rank: Offer(protocol, _landing(opening.map, rank, trainers), **inboxes(map, rank, trainers))
             for rank, trainers in opening.writers.items()
         }
 
@@ -248,16 +246,6 @@ class MooncakeTransport(Transport):
 def _landing(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> list[tuple[str, Box]]:
     copies = landings(map, rank) if map is not None else []
     return [(copy.destination_tensor, copy.destination_box) for copy in copies if copy.source_rank in trainers]
-
-
-def _changing(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> dict[str, Any]:
-    """The fields of an Offer that say what may come as changes, and into inboxes of which size."""
-    copies = [copy for copy in map.writes_to(rank) if copy.source_rank in trainers] if map is not None else []
-    sizes: dict[int, int] = {}
-    for copy in copies:
-        sizes[copy.source_rank] = sizes.get(copy.source_rank, HEADER_BYTES) + SMALL_BYTES + int(copy.bytes * INBOX_SHARE)
-    incoming = [Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, 0) for copy in copies]
-    return {"incoming": incoming, "inboxes": list(sizes.items())}
 
 
 def landing_memory(size: int, device: torch.device) -> torch.Tensor:
