@@ -39,8 +39,9 @@ class ChatTemplate:
 
         A turn is learned with the end-of-text token behind it, by which a model ends it in a rollout, and without what the template puts in
         front of it, which a rollout's prompt has. Where the template marks the assistant's turns ({% generation %}), that says where they
-        are. Otherwise a turn is what the template adds to the prompt that it makes of the messages before, which must be how the whole
-        conversation begins. A template that rewrites earlier turns once others follow, as Qwen3's does with thinking, fails this.
+        are; marks that touch are one. Otherwise a turn is what the template adds to the prompt that it makes of the messages before, and
+        both must be how the whole conversation begins. A template that rewrites earlier turns once others follow, as Qwen3's does with
+        thinking, fails this.
         """
         marked = self._marked(messages, tools, True)
         whole = _unmarked(marked)
@@ -49,19 +50,29 @@ class ChatTemplate:
         for place in sorted(learned):
             first, last = spans[place] if spans else self._prefix_span(whole, messages, tools, place)
             last = self._ended(whole, first, last, place)
+            check_shown([messages[place]], whole[first:last], place)
             found += [whole[end:first], whole[first:last]]
             end = last
         return found
 
     def _marked(self, messages: Sequence[Message], tools: Any, answered: bool) -> str:
-        return self.render_marked(messages=messages, tools=tools, add_generation_prompt=not answered)
+        values = {"tools": tools, "add_generation_prompt": not answered}
+        try:
+            return self.render_marked(messages=messages, **values)
+        except ValueError:
+            as_json = [_with_json_arguments(message) for message in messages]  # as a few templates want them, DeepSeek-V3's among them
+            if as_json == messages:
+                raise
+        return self.render_marked(messages=as_json, **values)
 
     def _marked_spans(self, marked: str, messages: Sequence[Message]) -> dict[int, tuple[int, int]]:
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         spans, shift = [], 0
         for found in _MARKED.finditer(marked):
             first = found.start() - shift
-            spans.append((first, first + len(found[1])))
+            if spans and spans[-1][1] == first:
+                first = spans.pop()[0]
+            spans.append((first, found.start() - shift + len(found[1])))
             shift += len(_OPEN) + len(_CLOSE)
         if len(spans) != len(places):
             raise ValueError(f"the chat template marks {len(spans)} turns of the assistant; the conversation has {len(places)}")
@@ -70,6 +81,7 @@ class ChatTemplate:
     def _prefix_span(self, whole: str, messages: Sequence[Message], tools: Any, place: int) -> tuple[int, int]:
         prompt = self.render(messages[:place], tools)
         ended = self.render(messages[: place + 1], tools, answered=True)
+        ended = ended[: min(self._ends(ended, len(prompt), len(ended)), default=len(ended))]
         if not (whole.startswith(ended) and ended.startswith(prompt)):
             alone = "the prompt that it makes for it is not how the conversation begins"
             others = "it writes what is before or in it otherwise once more follows; learn=last learns the last turn alone"
@@ -78,25 +90,59 @@ class ChatTemplate:
         return len(prompt), len(ended)
 
     def _ended(self, whole: str, first: int, last: int, place: int) -> int:
-        """Where the turn ends: behind its end-of-text token, which may follow the turn or be in it."""
-        following = next((token for token in self.ends if whole.startswith(token, last)), "")
-        inside = max((found + len(token) for token in self.ends if (found := whole.rfind(token, first, last)) >= 0), default=0)
-        if following or not inside or whole[inside:last].strip():
-            last, inside = last + len(following), 0
-        if not (following or inside):
+        """Where the turn ends: behind its first end-of-text token, where a rollout would stop; it may also follow the turn."""
+        last += len(next((token for token in self.ends if whole.startswith(token, last)), ""))
+        ends = self._ends(whole, first, last)
+        if not ends:
             names = " and ".join(map(repr, self.ends))
             raise ValueError(
                 f"message {place + 1}: the chat template does not end it with an end-of-text token of the model ({names}), so it would "
                 "never learn to stop; eos_token in tokenizer_config.json must be what the template ends turns with"
             )
-        return inside or last
+        rest = whole[min(ends) : last]
+        for token in self.ends:
+            rest = rest.replace(token, "")
+        if rest.strip():
+            raise ValueError(f"message {place + 1}: the chat template has an end-of-text token of the model in the middle of it")
+        return min(ends)
+
+    def _ends(self, text: str, first: int, last: int) -> list[int]:
+        """Behind each end-of-text token's first place."""
+        return [found + len(token) for token in self.ends if (found := text.find(token, first, last)) >= 0]
 
     def check(self, messages: Sequence[Message]) -> None:
         """Raises ValueError for a text that holds the name of a special token: it could end a turn or open another."""
         for number, message in enumerate(messages, start=1):
             for text in _texts(message):
-                if found := next((token for token in self.special_tokens if token in text), None):
+                if found := next((token for token in (*self.special_tokens, *self.ends) if token in text), None):
                     raise ValueError(f"message {number}: holds the special token {found!r}, which could end a turn or open another")
+
+
+def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
+    """Raises ValueError if a message's text or tool calls are not in what a template has made of it: it may leave out what it does not
+    know. Templates trim texts, leave out thinking and quote what tools say; so this looks for the last word alone."""
+    for number, message in enumerate(messages, start=first + 1):
+        names = [*map(name_of, message.get("tool_calls", []))]
+        said = [word.rpartition(">")[2] or word for word in message["content"].split()[-1:]]
+        for word in (*said, *names):
+            if not any(form in text for form in (word, json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1])):
+                what = "the call of" if word in names else "what it says, up to"
+                raise ValueError(f"message {number}: the chat template leaves out {what} {word[:60]!r}")
+
+
+def name_of(call: Any) -> Any:
+    """The function's, of a tool call in OpenAI's form or without its outer object."""
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    return inner.get("name") if isinstance(inner, dict) else None
+
+
+def _with_json_arguments(message: Message) -> Message:
+    def of(call: Message) -> Message:
+        if "function" in call:
+            return {**call, "function": of(call["function"])}
+        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
+
+    return {**message, "tool_calls": [*map(of, message["tool_calls"])]} if "tool_calls" in message else message
 
 
 def _texts(value: Any) -> list[str]:
@@ -123,7 +169,7 @@ def load_chat_template(source: str, setting: str, without: str = "write one with
     if not text:
         raise ConfigError(f"{setting}: {source} has no chat template; {without}")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
     try:
         template = environment.from_string(text)
@@ -141,6 +187,10 @@ def load_chat_template(source: str, setting: str, without: str = "write one with
     tokenizer = tokenizer_of(source, setting.partition("=")[0])
     ends = tuple(name for number in tokenizer.eos_ids if (name := tokenizer.backend.id_to_token(number)))
     return ChatTemplate(render, re.search(r"\{%-?\s*generation\b", text) is not None, tuple(tokenizer.special_tokens), ends)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _generation_tag() -> Any:

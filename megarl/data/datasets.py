@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import UNSCORED, RunConfig
-from megarl.data.chat import CHAT, ChatTemplate, Message, load_chat_template
+from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
 from megarl.data.formats import columns_of, learned, messages_of, tools_of
 from megarl.data.records import records
 from megarl.data.rows import Answers, Pair, Row, RowProblem, Rows
@@ -211,12 +211,13 @@ def _messages(value: list[Any], field: str, config: SourceConfig) -> list[Messag
 def _rendered(
     record: dict[str, Any], messages: list[Message], field: str, config: SourceConfig, chat: Chat, made: Callable[[ChatTemplate, Any], T]
 ) -> T:
-    """What is `made` with the template and the row's tools, which the template must show. Raises RowProblem."""
+    """What is `made` with the template and the row's tools. The template must show these and all messages. Raises RowProblem."""
     template, tools = chat(), tools_of(record, config.tools_key)
     try:
         template.check(messages)
         if tools and template.render(messages, tools, answered=True) == template.render(messages, answered=True):
             raise RowProblem(f"field {config.tools_key!r} has tools, but the model's chat template shows none")
+        check_shown(messages, template.render(messages, tools, answered=True))
         return made(template, tools)
     except ValueError as error:
         raise RowProblem(f"field {field!r}: {error}") from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megarl.config.data import DatasetConfig
-from megarl.data.chat import Message
+from megarl.data.chat import Message, name_of
 from megarl.data.rows import RowProblem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -60,7 +60,9 @@ def _message(message: Any, where: str) -> Message:
         raise RowProblem(f"{where}: role {found['role']!r} must be one of {', '.join(ROLES)}")
     calls = found.get("tool_calls")
     content = _content(found.get("content", "" if calls else None), where)
-    return found | {"content": content} | ({"tool_calls": [_call(call, where) for call in calls]} if isinstance(calls, list) else {})
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(name_of(call), str) for call in calls)):
+        raise RowProblem(f"{where}: tool_calls must be a list of objects, each with the function's name")
+    return found | {"content": content} | ({"tool_calls": [_call(call, where) for call in calls]} if calls else {})
 
 
 def _content(content: Any, where: str) -> str:
@@ -72,14 +74,16 @@ def _content(content: Any, where: str) -> str:
     return "".join(map(str, texts))
 
 
-def _call(call: Any, where: str) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """With its arguments as an object."""
+    inner = call.get("function", call)
+    if not isinstance(inner.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        made = {**inner, "arguments": json.loads(inner["arguments"])}
     except json.JSONDecodeError as error:
         raise RowProblem(f"{where}: the arguments of its tool call are no JSON: {error}") from error
+    return {**call, "function": made} if inner is not call else made
 
 
 def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:

@@ -23,7 +23,7 @@ from megarl.data.tokenizer import tokenizer_of
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}]
 HEAD = "{% if tools %}#tools {{ tools | tojson }}\n{% endif %}{% for message in messages %}#{{ message.role }}\n"
-CALLS = "{% for call in message.tool_calls %}<call>a={{ call.function.arguments.a }}{% endfor %}"
+CALLS = "{% for call in message.tool_calls %}<call>{{ call.function.name }} a={{ call.function.arguments.a }}{% endfor %}"
 TAIL = "\n{% endfor %}{% if add_generation_prompt %}#assistant\n{% endif %}"
 PLAIN = HEAD + "{{ message.content }}" + CALLS + "{{ eos_token }}" + TAIL
 MARKED = (
@@ -93,8 +93,32 @@ def test_turns_are_learned_with_their_ends_whether_the_template_marks_them_or_no
         unequal = [*TALK[:2], {**TALK[2], **skipped}, *TALK[3:]]
         assert learned(load(tmp_path, {"messages": unequal}, template=template)) == ["<think>6</think>6<eos>"]
     row = load(tmp_path, {"messages": TOOL_TALK, "tools": TOOLS}, template=template)
-    assert learned(row) == ["<call>a=1<eos>", "it is 2<eos>"] and row.prompt.startswith("#tools [{")
+    assert learned(row) == ["<call>add a=1<eos>", "it is 2<eos>"] and row.prompt.startswith("#tools [{")
     assert load(tmp_path, {"messages": TOOL_TALK, "tools": json.dumps(TOOLS)}, template=template) == row
+
+
+def test_templates_of_several_kinds(tmp_path: Path) -> None:
+    """As real ones do it: marks cut in two (Gemma 4), a text's end behind the whole (Phi 3), arguments as JSON (DeepSeek V3)."""
+    cut = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}{% generation %}{{ eos_token }}{% endgeneration %}")
+    assert learned(load(tmp_path, {"messages": TALK}, template=cut)) == ["2<eos>", "<think>6</think>6<eos>"]
+    assert learned(load(tmp_path, {"messages": TALK}, template=PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")) == [
+        "2<eos>",
+        "<think>6</think>6<eos>",
+    ]
+    as_text = PLAIN.replace("a={{ call.function.arguments.a }}", "{{ '' + call.function.arguments }}")
+    assert load(tmp_path, {"messages": TOOL_TALK}, template=as_text).demonstration[0] == '<call>add {"a": 1}<eos>'
+
+
+def test_what_a_template_leaves_out_is_not_learned_without(tmp_path: Path) -> None:
+    assert problem(tmp_path, {"messages": TOOL_TALK}, template=PLAIN.replace(CALLS, "")) == (
+        "field 'messages': message 2: the chat template leaves out the call of 'add'"
+    )
+    assert problem(tmp_path, {"messages": TALK}, template=PLAIN.replace("{{ message.content }}", "{{ message.content[0].text }}")) == (
+        "field 'messages': message 1: the chat template leaves out what it says, up to 'brief'"
+    )
+    quoting = PLAIN.replace("{{ message.content }}", "{{ message.content | tojson if message.role == 'tool' else message.content }}")
+    quoted = [*TOOL_TALK[:2], say("tool", '{"sum": "2"}'), TOOL_TALK[3]]
+    assert learned(load(tmp_path, {"messages": quoted}, template=quoting))[1] == "it is 2<eos>"
 
 
 def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
