@@ -85,7 +85,7 @@ def train_mixture(config: RunConfig) -> Mixture:
 
 def mixture_problems(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Iterable[str]:
     if (config.source == MIXED) == (not mixed(config)):
-        given = f"{key}.source={config.source}: must not be set beside {key}.sources"
+        given = f"{key}.source={config.source}: must be {MIXED}, or left out, beside {key}.sources"
         yield given if mixed(config) else f"{key}.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"
         return
     for name in mixed(config):
@@ -111,7 +111,7 @@ def mixture_of(config: MixtureConfig, key: str, per_step: int, per_step_key: str
     if rest < 0 or (rest == 0) != (not weights):
         wanted = f"be {per_step_key}={per_step}" if not weights else f"leave some of {per_step_key}={per_step} for the other sources"
         given = " + ".join(f"{key}.sources.{name}.quota={quota}" for name, quota in quotas.items())
-        raise ConfigError(f"{given}: together they must {wanted}")
+        raise ConfigError(f"{given}: {'together they ' * (len(quotas) > 1)}must {wanted}")
     shares = [Fraction(quotas[name]) if name in quotas else weights[name] * rest / sum(weights.values()) for name in sources]
     try:
         return Mixture(shares, [*sources])

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from megarl.algorithms.sequences import source_metrics
 from megarl.config.data import CurriculumConfig, DatasetConfig, MixedConfig, MixtureConfig
 from megarl.config.errors import ConfigError
-from megarl.data.curriculum import outside_band
+from megarl.data.curriculum import Curriculum, Place, Verdict, outside_band
 from megarl.data.mixture import LONGEST_PERIOD, Mixture, mixture_of, mixture_problems
 from megarl.data.prompts import Sources
 from megarl.types import Group, Prompt, Sample
@@ -53,7 +53,7 @@ def test_quotas_are_exact_in_every_step_and_weights_share_what_they_leave() -> N
         ({"a": {"quota": 6}, "b": {"quota": 9}},
          "data.train.sources.a.quota=6 + data.train.sources.b.quota=9: together they must be rollout.prompts_per_step=16"),
         ({"a": {"quota": 16}, "b": {"weight": 1}},
-         "data.train.sources.a.quota=16: together they must leave some of rollout.prompts_per_step=16 for the other sources"),
+         "data.train.sources.a.quota=16: must leave some of rollout.prompts_per_step=16 for the other sources"),
         ({"a": {"quota": 6, "weight": 2.0}}, "data.train.sources.a.weight=2: must be null with a quota (quota=6)"),
         ({"a": {"weight": 0.0000012345}, "b": {"weight": 1}}, "data.train.sources.NAME.weight: shares of 2469 : 2000000000 repeat after "
          f"2000002469 prompts only; at most {LONGEST_PERIOD}: choose rounder weights"),
@@ -71,7 +71,9 @@ def test_one_source_or_several() -> None:
 
     a = MixedConfig(source="a.jsonl")
     assert of(MixtureConfig()) == ["data.train.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"]
-    assert of(MixtureConfig(source="x", sources={"a": a})) == ["data.train.source=x: must not be set beside data.train.sources"]
+    assert of(MixtureConfig(source="x", sources={"a": a})) == [
+        "data.train.source=x: must be sources, or left out, beside data.train.sources"
+    ]
     assert of(MixtureConfig(sources={"a/b": a})) == ["data.train.sources.a/b: its name must be letters, digits, - and _"]
     assert of(MixtureConfig(source="x")) == of(MixtureConfig(sources={"a": a, "gone": None})) == []
     assert not DatasetConfig(source="x").prompt_key
@@ -97,6 +99,27 @@ def test_metrics_of_sources_and_of_the_curriculum() -> None:
         "prompts/rested": 5, "source/maths/prompts": 2, "source/maths/dropped": 1, "source/maths/reward": 0.5, "source/code/prompts": 0,
     }  # fmt: skip
     assert source_metrics(batch, Mixture(), False) == {}
+
+
+def test_a_row_rests_by_its_own_scores_and_waits_for_them() -> None:
+    """Ten rows of one source in their order: ordinal 10 e + r is row r in epoch e."""
+
+    def curriculum() -> Curriculum:
+        return Curriculum(lambda ordinal: Place(0, *divmod(ordinal, 10)), rest_epochs=2)
+
+    one = curriculum()
+    assert one.begin(3) is Verdict.BEGINS and one.begin(13) is Verdict.WAITS and one.begin(14) is Verdict.BEGINS
+    one.finish(3, outside=True)
+    assert [one.begin(ordinal) for ordinal in (13, 23, 33)] == [Verdict.RESTS, Verdict.RESTS, Verdict.BEGINS]
+    one.finish(33, outside=False)
+    assert one.begin(43) is Verdict.BEGINS
+    again = curriculum()
+    again.resume(outside=[3, 25], scored=[14])
+    assert [again.begin(ordinal) for ordinal in (13, 25, 35, 55)] == [Verdict.RESTS, Verdict.BEGINS, Verdict.WAITS, Verdict.WAITS]
+    assert again.begin(14) is Verdict.BEGINS and again.begin(24) is Verdict.BEGINS, "its scores are known, and were inside"
+    again.finish(14, outside=True)
+    again.finish(24, outside=False)
+    assert again.begin(34) is Verdict.BEGINS, "the first scores of 14 count"
 
 
 def test_the_band_of_pass_rates() -> None:
