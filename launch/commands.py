@@ -21,7 +21,7 @@ from megarl.launch.room import check_room_for_weights
 from megarl.launch.stopping import Stopped
 from megarl.observe.evaluations import sets
 from megarl.observe.metrics import METRICS_FILE, check_lines
-from megarl.observe.progress import Progress
+from megarl.observe.progress import Doings, Progress
 from megarl.observe.rollouts import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import checkpoint_path, remove_leftovers
@@ -152,8 +152,9 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
         if not json_output:
             print(f"Weights: {plan.weights}", *role_lines(plan), sep="\n", flush=True)
 
-    job = Job("eval", Path(plan.config.run_dir) / "eval" / "logs", trainer_role=None, driver_role="evaluate")
-    folder = launch(plan, job, node, prepare)
+    eval_dir = Path(plan.config.run_dir) / "eval"
+    job = Job("eval", eval_dir / "logs", trainer_role=None, driver_role="evaluate")
+    folder = launch(plan, job, node, prepare, Doings(eval_dir).poll if node.is_head else lambda: None)
     if node.is_head:
         result = _read_result(folder / "result.json")
         print(json.dumps(result) if json_output else evaluation_text(result, plan.weights_path))

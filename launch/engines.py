@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megarl.launch.ports import taken
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
+from megarl.observe.trace import TraceWriter
 from megarl.weight_sync.engine.beats import BEATS
 
 LOOK_UP_S = 1.0
@@ -61,7 +62,16 @@ class KeptEngine:
 class EngineKeeper:
     """`policy` is generator.on_failure. With `fail` it keeps no engines: the death of one ends the run, as that of any process does."""
 
-    def __init__(self, processes: ProcessGroup, policy: str, max_restarts: int, health_s: float, startup_s: float):
+    def __init__(
+        self,
+        processes: ProcessGroup,
+        policy: str,
+        max_restarts: int,
+        health_s: float,
+        startup_s: float,
+        trace: TraceWriter | None = None,
+    ):
+        self._trace = trace
         self._processes, self._policy, self._max_restarts = processes, policy, max_restarts
         self._health_s, self._startup_s = health_s, startup_s
         self._engines: dict[str, KeptEngine] = {}
@@ -122,6 +132,8 @@ class EngineKeeper:
         if useless or engine.restarts == self._max_restarts:
             raise failure
         engine.restarts += 1
+        if self._trace is not None:
+            self._trace.mark(f"start {name} again", name, why=failure.how, cause=failure.cause, restarts=engine.restarts)
         print(f"{failure.how}; started again ({engine.restarts} of generator.max_restarts={self._max_restarts})", flush=True)
         if failure.cause:
             print(f"{name}: {failure.cause}", flush=True)

@@ -19,8 +19,8 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
     capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
     batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
     return (
-        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}, "
-        f"{batch}, trainer {sizes(plan)} -> {engines}{where}, in {config.run_dir}"
+        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}\n"
+        f"  {batch}, trainer {sizes(plan)} -> {engines}{where}\n  in {config.run_dir}"
     )
 
 

@@ -28,9 +28,11 @@ from megarl.launch.resuming import Resume
 from megarl.launch.scratch import scratch_folder
 from megarl.launch.start import NodePart
 from megarl.launch.stopping import StopOrder, Stopped
+from megarl.launch.tracing import traced
 from megarl.launch.watch import RunWatch, termination_as_exit
 from megarl.messaging.link import RunKey
 from megarl.messaging.rendezvous import EngineAddress, Rendezvous, free_ports
+from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 
 
@@ -65,6 +67,7 @@ def launch(
     try:
         with (
             _prepared(plan, job, node, folder, prepare),
+            traced(plan, node, resume) if job.stops else contextlib.nullcontext() as trace,
             scratch_folder() as scratch,
             ProcessGroup(job.logs) as processes,
             _termination(processes, meeting, plan) as order,
@@ -73,7 +76,7 @@ def launch(
             report = _report(plan, job, node, placed[node.rank])
             rendezvous = _meet(job, meeting, placed, report, resume)
             working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
-            keeper = engine_keeper(processes, plan, job)
+            keeper = engine_keeper(processes, plan, job, trace)
             interface = interface_with(report.address)
             here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface, scratch, alone=node.count == 1)
             workers, trainers = _start(processes, keeper, here, job)
@@ -196,10 +199,10 @@ def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport],
     )
 
 
-def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job) -> EngineKeeper:
+def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job, trace: TraceWriter | None = None) -> EngineKeeper:
     generator = plan.config.generator
     policy = generator.on_failure if job.stops else "fail"  # only training can go on with a changed set of engines
-    return EngineKeeper(processes, policy, generator.max_restarts, generator.health_s, generator.startup_timeout_s)
+    return EngineKeeper(processes, policy, generator.max_restarts, generator.health_s, generator.startup_timeout_s, trace)
 
 
 def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job) -> tuple[set[str], set[str]]:

@@ -23,6 +23,7 @@ from megarl.config.keys import nearest, settings, yaml_text
 from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.report import command as report
 
 DESCRIPTION = """\
 Asynchronous reinforcement learning for large language models.
@@ -60,9 +61,11 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg",
         "megarl reshard configs/8b_aipo.yaml --dump 8b.jsonl",
     ],
+    "report": report.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
 WITH_JSON = ("eval", "plan", "reshard")
+WITHOUT_CONFIG = {"report": report, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _paths_looked_at():
             _check_outputs(arguments)
-            plan = None if arguments.command == "bench" else _resolved(arguments)
+            plan = None if arguments.command in WITHOUT_CONFIG else _resolved(arguments)
         if plan is None:
-            bench.run(arguments)
+            WITHOUT_CONFIG[arguments.command].run(arguments)
         else:
             RUN[arguments.command](plan, arguments)
     except ConfigError as error:
@@ -129,7 +132,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     if dump := getattr(arguments, "dump", None):
         problems += file_problems("--dump", dump)
     for option in ("output", "keep"):
-        if folder := getattr(arguments, option, None):
+        if (folder := getattr(arguments, option, None)) and arguments.command != "report":
             problems += new_folder_problems(f"--{option} ", folder)
     if problems:
         raise ConfigError(problems)
@@ -173,14 +176,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     plan.add_argument("--theory", action="store_true", help="beside what the search finds, the optimum of LlamaRL's section 7")
     plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
     plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
-    by_name["bench"] = commands.add_parser(
-        "bench", help=bench.DESCRIPTION, description=bench.DESCRIPTION, epilog=_examples("bench"), formatter_class=_RAW
-    )
-    bench.add_arguments(by_name["bench"])
+    for name, module in WITHOUT_CONFIG.items():
+        about = module.DESCRIPTION
+        by_name[name] = commands.add_parser(name, help=about, description=about, epilog=_examples(name), formatter_class=_RAW)
+        module.add_arguments(by_name[name])
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "bench" and not hasattr(arguments, "overrides"):
+    if arguments.command in WITHOUT_CONFIG and not hasattr(arguments, "overrides"):
         if rest:
-            by_name["bench"].error(f"unknown argument: {' '.join(rest)}")
+            by_name[arguments.command].error(f"unknown argument: {' '.join(rest)}")
         return arguments
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:

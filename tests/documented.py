@@ -39,6 +39,7 @@ FIRST_DAY = {
     "megarl train configs/quickstart.yaml": SHORT,
     "megarl export configs/quickstart.yaml --output runs/quickstart/export": SHORT,
     "megarl eval configs/quickstart.yaml model.path=runs/quickstart/export": SHORT,
+    "megarl report runs/quickstart": "",
 }
 # then, marked `matrix`, the run of docs/own_run.md, in the order of the document,
 OWN_RUN = {
@@ -90,6 +91,7 @@ LONG = {
     "megarl bench faults --faults 120 --seed 3": ONE_FAULT,
 }
 
+PAGES = "run by tests/unit/test_report_page.py on runs of its own"
 GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these tests"
 SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
@@ -109,6 +111,8 @@ NOT_RUN = {
     "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",
     "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": "takes hours; two short runs of it are "
     "made by tests/cpu/test_bench_offpolicy_runs.py",
+    "megarl report runs/q0 runs/q1 --output compared.html": PAGES,
+    "megarl report runs/quickstart --serve": PAGES,
     "sbatch slurm/quickstart.sbatch": SLURM,
     "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch run_dir=runs/het": SLURM,
     "sbatch slurm/8b_aipo.sbatch": GPUS,

@@ -229,9 +229,10 @@ class EmulatedSender(WeightsSender):
     def _prepare(self, executor: Any) -> None:
         self._transport, self._amax = _NoTransport(), _NoAmax()
 
-    def _write(self, executor: Any, grant: WeightsGrant, found: Found | None) -> None:
+    def _write(self, executor: Any, grant: WeightsGrant, found: Found | None) -> int:
         time.sleep(self.write_s)
         self._link.send(WeightsWritten(grant.version, 0, self.write_s, {}))
+        return 0
 
 
 class EmulatedReceiver(WeightsReceiver):
@@ -247,7 +248,7 @@ class EmulatedReceiver(WeightsReceiver):
         await Writes(self._link, self._trainers, version, self._plan.config.timeouts.weights_s).done()
         for engine in executor.engines:
             await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
-        return Taken((began, time.perf_counter()), 0)
+        return Taken((began, time.perf_counter()), 0, list(range(len(executor.engines))))
 
 
 def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:

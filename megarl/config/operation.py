@@ -36,7 +36,9 @@ class ObserveConfig:
         "trainer.routing_replay",
         above(0),
     )
-    rollouts_per_step: int = setting(4, "groups of each step that are written to rollouts/ as text", at_least(0))
+    rollouts_per_step: int = setting(
+        4, "groups of each step that are written to rollouts/, with numbers of each token that is trained on", at_least(0)
+    )
     tensorboard: bool = setting(True, "write tb/")
 
 

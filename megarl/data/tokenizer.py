@@ -75,6 +75,11 @@ class Tokenizer:
         """Text with the names of special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
+    def piece(self, token_id: int) -> str:
+        """How one token reads inside a text. U+FFFD stands for a part of a character."""
+        before = [self.eos_id]
+        return self.decode_all([*before, token_id])[len(self.decode_all(before)) :]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)

@@ -48,7 +48,7 @@ class ActorCriticSteps(BatchSteps):
         for each in cut:
             if batch.step >= self.config.critic.warmup_steps:
                 ages = None if results else self._ages(batch, each.places, sequences)
-                results.append(self._step(each, weighted, rewards, frozen, ages))
+                results.append(self._step(each, weighted, rewards, frozen, self._kept(batch), ages))
             of_critic.append(self._critic_step(each, sequences, values, returns))
         self._told.clear()
         self._told.update(told | _of_results(of_critic))

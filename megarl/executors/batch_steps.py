@@ -22,7 +22,7 @@ from megarl.executors.teachers import OfBatch, Sequences, Teachers
 from megarl.types import Batch, Elsewhere, TrainSequence
 
 if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
-    from megarl.trainer.step import MegatronTrainer, StepResult
+    from megarl.trainer.step import MegatronTrainer, StepResult, TokenRow
 
 Scores = Mapping[int, np.ndarray]  # log-probs of sequences' tokens, by samples' places in the batch
 
@@ -71,8 +71,13 @@ class BatchSteps:
         if self.algorithm.penalizes_rewards:
             of_each = advantages.flatten().tolist()
             sequences = {place: _weighted(sequence, of_each[place]) for place, sequence in sequences.items()}
-        first = self._step(cut[0], sequences, advantages, frozen, self._ages(batch, cut[0].places, sequences))
-        return [first, *(self._step(each, sequences, advantages, frozen) for each in cut[1:])]
+        keep, ages = self._kept(batch), self._ages(batch, cut[0].places, sequences)
+        first = self._step(cut[0], sequences, advantages, frozen, keep, ages)
+        return [first, *(self._step(each, sequences, advantages, frozen, keep) for each in cut[1:])]
+
+    def _kept(self, batch: Batch) -> range:
+        """The places of the samples whose tokens' numbers are written: those of the groups that are written as text."""
+        return range(sum(len(group.samples) for group in batch.groups[: self.config.observe.rollouts_per_step]))
 
     def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> Frozen:
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
@@ -92,9 +97,11 @@ class BatchSteps:
         sequences: Sequences,
         advantages: Tensor,
         frozen: Frozen,
+        keep: range = range(0),
         ages: list[np.ndarray] | None = None,
     ) -> StepResult:
-        """Makes one optimizer step. `ages` of the mini-batch's tokens: the agreement with what sampled them is measured."""
+        """Makes one optimizer step. `ages` of the mini-batch's tokens: the agreement with what sampled them is measured. The result has the
+        numbers of the samples in `keep`, by their places in the batch."""
         chosen, weighed = [sequences[place] for place in minibatch.places], None
         if self.algorithm.group_loss is not None:
             assert frozen.reference is not None
@@ -110,7 +117,9 @@ class BatchSteps:
             proximal_logprobs=at(minibatch.places, frozen.proximal),
             ages=ages,
             teachers=frozen.taught.of_step(minibatch.places, chosen) if frozen.taught else (),
+            keep=[index for index, place in enumerate(minibatch.places) if place in keep],
         )
+        result = replace(result, kept={minibatch.places[index]: row for index, row in result.kept.items()})
         result.check_tokens(minibatch.tokens)
         if weighed is None:
             return result
@@ -174,6 +183,14 @@ def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequen
     return msgspec.structs.replace(sequence, advantages=np.where(sequence.loss_mask, np.float32(weight), np.float32(0)))
 
 
+def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
+    """The numbers of this rank's own samples by their places in the batch; of several steps the first that trained on a sample counts."""
+    found: dict[int, TokenRow] = {}
+    for result in results:
+        found = result.kept | found
+    return dict(sorted(found.items()))
+
+
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
     """The metrics of a batch's optimizer steps, of which there may be none; docs/algorithms.md says what they are of several."""
     if not results:
@@ -192,5 +209,6 @@ def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[st
         **{name: fmean(result.routing[name] for result in counted) for name in results[0].routing},
         **algorithm.metrics({name: sum(result.sums[name] for result in results) for name in results[0].sums}),
         "tokens/padded": sum(result.padded for result in results),
+        "flops/policy": sum(result.flops for result in results),
         **(results[0].agreement.metrics() if results[0].agreement else {}),
     }

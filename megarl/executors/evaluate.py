@@ -16,6 +16,7 @@ from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.messaging.rendezvous import Rendezvous
+from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.failures import failure_metrics, too_many_failures
 from megarl.rewards.parts import parts_in_evaluation
@@ -61,9 +62,12 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
 
     async def answer(prompt: Prompt) -> Group:
         async with places:
-            return await rollout(prompt, sampling, held_out.samples)
+            group = await rollout(prompt, sampling, held_out.samples)
+        answered(1)
+        return group
 
-    groups = await asyncio.gather(*map(answer, held_out.prompts))
+    with work(f"held-out prompts of {held_out.name or 'data.eval'}", len(held_out.prompts), line="evaluation") as answered:
+        groups = await asyncio.gather(*map(answer, held_out.prompts))
     samples = [sample for group in groups for sample in group.samples]
     parts = parts_in_evaluation(config)
     if problem := too_many_failures(config.reward, samples, parts):
@@ -85,8 +89,11 @@ async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, A
     if Path(plan.weights_path).is_dir():
         check_finite(plan.spec, Path(plan.weights_path))  # while the engines start; no trainer rank will check them
     tokenizer = load_tokenizer(plan.config.model)
+    status = StatusBoard(Path(plan.config.run_dir) / "eval", "evaluate.0").for_work()
+    status.set("waiting for start-up from the engines")
     async with AsyncExitStack() as resources:
         fleet = await open_fleet(plan, rendezvous, resources)
         scorers = open_scorers(plan, await open_served(plan, rendezvous, resources), tokenizer)
         rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
+        status.set("evaluating")
         return await evaluate_sets(plan, rollouts.held_out, held_out_sets(plan.config, tokenizer), tokenizer)

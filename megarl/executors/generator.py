@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -58,10 +59,11 @@ class GeneratorExecutor:
     pulse: Pulse = field(default_factory=Pulse)  # beats when the version or the number of groups sent has changed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _resources: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _tokens: Counter[int] = field(default_factory=Counter)  # by engine, up to the batch before
 
     def init(self) -> None:
         config = self.plan.config
-        self.status = StatusBoard(Path(config.run_dir), "generator.0")
+        self.status = StatusBoard(Path(config.run_dir), "generator.0").for_work()
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = train_prompts(config, self.tokenizer)
@@ -75,7 +77,7 @@ class GeneratorExecutor:
         logs, restarted = Path(config.run_dir) / "logs", config.generator.on_failure == "restart"
         for fleet in (self.fleet, *served.values()):
             self.start(watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s), f"lost engines of {fleet.name}")
-            self.start(show_engines(fleet, Path(config.run_dir)), f"status of the engines of {fleet.name}")
+            self.start(show_engines(fleet, Path(config.run_dir), self.trace), f"status of the engines of {fleet.name}")
         scorers = open_scorers(self.plan, served, self.tokenizer)
         teachers = open_teachers(self.plan, served)
         rollouts = open_rollouts(self.plan, self.fleet, scorers, self.tokenizer, self._resources, teachers=teachers)
@@ -126,9 +128,12 @@ class GeneratorExecutor:
 
     def step(self) -> None:
         """Waits until one more batch's worth of groups has gone to the trainer, which composes its batches by its own rule."""
-        with self.trace.span(f"generate batch {self.curr_step}"):
+        with self.trace.span(f"generate batch {self.curr_step}") as told:
             enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
+            now = self.fleet.tokens.copy()
+            told["engine_tokens"] = [now[index] - self._tokens[index] for index in range(len(self.fleet.engines))]
+            self._tokens = now
         self.curr_step += 1
 
     @property

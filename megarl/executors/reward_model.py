@@ -28,7 +28,7 @@ BEFORE = "before/"  # metrics of the held-out pairs before the first step
 def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
     """One trainer rank. Rank 0 writes `run_dir`/reward_model/metrics.jsonl; all ranks together export to `reward_model.output`."""
     config, settings, run_dir = plan.config, plan.config.reward_model, Path(plan.config.run_dir) / FOLDER
-    status = StatusBoard(run_dir, f"reward_model.{rank}")
+    status = StatusBoard(run_dir, f"reward_model.{rank}").for_work()
     status.set("reading the pairs")
     pairs, held_out = (
         load_pairs(config, data, key) for data, key in ((settings.data, f"{FOLDER}.data"), (settings.eval, f"{FOLDER}.eval"))

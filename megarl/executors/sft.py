@@ -27,7 +27,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     weights with a lower loss than all before are exported beside `sft.output` at once, and put there at the end.
     """
     config, run_dir = plan.config, Path(plan.config.run_dir) / "sft"
-    status = StatusBoard(run_dir, f"sft.{rank}")
+    status = StatusBoard(run_dir, f"sft.{rank}").for_work()
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
     budget = config.sft.max_tokens_per_microbatch or config.trainer.max_tokens_per_microbatch

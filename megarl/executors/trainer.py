@@ -17,8 +17,9 @@ from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_me
 from megarl.config.errors import RunError
 from megarl.config.roles import TEACHER
 from megarl.data.mixture import train_mixture
+from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.actor_critic import ActorCriticSteps
-from megarl.executors.batch_steps import BatchSteps, step_metrics
+from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
 from megarl.executors.critic import begin_critic, make_critic
 from megarl.executors.export import load_checkpoint
 from megarl.executors.saving import Saving
@@ -29,7 +30,7 @@ from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.evaluations import NewEvaluations, forget_after
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, describe_differences, probe_limit, too_far
-from megarl.observe.rollouts import OrdinalsWriter, write_rollouts
+from megarl.observe.rollouts import OrdinalsWriter, SamplesWriter, TokensWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
@@ -62,7 +63,7 @@ class TrainerExecutor:
     def init(self) -> None:
         config = self.plan.config
         run_dir = Path(config.run_dir)
-        self.status = StatusBoard(run_dir, f"trainer.{self.rank}")
+        self.status = StatusBoard(run_dir, f"trainer.{self.rank}").for_work()
         self.trace = TraceWriter(run_dir, f"trainer.{self.rank}")
         self.status.set("building the model")
         self.device = init_distributed(config.timeouts.collective_s)
@@ -98,6 +99,8 @@ class TrainerExecutor:
         self.curr_step = self.rendezvous.start_step
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, resume_step=self.curr_step) if self.rank == 0 else None
         self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
+        self.samples = SamplesWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
+        self.tokens: TokensWriter | None = None  # made when there is something to write: few ranks have any
         if self.rank == 0:
             forget_after(run_dir, self.curr_step)
             self._evaluations = NewEvaluations(run_dir, self.curr_step - 1)
@@ -143,6 +146,7 @@ class TrainerExecutor:
         with self.trace.span(f"train step {batch.step}"):
             results = self.batch_steps.train(batch)
         self.curr_step += 1
+        self._write_tokens(batch, results)
         if self.metrics is not None:
             self._write_metrics(batch, results, train_s=time.monotonic() - started)
 
@@ -167,7 +171,20 @@ class TrainerExecutor:
         shown = self.plan.config.observe.rollouts_per_step
         groups, dropped = zip(batch.groups, batch.texts[:shown]), zip(batch.dropped, batch.dropped_texts[:shown])
         of_groups, of_dropped = ([(group, texts_of(texts)) for group, texts in some] for some in (groups, dropped))
+        if self.samples is not None:
+            self.samples.write(batch.step, of_groups)
+            self.samples.write(batch.step, of_dropped, dropped=True)
         return write_rollouts(self.plan.config.run_dir, batch.step, of_groups, of_dropped, len(batch.dropped))
+
+    def _write_tokens(self, batch: Batch, results: list[StepResult]) -> None:
+        kept = kept_rows(results)
+        if kept and self.tokens is None:
+            piece = load_tokenizer(self.plan.config.model).piece
+            self.tokens = TokensWriter(self.plan.config.run_dir, self.rank, piece)
+        names = [(group.ordinal, sample) for group in batch.groups for sample in range(len(group.samples))]
+        for place, row in kept.items():
+            assert self.tokens is not None
+            self.tokens.write(batch.step, *names[place], row)
 
     def _write_metrics(self, batch: Batch, results: list[StepResult], train_s: float) -> None:
         assert self.metrics is not None and self.ordinals is not None  # rank 0
@@ -268,9 +285,9 @@ class TrainerExecutor:
     def shutdown(self) -> None:
         self.status.set("done")
         self.trace.close()
-        if self.metrics is not None and self.ordinals is not None:
-            self.metrics.close()
-            self.ordinals.close()
+        for file in (self.metrics, self.ordinals, self.samples, self.tokens):
+            if file is not None:
+                file.close()
         shutdown_distributed()
 
 

@@ -93,6 +93,7 @@ class Fleet:
         self._partial_rollout, self._chunk_tokens, self._stops = partial_rollout, chunk_tokens, stops
         self._load: Counter[int] = Counter()  # samples by engine
         self._finished: Counter[int] = Counter()  # samples by engine
+        self.tokens: Counter[int] = Counter()  # sampled, by engine
         self._requests: Counter[bool] = Counter()  # requests at the engines now, by whether they are exempt from aborts
         self._aborts = 0
         self._held = False
@@ -196,6 +197,7 @@ class Fleet:
         finally:
             self._requests[protected] -= 1
             self.pulse.beat()
+        self.tokens[index] += sum(len(completion.token_ids) for completion in completions)
         for draft, completion in zip(drafts, completions, strict=True):
             if completion.finish_reason == ABORT and aborts == self._aborts:
                 raise EngineError(f"engine {engine.url} aborted a request that nobody told it to")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +20,8 @@ from rich.text import Text
 from megarl.observe.advisories import RULES, advisories
 from megarl.observe.evaluations import VERSION_KEY
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
-from megarl.observe.status import Status, read_statuses
+from megarl.observe.rollouts import escape
+from megarl.observe.status import Status, duration, read_statuses
 from megarl.rewards.failures import describe_failures
 
 STEPS_SHOWN = 10
@@ -27,7 +31,9 @@ REFRESH_S = 0.25
 ETA_STEPS = 20  # the remaining time is estimated from so many recent steps
 HEADER_EVERY = 20  # plain lines
 WARM_START_EVERY = 20  # plain output prints one in so many steps of a warm start, which are many and alike
-LEGEND = "stale: mean/max weight versions behind; times in s; t.wait, g.wait: trainer, generator waits"
+LEGEND = "stale: mean/max versions behind; times in s; t.wait, g.wait: of trainer, engines"
+LINE = 80  # columns; what is printed fits them
+PRINTED_BYTES = 4096  # of the end of an engine's log, for what it says last
 SILENCE_S = 30.0  # after so long without a new step, plain output says what every process is doing
 
 
@@ -35,36 +41,50 @@ def _one(key: str, form: str) -> Callable[[Row], str]:
     return lambda row: format(row[key], form) if key in row else ""
 
 
+def _number(key: str, digits: int) -> Callable[[Row], str]:
+    """At most six characters, up to 99,999: fewer digits for larger numbers."""
+
+    def cell(row: Row) -> str:
+        if key not in row:
+            return ""
+        size = abs(row[key])
+        return format(row[key], f".{digits}f" if size < 10 else ".2f" if size < 100 else ".1f" if size < 1000 else ".0f")
+
+    return cell
+
+
 def _staleness(row: Row) -> str:
-    return f"{row['staleness/mean']:.1f}/{row['staleness/max']:.0f}" if "staleness/mean" in row else ""
+    if "staleness/mean" not in row:
+        return ""
+    mean, most = row["staleness/mean"], row["staleness/max"]
+    return f"{mean:.{1 if most < 100 else 0}f}/{most:.0f}"
 
 
-# Heading -> (key without which the column is not shown, cell).
+def _loss(row: Row) -> str:
+    size = abs(row.get("loss", 0.0))
+    return format(row["loss"], "+.4f" if size < 10 else "+.3f" if size < 100 else "+.3g") if "loss" in row else ""
+
+
+# Heading -> (key without which the column is not shown, cell). All together fit LINE.
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "step": ("step", _one("step", "d")),
-    "reward": ("reward/mean", _one("reward/mean", ".3f")),
+    "reward": ("reward/mean", _number("reward/mean", 3)),
     "dropped": ("prompts/dropped", _one("prompts/dropped", ".0f")),
     "stale": ("staleness/mean", _staleness),
-    "loss": ("loss", _one("loss", "+.4f")),
+    "loss": ("loss", _loss),
     "accuracy": ("accuracy", _one("accuracy", ".3f")),
     "held-out": ("eval/accuracy", _one("eval/accuracy", ".3f")),
-    "samples/s": ("samples_per_s", _one("samples_per_s", ".0f")),
-    "train": ("time/train_s", _one("time/train_s", ".2f")),
-    "gen": ("time/generate_s", _one("time/generate_s", ".2f")),
-    "sync": ("time/sync_s", _one("time/sync_s", ".3f")),
-    "t.wait": ("time/trainer_wait_s", _one("time/trainer_wait_s", ".2f")),
-    "g.wait": ("time/generator_wait_s", _one("time/generator_wait_s", ".2f")),
+    "smp/s": ("samples_per_s", _one("samples_per_s", ".0f")),
+    "train": ("time/train_s", _number("time/train_s", 2)),
+    "gen": ("time/generate_s", _number("time/generate_s", 2)),
+    "sync": ("time/sync_s", _number("time/sync_s", 3)),
+    "t.wait": ("time/trainer_wait_s", _number("time/trainer_wait_s", 2)),
+    "g.wait": ("time/generator_wait_s", _number("time/generator_wait_s", 2)),
 }
 
 
 def columns_of(row: Row) -> list[str]:
     return [heading for heading, (key, _) in COLUMNS.items() if key in row]
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class Progress:
@@ -124,6 +144,8 @@ class Progress:
             parts += [Text(line, style="dim") for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]]
             parts += [Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)]
         parts += _status_lines(statuses) or [Text("starting the processes", style="dim")]
+        if not _serves(statuses):
+            parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in _starting(self.run_dir)[:PROCESSES_SHOWN]]
         return Group(*parts)
 
     def _table(self, rows: list[Row]) -> Table:
@@ -155,8 +177,8 @@ class Progress:
             self._print_advisories()
         if now - self._heard >= SILENCE_S:
             self._heard = now
-            for status in read_statuses(self.run_dir):
-                self._line(f"  {status}")
+            for line in doings(self.run_dir):
+                self._line(f"  {line}")
 
     def _print_row(self, row: Row) -> None:
         last = row["step"] + 1 == self.total_steps
@@ -164,9 +186,9 @@ class Progress:
             return
         headings = columns_of(row)
         if self._printed % HEADER_EVERY == 0:
-            self._line("  ".join(f"{heading:>{_width(heading)}}" for heading in headings))
+            self._line(" ".join(f"{heading:>{_width(heading)}}" for heading in headings))
         self._printed += 1
-        self._line("  ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
+        self._line(" ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
         if failed := describe_failures([row]):
             self._line(f"  step {row['step']}: {failed}")
         for line in held_out_lines([row]):
@@ -180,11 +202,48 @@ class Progress:
         self._advised = set(found)
 
     def _line(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+        for line in wrapped(text):
+            self.console.print(Text(line), soft_wrap=True)
+
+
+class Doings:
+    """For commands without steps: every half minute, what each process is doing, on stderr. Call `poll` a few times a second."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir, self._told = run_dir, time.monotonic()
+
+    def poll(self) -> None:
+        if time.monotonic() - self._told >= SILENCE_S:
+            self._told = time.monotonic()
+            for line in doings(self._run_dir):
+                print(*wrapped(f"  {line}"), sep="\n", file=sys.stderr, flush=True)
+
+
+def wrapped(text: str) -> list[str]:
+    indent = " " * (2 + len(text) - len(text.lstrip()))
+    return textwrap.wrap(text, LINE, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def doings(run_dir: Path) -> list[str]:
+    statuses = read_statuses(run_dir)
+    return [*map(str, statuses), *([] if _serves(statuses) else _starting(run_dir))]
 
 
 def _width(heading: str) -> int:
-    return max(7, len(heading))
+    return max(7 if heading in ("stale", "loss", "dropped") else 6, len(heading))
+
+
+def _starting(run_dir: Path) -> list[str]:
+    """What engines say last in their logs: which weights they load, what they compile, and how much of it is left."""
+    found = []
+    for log in sorted((run_dir / "logs").glob("*.log")):
+        if not log.name.startswith(("trainer.", "generator.", "reward.")) and log.stat().st_size:
+            with open(log, "rb") as file:
+                file.seek(max(0, log.stat().st_size - PRINTED_BYTES))
+                lines = escape(re.sub(r"[\r\n]+", "\n", file.read().decode(errors="replace"))).splitlines()
+            said = [line.strip() for line in lines if line.strip() and "warn" not in line.lower()]
+            found.append(f"{log.stem}: starting: {said[-1] if said else ''}")
+    return found
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:
@@ -199,6 +258,12 @@ def _scores(row: Row) -> Iterator[str]:
             yield f"{set_name.removeprefix('eval').removeprefix('/')} {score} {row[key]:.3f}".lstrip()
         elif set_name.startswith("eval") and key.endswith("/reward/mean"):
             yield f"reward {row[key]:.3f}"
+
+
+def _serves(statuses: Sequence[Status]) -> bool:
+    """Whether the generator has met the engines, and speaks for them from then on; or there are none."""
+    names = {status.name.rpartition(".")[0] for status in statuses}
+    return not names & {"generator", "evaluate"} or bool(names & {"engine", "evaluation"})
 
 
 def _status_lines(statuses: Sequence[Status]) -> list[RenderableType]:

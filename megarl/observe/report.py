@@ -42,11 +42,12 @@ def finish_report(run_dir: Path | str) -> str:
         ("rollouts", run_dir / "rollouts"),
         ("trace (ui.perfetto.dev)", trace),
     ]
+    page = [("a page of all this", f"megarl report {run_dir}")]
     left_out = [("left out, as damaged", str(path)) for path in damaged_results(run_dir)]
     if lines := damaged_lines(run_dir / METRICS_FILE):
         where = f"{run_dir / METRICS_FILE}: line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:LINES_NAMED]))}"
         left_out.append(("left out, as damaged", where + (f" and {more} more" if (more := len(lines) - LINES_NAMED) > 0 else "")))
-    return summary + _table([(what, str(path)) for what, path in files if path.exists()] + left_out)
+    return summary + _table([(what, str(path)) for what, path in files if path.exists()] + page + left_out)
 
 
 def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import unicodedata
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
 
 from megarl.files import write_whole
 from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
 from megarl.rewards.failures import told
 from megarl.types import GroupSummary, GroupTexts, Ordinal, SampleSummary
 
-ORDINALS_FILE = "ordinals.jsonl"
+ORDINALS_FILE, SAMPLES_FILE = "ordinals.jsonl", "samples.jsonl"
+_STEP = re.compile(rb'\{"step": ?(\d+)')
 # Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
@@ -89,21 +94,17 @@ def write_rollouts(
     return path
 
 
-class OrdinalsWriter:
-    """`run_dir`/rollouts/ordinals.jsonl: a line per step with the prompts it was trained on and those dropped for it, by which exactly-once
-    can be checked.
+class _Lines:
+    """A file of `run_dir`/rollouts with lines of steps, to which whole lines are appended."""
 
-    A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut off, as in the metrics.
-    """
+    def __init__(self, run_dir: Path | str, name: str):
+        folder = Path(run_dir) / "rollouts"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / name, "ab", buffering=0)
 
-    def __init__(self, run_dir: Path | str, resume_step: int = 0):
-        path = Path(run_dir) / "rollouts" / ORDINALS_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cut_from(path, resume_step)
-        self._file = open(path, "ab", buffering=0)
-
-    def write(self, step: int, ordinals: Sequence[int], dropped: Sequence[int] = ()) -> None:
-        self._file.write(json.dumps(_line(step, ordinals, dropped)).encode() + b"\n")
+    def append(self, *lines: Mapping[str, Any]) -> None:
+        if lines:
+            self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
     def sync(self) -> None:
         """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
@@ -111,6 +112,119 @@ class OrdinalsWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+class SamplesWriter(_Lines):
+    """`run_dir`/rollouts/samples.jsonl: the groups that write_rollouts shows to people, for programs; docs/run_dir.md has the keys.
+
+    A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut off, here and in tokens.<rank>.jsonl.
+    """
+
+    def __init__(self, run_dir: Path | str, resume_step: int = 0):
+        for path in (Path(run_dir) / "rollouts").glob("*.jsonl"):
+            if path.name == SAMPLES_FILE or path.name.startswith("tokens."):
+                _cut(path, resume_step)
+        super().__init__(run_dir, SAMPLES_FILE)
+
+    def write(self, step: int, groups: Iterable[tuple[GroupSummary, GroupTexts]], dropped: bool = False) -> None:
+        self.append(*({"step": step, **_group(*group), "dropped": dropped} for group in groups))
+
+
+def _group(group: GroupSummary, texts: GroupTexts) -> dict[str, Any]:
+    return {
+        "ordinal": group.ordinal,
+        "prompt": texts.prompt,
+        "answer": texts.answer,
+        "prompt_tokens": group.prompt_tokens,
+        "samples": [
+            {
+                "reward": sample.reward,
+                "parts": sample.reward_parts,
+                "failed": [{"kind": failure.kind, "part": failure.part, "reason": failure.reason} for failure in sample.failures],
+                "finish_reason": sample.finish_reason,
+                "tokens": sample.tokens,
+                "turns": sample.turns,
+                "versions": sample.policy_versions,
+                "text": text,
+                "environment": spans,
+            }
+            for sample, (text, spans) in zip(group.samples, texts.samples, strict=True)
+        ],
+    }
+
+
+def _cut(path: Path, step: int) -> None:
+    """As cut_from does, but without taking the whole file into memory."""
+    keep_bytes = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or ((found := _STEP.match(line)) and int(found[1]) >= step):
+                break
+            keep_bytes += len(line)
+    os.truncate(path, keep_bytes)
+
+
+class TokenNumbers(Protocol):
+    """What a step knew of the tokens of one sample that the policy wrote; [n] each."""
+
+    @property
+    def ids(self) -> np.ndarray: ...
+    @property
+    def positions(self) -> np.ndarray: ...  # in the sequence of prompt and response
+    @property
+    def logprobs(self) -> np.ndarray: ...
+    @property
+    def mu_logprobs(self) -> np.ndarray: ...
+    @property
+    def advantages(self) -> np.ndarray: ...
+
+
+class TokensWriter(_Lines):
+    """`run_dir`/rollouts/tokens.<rank>.jsonl: numbers a token of the samples in samples.jsonl that a trainer rank trained on.
+
+    `piece` says how a token reads; the first line that has a token has its text too."""
+
+    def __init__(self, run_dir: Path | str, rank: int, piece: Callable[[int], str]):
+        super().__init__(run_dir, f"tokens.{rank}.jsonl")
+        self._piece, self._known = piece, set[int]()
+
+    def write(self, step: int, ordinal: Ordinal, sample: int, row: TokenNumbers) -> None:
+        ids: list[int] = row.ids.tolist()
+        new = sorted(set(ids) - self._known)
+        self._known.update(new)
+        numbers = {"diff": row.logprobs - row.mu_logprobs, "mu": row.mu_logprobs, "advantage": row.advantages}
+        line = {"step": step, "ordinal": ordinal, "sample": sample, "ids": ids, "positions": _runs(row.positions)}
+        line |= {name: _rounded(values) for name, values in numbers.items()}
+        if len(set(line["advantage"])) == 1:
+            line["advantage"] = line["advantage"][0]
+        self.append(line | ({"pieces": {str(number): self._piece(number) for number in new}} if new else {}))
+
+
+def _runs(positions: np.ndarray) -> list[list[int]]:
+    """Ascending numbers as [first, how many follow one another]."""
+    begins = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    return np.column_stack([positions[begins], np.diff(begins, append=len(positions))]).tolist()
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """To 4 digits, which is as many as a colour shows."""
+    exact = values.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** (3 - np.floor(np.log10(np.abs(exact))))
+        found = np.where((exact == 0) | ~np.isfinite(exact), exact, np.round(exact * scale) / scale)
+    return found.tolist()
+
+
+class OrdinalsWriter(_Lines):
+    """`run_dir`/rollouts/ordinals.jsonl: a line per step with the prompts it was trained on and those dropped for it, by which exactly-once
+    can be checked. A resumed run passes its first step as `resume_step`, as above."""
+
+    def __init__(self, run_dir: Path | str, resume_step: int = 0):
+        cut_from(Path(run_dir) / "rollouts" / ORDINALS_FILE, resume_step)
+        super().__init__(run_dir, ORDINALS_FILE)
+
+    def write(self, step: int, ordinals: Sequence[int], dropped: Sequence[int] = ()) -> None:
+        self.append(_line(step, ordinals, dropped))
 
 
 def _line(step: int, ordinals: Sequence[Ordinal], dropped: Sequence[Ordinal]) -> Row:
@@ -136,5 +250,5 @@ def recover_ordinals(run_dir: Path | str, step: int, trained: Set[Ordinal], drop
     known = {ordinal for row in rows.values() for ordinal in [*row["ordinals"], *row.get("dropped", ())]}
     rows[missing[0]] = _line(missing[0], sorted(trained - known), sorted(dropped - known))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(rows[number]) + "\n" for number in sorted(rows)))
+    write_whole(path, "".join(msgspec.json.encode(rows[number]).decode() + "\n" for number in sorted(rows)))
     return f"{lost}; it has been restored from the checkpoint's ledger"

@@ -7,13 +7,15 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 RECORD_BYTES = 256
 _CHECKSUM_BYTES = 10
 STATUS_FOLDER = "status"
+WORK_EVERY_S = 0.5  # how far long work is, is said so often
 _READS = 5  # a record that is being overwritten is read so many times, then left out
 
 
@@ -40,10 +42,10 @@ class StatusBoard:
     """
 
     def __init__(self, run_dir: Path | str, name: str):
-        folder = Path(run_dir) / STATUS_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(run_dir) / STATUS_FOLDER
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.name = name
-        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
         self._lock = threading.Lock()
         self._sequence = 0
         self.text = ""
@@ -66,8 +68,78 @@ class StatusBoard:
         finally:
             self.set(before)
 
+    def for_work(self) -> StatusBoard:
+        """The same, as the board on which this process says how far its long work is (`work`)."""
+        global _of_work
+        _of_work = self
+        return self
+
     def close(self) -> None:
         os.close(self._file)
+
+
+_of_work: StatusBoard | None = None
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def work(what: str, total: float, *, line: str = "", show: Callable[[float], str] = "{:.0f}".format) -> Iterator[Callable[[float], None]]:
+    """Says how far long work is, and how long it will take from there: call what this yields with what has been done since.
+
+    It is said on this process's line, which then becomes what it was; or on one of its own, `line`.<rank>, for what goes on beside other
+    work, which is removed when the work is done. A process without a board for it says nothing.
+    """
+    board = _of_work
+    if board is None or not total:
+        yield lambda amount: None
+        return
+    beside = StatusBoard(board.folder.parent, f"{line}.{board.name.rpartition('.')[2]}") if line else None
+    said, before, began, done = beside or board, board.text, time.monotonic(), 0.0
+    next_s = began + WORK_EVERY_S
+
+    def advance(amount: float) -> None:
+        nonlocal done, next_s
+        done += amount
+        now = time.monotonic()
+        if now >= next_s and done:
+            next_s = now + WORK_EVERY_S
+            left = duration((now - began) / done * max(0.0, total - done))
+            said.set(f"{what}: {show(done)} of {show(total)}, {left} to go")
+
+    try:
+        yield advance
+    finally:
+        if beside is None:
+            board.set(before)
+        else:
+            beside.close()
+            with contextlib.suppress(FileNotFoundError):
+                (beside.folder / beside.name).unlink()
+
+
+def counted(
+    items: Sequence[T],
+    what: str,
+    size: Callable[[T], float] = lambda item: 1,
+    *,
+    line: str = "",
+    show: Callable[[float], str] = "{:.0f}".format,
+) -> Iterator[T]:
+    """The items, whose handling is `work`."""
+    with work(what, sum(map(size, items)), line=line, show=show) as advance:
+        for item in items:
+            yield item
+            advance(size(item))
+
+
+def mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def _encode(sequence: int, since_s: float, text: str) -> bytes:

@@ -28,11 +28,11 @@ class TraceWriter:
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
 
     @contextlib.contextmanager
-    def span(self, name: str, track: str = "main", **arguments: Any) -> Iterator[None]:
-        """Times the body. Spans of one track must nest; concurrent spans need separate tracks."""
+    def span(self, name: str, track: str = "main", **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Times the body, which may add to the arguments. Spans of one track must nest; concurrent spans need separate tracks."""
         began = time.perf_counter()
         try:
-            yield
+            yield arguments
         finally:
             self.add(name, began, time.perf_counter(), track, **arguments)
 
@@ -42,6 +42,11 @@ class TraceWriter:
         event |= {"args": arguments} if arguments else {}
         with self._lock:
             self._file.write(json.dumps(event).encode() + b"\n")
+
+    def mark(self, name: str, track: str = "main", **arguments: Any) -> None:
+        """Adds an event without length, now."""
+        now = time.perf_counter()
+        self.add(name, now, now, track, **arguments)
 
     def close(self) -> None:
         self._file.close()

@@ -18,6 +18,7 @@ import torch
 
 from megarl.box import Box
 from megarl.kernels.audit import hash_slice
+from megarl.observe.status import counted, mib
 from megarl.trainer.checkpoint_index import Index, StoredBox, StoredFile, StoredTensor, unusable
 
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
@@ -51,7 +52,7 @@ def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
     """
     stored: dict[str, StoredTensor] = {}
     with open(path, "w+b") as out:
-        for part in held:
+        for part in counted([*held], "writing the checkpoint", lambda part: part.values.nbytes, line="saving", show=mib):
             tensor = stored.setdefault(part.name, StoredTensor(_NAMES[part.values.dtype], part.shape, []))
             tensor.boxes.append(StoredBox(file, out.tell(), part.box.start, part.box.shape, part.share))
             out.write(part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -80,7 +81,9 @@ def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
     by_name: dict[str, list[HeldBox]] = defaultdict(list)
     for part in wanted:
         by_name[part.name].append(part)
-    for name, parts in by_name.items():
+    for name, parts in counted(
+        [*by_name.items()], "reading the checkpoint", lambda of: sum(part.values.nbytes for part in of[1]), show=mib
+    ):
         tensor = index.tensors.get(name)
         if tensor is None or tensor.shape != parts[0].shape:
             there = "no such tensor" if tensor is None else f"it with shape {tensor.shape}"

@@ -25,6 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION
 from megarl.models.spec import SCALAR, ModelSpec
 from megarl.models.vocabulary import SCORE
+from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.layout import Layout, LocalTensor, Piece, hf_layout
@@ -55,7 +56,9 @@ def load_hf(
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     names = (piece.logical_name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces if piece.logical_name in files)
     opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in names})}
-    for tensor in layout.tensors(dist.get_rank()):
+    for tensor in counted(
+        layout.tensors(dist.get_rank()), "loading weights", lambda each: local_parameter(parameters, each).nbytes, show=mib
+    ):
         parameter = local_parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
@@ -167,7 +170,7 @@ def _write_headers(folder: Path, headers: Mapping[str, bytes]) -> None:
 def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor]]) -> None:
     files: dict[str, int] = {}
     try:
-        for place, box, values in pieces:
+        for place, box, values in counted(pieces, "exporting weights", lambda piece: piece[2].nbytes, line="saving", show=mib):
             if place.file not in files:
                 files[place.file] = os.open(folder / place.file, os.O_WRONLY | os.O_CREAT, 0o666)
             _write_box(files[place.file], place, box, values)

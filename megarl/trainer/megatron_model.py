@@ -63,7 +63,7 @@ class MegatronModel:
         self.max_tokens = trainer.max_tokens_per_microbatch
         self.logprob_chunk_tokens = trainer.logprob_chunk_tokens
         self.alignment = Alignment.of(topology, trainer.sequence_parallel)
-        flops = flops_per_token(spec, 0)
+        self.flops = flops = flops_per_token(spec, 0)  # without attention's part, which `squares` is
         # Attention's part of what a sequence costs (see plan_microbatches). A second model on these ranks needs the first one's: a rank has
         # the tokens of that one's share of a batch.
         self.squares = (flops_per_token(spec, 1) - flops) / flops

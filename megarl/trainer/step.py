@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,16 @@ log-probs of the tokens of `loss_mask` or, with a scalar head, values: what the 
 ENTROPY, ENTROPY_TOKENS, POSITIONS = "entropy", "entropy tokens", "positions"
 
 
+class TokenRow(NamedTuple):
+    """What a step knew of the tokens of one sequence that the policy wrote; [n] each."""
+
+    ids: np.ndarray
+    positions: np.ndarray  # of the tokens in the sequence
+    logprobs: np.ndarray  # log pi, by the weights before the step
+    mu_logprobs: np.ndarray
+    advantages: np.ndarray
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one optimizer step, the same on every rank."""
@@ -61,7 +71,9 @@ class StepResult:
     learning_rate: float
     padded: int  # positions that the model computed beside those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
+    flops: float = 0.0  # of the forward and backward passes over the sequences, from the model's shape: recomputation does not count
     agreement: Totals | None = None  # of the policy before the step with what sampled the tokens, if their ages were given
+    kept: dict[int, TokenRow] = field(default_factory=dict)  # this rank's own: of the sequences in `keep`
 
     def check_tokens(self, expected: int) -> None:
         """Raises RunError if the loss was not taken of `expected` tokens: a sequence was left out, trained on twice, or cut."""
@@ -116,12 +128,13 @@ class MegatronTrainer(MegatronModel):
         returns: Sequence[np.ndarray] | None = None,
         ages: Sequence[np.ndarray] | None = None,
         teachers: Sequence[TeacherOfStep] = (),
+        keep: Collection[int] = (),
     ) -> StepResult:
         """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
         `temperature` is that of the behaviour policy; `reference_logprobs`, `proximal_logprobs`, `old_values`, `returns` and `ages`, one
         array per sequence, become MicroBatch's fields of these names, as does what `teachers` say. With `ages` the result has
-        the agreement with the behaviour policy.
+        the agreement with the behaviour policy. `keep`: sequences whose tokens' numbers the result has, on one rank that trains on them.
         Without sequences the gradient is zero and the optimizer still steps.
         Raises RuntimeError if the gradient is not finite.
         """
@@ -134,10 +147,13 @@ class MegatronTrainer(MegatronModel):
         given = {"reference_logprobs": reference_logprobs, "proximal_logprobs": proximal_logprobs}
         given |= {"old_values": old_values, "returns": returns, "ages": ages}
         tally = None if ages is None else Tally(self.device)
+        here = self.coordinate.tp == self.coordinate.cp == 0  # other tensor and context ranks have seen the same tokens
+        kept: dict[int, TokenRow] = {}
+        watch = partial(_keep, keep if here else (), kept)
         outputs = self._run(
             self._plan(sequences),
             partial(build, sequences=sequences, device=self.device, **given, routing=self.routing),
-            partial(self._loss, loss, denominator, temperature, tally, teachers),
+            partial(self._loss, loss, denominator, temperature, tally, watch, teachers),
             forward_only=False,
         )
         learning_rate = self.learning_rate.advance()
@@ -152,9 +168,14 @@ class MegatronTrainer(MegatronModel):
         positions = sum(len(s) - 1 for s in sequences)
         padded = int(sums.pop(POSITIONS)) - positions
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
-        here = self.coordinate.tp == self.coordinate.cp == 0  # other tensor and context ranks have seen the same tokens
         agreement = None if tally is None else tally.totals(here)
-        return StepResult(mean_loss, float(grad_norm), sums, len(sequences), tokens, entropy, learning_rate, padded, routing, agreement)
+        counts = sums, len(sequences), tokens, entropy, learning_rate, padded, routing
+        return StepResult(mean_loss, float(grad_norm), *counts, self._flops([len(s) for s in sequences]), agreement, kept)
+
+    def _flops(self, lengths: Sequence[int]) -> float:
+        """A backward pass takes twice a forward one; the gradient of frozen matrices, of an adapter's base, is not taken."""
+        passes = 2 if self.lora else 3
+        return self.flops * sum(length * (passes + 3 * self.squares * length) for length in lengths)
 
     def _loss(
         self,
@@ -162,6 +183,7 @@ class MegatronTrainer(MegatronModel):
         denominator: float,
         temperature: float,
         tally: Tally | None,
+        watch: Callable[[MicroBatch, torch.Tensor], None],
         teachers: Sequence[TeacherOfStep],
         microbatch: MicroBatch,
         hidden: torch.Tensor,
@@ -169,6 +191,7 @@ class MegatronTrainer(MegatronModel):
         outputs, entropy = self._outputs(hidden, microbatch, temperature)
         if tally is not None:
             tally.add(outputs, microbatch)
+        watch(microbatch, outputs)
         if teachers:
             microbatch = self._taught(hidden, microbatch, temperature, teachers)
         out = loss(outputs, microbatch)
@@ -233,3 +256,14 @@ class MegatronTrainer(MegatronModel):
         `new_head`: what a scalar head begins with, of which the checkpoint has none; None: it has one."""
         super().load_hf(path, new_head)
         self.optimizer.reload_model_params()
+
+
+def _keep(wanted: Collection[int], kept: dict[int, TokenRow], microbatch: MicroBatch, logprobs: torch.Tensor) -> None:
+    """Takes the numbers of the `wanted` sequences of a microbatch into `kept`."""
+    plan = microbatch.plan
+    for index, begin, end in zip(plan.indices, plan.boundaries, plan.boundaries[1:]):
+        if index in wanted:
+            positions = np.flatnonzero(microbatch.scored[begin:end])
+            rows = (microbatch.targets, logprobs.detach(), microbatch.mu_logprobs, microbatch.advantages)
+            ids, *numbers = (row[begin:end].cpu().numpy()[positions] for row in rows)
+            kept[index] = TokenRow(ids, positions + 1, *numbers)

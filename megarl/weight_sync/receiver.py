@@ -38,6 +38,7 @@ class Taken:
 
     pause: Pause
     bytes_written: int  # by all trainer ranks together
+    engines: list[int]  # that took part
 
 
 class ServingExecutor(Protocol):
@@ -138,7 +139,7 @@ class WeightsReceiver:
         with executor.trace.span(f"take weights {version}", track="weights"):
             await executor.hold()
             taken = await self._update(executor, offered)
-            executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights")
+            executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights", **self._told_of(taken))
         executor.release(version)
         self._applied(executor, version, taken, changed_fraction(offered.offers))
 
@@ -151,12 +152,18 @@ class WeightsReceiver:
                 self._tell(WeightsGrant(version, [], engines=0))
                 self._over(fleet)
             else:
-                self._applied(executor, version, await self._write(fleet, session))
+                taken = await self._write(fleet, session)
+                executor.trace.add(f"pause for weights {version} again", *taken.pause, "weights", **self._told_of(taken))
+                self._applied(executor, version, taken)
 
     def _applied(self, executor: ServingExecutor, version: Version, taken: Taken, changed: float | None = None) -> None:
         began, ended = taken.pause
         self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, changed))
         self._over(executor.fleet)
+
+    def _told_of(self, taken: Taken) -> dict[str, Any]:
+        """For the trace. The audit has raised an error where memory was not as sent."""
+        return {"bytes": taken.bytes_written, "audited": self._plan.config.weights.audited, "engines": taken.engines}
 
     def _over(self, fleet: Fleet) -> None:
         self._busy, self._updates = False, self._updates + 1
@@ -198,7 +205,7 @@ class WeightsReceiver:
         for error in session.update.workers.lost.values():
             fleet.lose(error)
         fleet.take_back(session.members, session.grant.version)
-        return Taken(pause, bytes_written)
+        return Taken(pause, bytes_written, session.members)
 
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write, and audits the result. Returns the bytes written."""

@@ -21,6 +21,7 @@ same quantisation tile exchange its amax before they offer.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -127,11 +128,11 @@ class WeightsSender:
         self._unconfirmed, self._applied = version, None
         executor.put_sync(report, applied=partial(self._await_applied, version))
         if is_probe_version(version, self._probe_every) and not again:
-            probe = self._unless_stopped(
-                executor, ProbeReady, self._timeout_s, f"log-probs of the probe of version {version} from generator.0"
-            )
-            if probe is not None:
-                executor.compare_probe(probe)
+            awaited = f"log-probs of the probe of version {version} from generator.0"
+            with executor.trace.span(f"probe version {version}"):
+                probe = self._unless_stopped(executor, ProbeReady, self._timeout_s, awaited)
+                if probe is not None:
+                    executor.compare_probe(probe)
 
     def _find_changes(self, executor: WeightsExecutor) -> tuple[Version, Found | None]:
         """(the version that it can send the changes from, or -1; the changes, if it has looked for them)"""
@@ -163,9 +164,9 @@ class WeightsSender:
         report.wait_s += granted - began
         if grant.engines == 0:
             return False
-        with executor.trace.span(f"write weights {version}"):
+        with executor.trace.span(f"write weights {version}") as told:
             try:
-                self._write(executor, grant, found)
+                told["bytes"] = self._write(executor, grant, found)
             except Exception as error:  # tells the generator at once, instead of letting it run into its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
                 raise
@@ -212,30 +213,44 @@ class WeightsSender:
         prove_exactly_once(map)
         self._amax = AmaxExchange(map, rank, self._timeout_s)
 
-    def _write(self, executor: WeightsExecutor, grant: WeightsGrant, found: Found | None) -> None:
+    def _write(self, executor: WeightsExecutor, grant: WeightsGrant, found: Found | None) -> int:
+        """Returns the bytes written."""
         assert self._transport is not None  # `send` has prepared it
         model = executor.get_model()
         self._deltas.begin_write()
         if grant.delta:
             assert found is not None  # it has offered a base
             started = time.monotonic()
-            self._tell(grant, send_changes(self._transport, found, grant.version, model), started)
+            size_bytes = self._tell(grant, send_changes(self._transport, found, grant.version, model), started)
             self._deltas.keep_changes(grant.version, found)
-            return
-        if grant.plan_hash and self._connect(executor, grant):
-            self._cut_amax = self._amax.table(model)
+            return size_bytes
+        if grant.plan_hash:
+            if self._connect(executor, grant):
+                self._cut_amax = self._amax.table(model)
+            executor.trace.mark("weights map", to=self._bytes_by_receiver())
         landing, others = self._writes
+        total = 0
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
             started = time.monotonic()
             sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audited, self._cut_amax, self._payloads)
-            self._tell(grant, sent, started, more)
+            total += self._tell(grant, sent, started, more)
         declined = found is not None and not grant.plan_hash
         self._deltas.keep(grant.version, self._scheduled, self._cut_amax, self._payloads, declined)
+        return total
 
-    def _tell(self, grant: WeightsGrant, sent: Sent, started: float, more: bool = False) -> None:
+    def _tell(self, grant: WeightsGrant, sent: Sent, started: float, more: bool = False) -> int:
+        """Returns the bytes written."""
         assert self._transport is not None
         write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
         self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, unwritten=unwritten, more=more))
+        return sent.bytes
+
+    def _bytes_by_receiver(self) -> list[list[int]]:
+        """[[generator rank, bytes of a whole update], …]"""
+        found: Counter[int] = Counter()
+        for copy in self._scheduled:
+            found[copy.destination_rank] += copy.bytes
+        return [list(pair) for pair in sorted(found.items())]
 
     def _connect(self, executor: WeightsExecutor, grant: WeightsGrant) -> bool:
         """Connects to the engines that take part from now on. Returns whether the map has changed."""

@@ -12,7 +12,7 @@ from trainer_rig import gradients, make, plain_adam
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.load import load_config
 from megarl.config.schema import OptimizerConfig
-from megarl.executors.batch_steps import BatchSteps, step_metrics
+from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
 
 
 def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -63,4 +63,4 @@ def scenario_meters(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     own = steps.assign(replace(batch, numbers={}))[trainer.coordinate.dp]
     results = steps.train(replace(batch, numbers={place: batch.numbers[place] for place in own}))
     histograms = {name: histogram.counts for name, histogram in results[0].agreement.histograms().items()}
-    return {"metrics": step_metrics(results, steps.algorithm), "histograms": histograms}
+    return {"metrics": step_metrics(results, steps.algorithm), "histograms": histograms, "kept": kept_rows(results)}

@@ -59,7 +59,7 @@ class Rank:
 
     @contextlib.contextmanager
     def span(self, *_: Any):
-        yield
+        yield {}
 
     def assign(self, batch: Batch) -> list[list[int]]:
         assert not batch.numbers

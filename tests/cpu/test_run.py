@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import itertools
 import json
 import math
@@ -17,6 +19,7 @@ from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, r
 
 from megarl.observe.rollouts import format_group
 from megarl.plan.checkpoints import complete_checkpoints
+from megarl.report.reading import RunReader
 from megarl.rollouts.ledger import Ledger
 from megarl.rollouts.packing import summary_of, texts_of
 
@@ -101,6 +104,28 @@ def test_finished_rollouts_survive_a_kill(resumed):
 
 def trace(run_dir: Path) -> list[dict]:
     return json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_report_is_made_of_what_the_run_wrote(resumed):
+    found, table = RunReader(resumed.run_dir, text_bytes=1 << 26).read(), rows(resumed.run_dir)
+    assert found["steps"] == list(range(6)) and found["metrics"]["loss"] == [row["loss"] for row in table]
+    assert [mark["step"] for mark in found["marks"] if mark["what"] == "start"] == [0, resumed.start]
+    assert found["marks"][-1]["how"] == "finished" and found["expected"]["step_s"] > 0 and found["expected"]["gpu"] == "cpu"
+    assert sum(size for pairs in found["pairs"].values() for _, size in pairs) == table[-1]["sync/bytes"] and len(found["pairs"]) == 2
+    pauses = {pause["version"]: pause for pause in found["pauses"]}
+    assert all(pauses[row["weights/version"]]["bytes"] == row["sync/bytes"] for row in table)
+    assert all(pause["audited"] and pause["engines"] == [0] for pause in pauses.values())
+    index, last = found["samples"]["index"], table[-1]
+    assert sum(found["engine_tokens"]) >= last["tokens_per_s"] * last["time/step_s"] * 0.99 > 0  # earlier ones may be of the killed start
+    assert [index["step"].count(step) for step in range(6)] == [4 * len(found["samples"]["index"]["step"]) // 24] * 6
+    groups = [group for chunk in found["samples"]["chunks"] for group in json.loads(gzip.decompress(base64.b64decode(chunk)))]
+    samples = [sample for group in groups for sample in group["samples"]]
+    trained = [sample for sample in samples if sample["numbers"]]
+    assert trained or all(row["zero_advantage_fraction"] > 0 for row in table)
+    for sample in trained:
+        numbers = sample["numbers"]
+        assert "".join(numbers["pieces"]).removesuffix("<eos>") == sample["text"] and len(numbers["diff"]) == sample["tokens"]
+        assert all(abs(difference) < 1 for difference in numbers["diff"]) and numbers["advantage"] != 0
 
 
 def test_every_step_reports_itself(resumed):

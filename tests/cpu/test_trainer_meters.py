@@ -19,6 +19,8 @@ from trainer_processes import saved, spawn
 from trainer_reference import load_float64
 
 from megarl.algorithms.minibatches import cut
+from megarl.models.flops import flops_per_token
+from megarl.models.registry import load_spec
 from megarl.observe.agreement import describe_agreement
 from megarl.observe.probe import BY_DTYPE, LIMIT
 from megarl.types import Batch, Group, Prompt, Sample
@@ -105,6 +107,25 @@ def test_meters_equal_their_formulas_in_every_layout(runs: Path, layout: str) ->
         for name, value in metrics.items():
             assert found[name] == pytest.approx(value, rel=0.016 if "p99" in name else 1e-4, abs=1e-5), name
             assert found[name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_kept_of_tokens_is_what_the_step_knew(runs: Path, layout: str) -> None:
+    """Each sample's numbers come from one rank of any layout, and are those of its own tokens."""
+    batch, model, ranks = torch.load(runs / "near.pt", weights_only=False), load_float64(runs / "hf"), saved(runs, f"near.{layout}")
+    assert sorted(place for rank in ranks for place in rank["kept"]) == list(range(GROUPS * SAMPLES))
+    (alone,) = saved(runs, "near.single")
+    for place, row in ((place, row) for rank in ranks for place, row in rank["kept"].items()):
+        numbers = batch.numbers[place]
+        own = np.flatnonzero(np.ones(len(numbers.token_ids), bool) if numbers.policy_mask is None else numbers.policy_mask)
+        with torch.no_grad():
+            pi = logprobs_of(model, numbers.prompt_ids, numbers.token_ids).numpy()
+        assert row.ids.tolist() == numbers.token_ids[own].tolist() and row.positions.tolist() == (own + len(numbers.prompt_ids)).tolist()
+        assert row.mu_logprobs.tolist() == numbers.logprobs[own].tolist() and row.logprobs == pytest.approx(pi[own], abs=1e-5)
+        assert row.advantages.tolist() == alone["kept"][place].advantages.tolist() and len(set(row.advantages.tolist())) == 1
+    lengths = [len(batch.numbers[place].prompt_ids) + len(batch.numbers[place].token_ids) for place in range(GROUPS * SAMPLES)]
+    spec = load_spec(str(runs / "hf"))
+    assert ranks[-1]["metrics"]["flops/policy"] == pytest.approx(sum(3 * length * flops_per_token(spec, length) for length in lengths))
 
 
 def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:

@@ -47,6 +47,7 @@ TIERS = {
     "weight_sync": 5,
     "estimate": 6,
     "executors": 6,
+    "report": 6,
     "launch": 7,
     "bench": 8,
     "cli": 9,

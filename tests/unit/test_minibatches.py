@@ -95,7 +95,8 @@ def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
 def result(**changed: Any) -> Any:
     """A StepResult, whose class would import Megatron."""
     plain = dict(loss=1.0, grad_norm=2.0, sums={"tokens": 4.0, "is_ratio": 6.0, "is_ratio_clipped": 1.0}, sequences=2, tokens=4)
-    return SimpleNamespace(**{**plain, "entropy": 0.5, "learning_rate": 0.1, "padded": 0, "routing": {}, "agreement": None, **changed})
+    plain |= {"entropy": 0.5, "learning_rate": 0.1, "padded": 0, "routing": {}, "flops": 1e6, "agreement": None}
+    return SimpleNamespace(**{**plain, **changed})
 
 
 def test_metrics_of_several_optimizer_steps():
@@ -118,6 +119,7 @@ def test_metrics_of_several_optimizer_steps():
         "is_ratio/mean": 1.0,
         "is_ratio/clipped_fraction": 0.25,
         "tokens/padded": 1,
+        "flops/policy": 3e6,
     }
     alone = step_metrics([first], AIPO)
     assert math.isnan(alone["entropy/mean"]) and math.isnan(alone["is_ratio/mean"]) and alone["optimizer_steps/empty"] == 1

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.observe.metrics import MetricsWriter
-from megarl.observe.progress import Progress, duration
-from megarl.observe.status import StatusBoard
+from megarl.observe.progress import COLUMNS, Progress
+from megarl.observe.status import StatusBoard, duration, read_statuses, work
 
 
 def values(step: int) -> dict[str, float]:
@@ -70,7 +70,7 @@ def test_a_warm_start_prints_few_of_its_many_steps_and_the_last(tmp_path: Path) 
     run_steps(tmp_path, 0, 50, make=lambda step: {"loss": 1.0, "samples_per_s": 2.0})
     progress.close()
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert lines[0] == ["step", "loss", "samples/s"] and [line[0] for line in lines[1:]] == ["0", "20", "40", "49"]
+    assert lines[0] == ["step", "loss", "smp/s"] and [line[0] for line in lines[1:]] == ["0", "20", "40", "49"]
 
 
 def test_a_terminal_sees_the_last_steps_how_far_it_is_and_who_waits(tmp_path: Path) -> None:
@@ -120,6 +120,82 @@ def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) 
     progress.close()
     shown = console.file.getvalue()
     assert "engine.7" in shown and "12 more" in shown and "engine.19" not in shown
+
+
+def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
+    """All columns at once, with large numbers, and whatever is said beside them."""
+    long = {"prompts/dropped": 99999, "loss": -123.4567, "staleness/mean": 99.9, "staleness/max": 120, "samples_per_s": 123456.0}
+    times = {key: 98765.4 for key in values(0) if key.startswith("time/")}
+    console = plain(width=200)
+    progress = Progress(tmp_path, 200_000, console)
+    run_steps(
+        tmp_path, 123_450, 123_460, make=lambda step: values(step) | long | times | {"zero_advantage_fraction": 1.0, "reward/std": 0.0}
+    )
+    StatusBoard(tmp_path, "generator.0").set("waiting for " + "a very long answer of somebody " * 6)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine.0.log").write_text(
+        "loading\n\x1b[31mCapturing batches (bs=8):  40%|\rCapturing batches (bs=4):  60%| 3/5 [00:12<00:08]"
+    )
+    progress._heard -= 100
+    progress.close()
+    said = console.file.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.splitlines()[0].split() == [
+        "step",
+        "reward",
+        "dropped",
+        "stale",
+        "loss",
+        "smp/s",
+        "train",
+        "gen",
+        "sync",
+        "t.wait",
+        "g.wait",
+    ]
+    assert (
+        all(len(line.split()) == 11 for line in said.splitlines()[1:11]) and "! all rewards have been equal" in said and len(COLUMNS) == 13
+    )
+
+
+def test_engines_that_start_say_what_their_logs_say_last(tmp_path: Path) -> None:
+    console = plain()
+    progress = Progress(tmp_path, 5, console)
+    board = StatusBoard(tmp_path, "generator.0")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine.0.log").write_text(
+        "loading\nCapturing batches (bs=8):  40%|\rCapturing batches (bs=4):  60%| 3/5 [00:12<00:08]"
+    )
+    (tmp_path / "logs" / "trainer.0.log").write_text("not this")
+    progress._heard -= 100
+    progress.poll()
+    said = " ".join(console.file.getvalue().split())
+    assert "engine.0: starting: Capturing batches (bs=4): 60%| 3/5 [00:12<00:08]" in said and "not this" not in said
+    StatusBoard(tmp_path, "engine.0").set("serves weights version 0")
+    progress._heard -= 100
+    progress.close()
+    assert console.file.getvalue().count("starting: Cap") == 1 and board.text == "starting"
+
+
+def test_long_work_says_how_far_it_is_and_what_is_left(tmp_path: Path, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("megarl.observe.status.time.monotonic", lambda: now[0])
+    board = StatusBoard(tmp_path, "trainer.3").for_work()
+    board.set("step 7")
+    with work("loading weights", 40) as advance:
+        for _ in range(10):
+            now[0] += 1
+            advance(1)
+        assert board.text == "loading weights: 10 of 40, 0:30 to go"
+    assert board.text == "step 7"
+    with work("writing", 4, line="saving") as advance:
+        now[0] += 2
+        advance(1)
+        assert {status.name: status.text for status in read_statuses(tmp_path)} == {
+            "saving.3": "writing: 1 of 4, 0:06 to go",
+            "trainer.3": "step 7",
+        }
+    assert [status.name for status in read_statuses(tmp_path)] == ["trainer.3"]
 
 
 def test_duration() -> None:

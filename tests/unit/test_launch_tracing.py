@@ -1,0 +1,64 @@
+"""What a launcher writes into the trace: its start with the plan's expectations, and its end, however that comes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from resolving import config
+
+from megarl.config.errors import ConfigError
+from megarl.estimate.estimate import estimate
+from megarl.launch import tracing
+from megarl.launch.node import Node
+from megarl.launch.resuming import Resume
+from megarl.launch.stopping import Stopped
+from megarl.plan.resolve import RunPlan, resolve
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> RunPlan:
+    return resolve(config(tmp_path, "cluster.gpu=H100"), "plan")
+
+
+def node(rank: int = 0) -> Node:
+    return Node(rank=rank, count=2, launch="x")
+
+
+def marks(plan: RunPlan, rank: int = 0) -> list[dict]:
+    path = Path(plan.config.run_dir) / "trace" / f"launcher.{rank}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_start_tells_the_plan(plan: RunPlan) -> None:
+    with tracing.traced(plan, node(), Resume(step=7)):
+        pass
+    start, end = marks(plan)
+    assert start["args"]["step"] == 7 and start["args"]["nodes"] == 2 and end["args"] == {"how": "finished"}
+    found, told = estimate(plan.config, plan.spec), start["args"]["expected"]
+    assert told["step_s"] == found.step_s and told["binding"] == found.binding and told["gpu"] == "H100" and told["peak_flops"] == 989e12
+    assert sum(told["train_parts_s"].values()) == pytest.approx(told["train_s"])
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (RuntimeError("trainer.0 died\n" + "x" * 9000), "failed: trainer.0 died\nxxx"),
+        (Stopped(), "stopped by SIGTERM"),
+        (KeyboardInterrupt(), "failed: K"),
+    ],
+)
+def test_the_end_is_told_and_the_error_goes_on(plan: RunPlan, error: BaseException, how: str) -> None:
+    with pytest.raises(type(error)), tracing.traced(plan, node(1), Resume()):
+        raise error
+    (end,) = marks(plan, 1)
+    assert end["args"]["how"].startswith(how) and len(end["args"]["how"]) <= tracing.END_CHARACTERS
+
+
+def test_a_run_that_cannot_be_planned_starts_all_the_same(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise ConfigError("no such shape")
+
+    monkeypatch.setattr(tracing, "estimate", refuses)
+    assert tracing.expected(plan) == {"problem": "no such shape"}

@@ -1,0 +1,293 @@
+"""The report page in a real browser: what it shows equals the files, nothing that a run wrote can act, and it can be used by anyone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import browser
+import numpy as np
+import pytest
+from report_runs import HOSTILE, group, metrics, summary, texts, write_run
+
+from megarl.cli import main
+from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from megarl.observe.rollouts import SamplesWriter, TokensWriter
+from megarl.report.reading import RunReader
+
+pytestmark = pytest.mark.skipif(browser.find() is None, reason=browser.MISSING)
+STEPS = 60
+PLACE = """((key) => { const node = document.querySelector(`[data-key="${key}"] .u-over`); node.scrollIntoView({block: "center"});
+  const r = node.getBoundingClientRect(); return [r.left, r.top, r.width, r.height]; })"""
+FILTER = """((key, value) => { const box = document.querySelector(`[data-filter="${key}"]`); box.value = value;
+  box.dispatchEvent(new Event("input")); })"""
+UNNAMED = """[...document.querySelectorAll('button, input, select, canvas.lanes, [role=img], [tabindex="0"]')]
+  .filter((n) => !(n.innerText || n.getAttribute("aria-label") || n.labels?.length)).map((n) => n.outerHTML.slice(0, 80))"""
+CONTRAST = """((selector) => { const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255);
+  const light = (color) => { const [r, g, b] = rgb(color).map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const ink = getComputedStyle(document.querySelector(selector)).color,
+    paper = getComputedStyle(document.querySelector(".card")).backgroundColor;
+  const [a, b] = [light(ink), light(paper)].sort(); return (b + 0.05) / (a + 0.05); })"""
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[browser.Browser]:
+    with browser.Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("report") / "a-run", STEPS, faults=True)
+
+
+def url(*runs: Path) -> str:
+    output = runs[0].parent / f"{runs[0].name}-{len(runs)}.html"
+    assert main(["report", *map(str, runs), "--output", str(output)]) == 0
+    return output.as_uri()
+
+
+def shows(tab: browser.Browser, selector: str) -> str:
+    return tab.js(f"document.querySelector({selector!r}).innerText")
+
+
+def test_what_hovering_shows_equals_the_file(tab: browser.Browser, run: Path) -> None:
+    tab.open(url(run))
+    rows = read_metrics(run / METRICS_FILE)
+    for key in ("reward/mean", "grad_norm", "entropy/mean"):
+        place = tab.js(f"{PLACE}({key!r})")
+        for share in (0.1, 0.5, 0.93):
+            tab.mouse("mouseMoved", place[0] + share * place[2], place[1] + place[3] / 2)
+            said = shows(tab, f'[data-key="{key}"] .readout').split()
+            step, value = int(said[1]), float(said[-1])
+            assert step == pytest.approx(share * (STEPS - 1), abs=1) and value == pytest.approx(rows[step][key], rel=1e-8)
+    assert tab.messages == []
+
+
+def test_every_value_of_every_metric_reaches_the_page(tab: browser.Browser, run: Path) -> None:
+    tab.open(url(run))
+    shown = tab.js("JSON.stringify([view.runs[0].steps, view.runs[0].metrics])")
+    steps, columns = json.loads(shown)
+    for row in read_metrics(run / METRICS_FILE):
+        place = steps.index(row["step"])
+        assert {key: column[place] for key, column in columns.items() if column[place] is not None} == {
+            key: value for key, value in row.items() if key != "step"
+        }
+
+
+def test_zoom_smoothing_and_several_runs_over_each_other(tab: browser.Browser, run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "another-run", 40, seed=1)
+    tab.open(url(run, other))
+    series = "[...view.charts].find((c) => c.title === 'Reward').u.series.length"
+    assert tab.js(series) == 3 and tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == STEPS
+    place = tab.js(f"{PLACE}('reward/mean')")
+    tab.mouse("mousePressed", place[0] + 0.25 * place[2], place[1] + 50, button="left", clickCount=1)
+    tab.mouse("mouseMoved", place[0] + 0.5 * place[2], place[1] + 50, button="left", buttons=1)
+    tab.mouse("mouseReleased", place[0] + 0.5 * place[2], place[1] + 50, button="left", clickCount=1)
+    low, high = tab.js("view.range")
+    assert (low, high) == (pytest.approx(0.25 * (STEPS - 1), abs=1), pytest.approx(0.5 * (STEPS - 1), abs=1))
+    ranges = tab.js("[...view.charts].filter((c) => c.u).map((c) => [c.u.scales.x.min, c.u.scales.x.max])")
+    assert len(ranges) > 3 and all(each == [low, high] for each in ranges)
+    tab.js("document.querySelector('#unzoom').click()")
+    assert tab.js("view.range") is None
+    tab.js("(() => { const node = document.querySelector('#smoothing'); node.value = 0.9; node.dispatchEvent(new Event('input')); })()")
+    assert tab.js(series) == 5
+    wanted, mean, total = [], 0.0, 0.0
+    for row in read_metrics(run / METRICS_FILE):
+        mean, total = 0.9 * mean + 0.1 * row["reward/mean"], 0.9 * total + 0.1
+        wanted.append(mean / total)
+    assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[2]") == pytest.approx(wanted)
+    tab.js("document.querySelectorAll('.run')[1].click()")
+    assert tab.js(series) == 3 and tab.messages == []
+
+
+def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Path) -> None:
+    tab.open(url(run))
+    tab.js("choose('time')")
+    table = {
+        cells[0]: cells[1:]
+        for cells in tab.js("[...document.querySelectorAll('.splits tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+    }
+    assert table["a step"][:2] == ["2 s", "1.9 s"] and table["training"][:2] == ["1.1 s", "1 s"]
+    assert "decoding at full concurrency" in shows(tab, "#panel-time") and "generation binds" in shows(tab, "#panel-time")
+    lanes = dict(tab.js("timelines[0].totals"))
+    assert lanes.keys() == {"trainer.0", "trainer.1", "generator.0", "generator.0 weights", "engine.0", "engine.1"}
+    assert lanes["trainer.1"]["train"] == pytest.approx(STEPS * 1.1) and lanes["trainer.0"]["wait for a batch"] == pytest.approx(
+        STEPS * 0.8
+    )
+    assert lanes["engine.1"]["away"] == pytest.approx(10) and lanes["engine.0"]["pause"] == pytest.approx(STEPS * 0.05)
+    whole = 2 * STEPS + 1
+    assert lanes["engine.0"]["serve"] + lanes["engine.0"]["pause"] == pytest.approx(whole - 2 - 0.5, abs=0.2)  # none between two starts
+    faults = tab.js("[...document.querySelectorAll('.faults tbody tr')].map((r) => r.innerText)")
+    assert len(faults) == 4 and "engine.1 lost: the connection broke" in faults[0] and "trainer.1 was killed by signal 9" in faults[2]
+    assert tab.js("mfu(view.runs[0])[5]") == pytest.approx(4.2e14 / (1.1 * 2 * 989e12))
+    tab.js("choose('weights')")
+    updates = tab.js("[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+    assert len(updates) == STEPS and updates[0] == [str(STEPS), "2:00", "3.07 MiB", "10 ms", "20 ms", "50 ms", "equal bit for bit", "0, 1"]
+    heat = tab.js("[...document.querySelectorAll('.heat tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+    assert heat == [["trainer.0", "785 KiB", "785 KiB", "1.53 MiB"], ["trainer.1", "785 KiB", "785 KiB", "1.53 MiB"]]
+    assert "of 60" in shows(tab, "#panel-weights") or tab.js("audits(view.runs[0])") == [STEPS, STEPS]
+    assert tab.messages == []
+
+
+def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) -> None:
+    tab.open(url(run) + "#samples")
+    index = RunReader(run, 1 << 26).read()["samples"]["index"]
+    assert shows(tab, "#panel-samples p[aria-live]") == f"{STEPS * 8} of {STEPS * 8} samples"
+    tab.js("[...document.querySelectorAll('.heads button')].find((b) => b.innerText === 'length').click()")
+    first = tab.js("[...document.querySelector('.rows .line').children].map((c) => c.innerText)")
+    assert int(first[4]) == max(index["tokens"])
+    for key, value in (("reward-0", 1), ("tokens-1", 20), ("step-0", 30)):
+        tab.js(f"{FILTER}({key!r}, {value})")
+    kept = [i for i in range(len(index["step"])) if index["reward"][i] >= 1 and index["tokens"][i] <= 20 and index["step"][i] >= 30]
+    assert sorted(tab.js("table.order")) == kept and shows(tab, "#panel-samples p[aria-live]").startswith(f"{len(kept)} of ")
+    assert tab.js("document.querySelectorAll('.rows .line').length") < 80  # only those in view exist
+    two_turns = next(i for i in kept if index["sample"][i] == 1)
+    tab.js(f"table.choose({two_turns})")
+    tab.until("document.querySelectorAll('.sample .text.env').length === 1")
+    line = next(
+        each for each in map(json.loads, (run / "rollouts" / "samples.jsonl").open()) if each["ordinal"] == index["ordinal"][two_turns]
+    )
+    sample, (start, end) = line["samples"][1], line["samples"][1]["environment"][0]
+    blocks = tab.js("[...document.querySelectorAll('.sample .text')].map((n) => [n.className, n.textContent])")
+    assert [text for _, text in blocks] == [
+        line["prompt"],
+        line["answer"],
+        sample["text"][:start],
+        sample["text"][start:end],
+        sample["text"][end:],
+    ]
+    assert [name for name, _ in blocks][2:] == ["text policy", "text env", "text policy"]
+    numbers = next(
+        each
+        for each in map(json.loads, (run / "rollouts" / "tokens.1.jsonl").open())
+        if (each["ordinal"], each["sample"]) == (line["ordinal"], 1)
+    )
+    for mode in ("diff", "ratio", "advantage", "version"):
+        tab.js(f"document.querySelector('[data-mode=\"{mode}\"]').click()")
+        assert tab.js("document.querySelectorAll('.sample .tok').length") == len(numbers["ids"])
+        assert (
+            tab.js("[...document.querySelectorAll('.sample .policy')].map((n) => n.textContent).join('')")
+            == sample["text"][:start] + sample["text"][end:]
+        )
+    tab.js("document.querySelector('[data-mode=diff]').click()")
+    strongest = int(np.argmax(np.abs(numbers["diff"])))
+    tab.js(f"document.querySelectorAll('.sample .tok')[{strongest}].dispatchEvent(new PointerEvent('pointerover', {{bubbles: true}}))")
+    said = tab.js("[...document.querySelectorAll('.sample .readout')].at(-1).innerText").split("\n")
+    assert f"difference {numbers['diff'][strongest]:g}".split()[1][:5] in " ".join(said)
+    colour = tab.js(f"document.querySelectorAll('.sample .tok')[{strongest}].style.background")
+    assert ("var(--hot)" in colour) == (numbers["diff"][strongest] > 0) and ("var(--cold)" in colour) == (numbers["diff"][strongest] < 0)
+    assert tab.messages == []
+
+
+def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<img src=x onerror=document.title='owned'>", 3, faults=True)
+    rng = np.random.default_rng(0)
+    samples, tokens = SamplesWriter(folder), TokensWriter(folder, 0, lambda token: HOSTILE[token % len(HOSTILE)])
+    for number, text in enumerate(HOSTILE):
+        each = group(number, 0, 2, rng, text=text)
+        samples.write(0, [(summary(each), texts(each))])
+        zeros = np.zeros(4, np.float32)
+        tokens.write(
+            0, number, 0, SimpleNamespace(ids=np.arange(4), positions=np.arange(6, 10), logprobs=zeros, mu_logprobs=zeros, advantages=zeros)
+        )
+    writer = MetricsWriter(folder, tensorboard=False, resume_step=1)
+    writer.write(1, {**metrics(1, rng), HOSTILE[0]: 1.0, "eval/" + HOSTILE[0] + "/pass@1": 1.0})
+    writer.close()
+    trace = folder / "trace" / "launcher.0.jsonl"
+    trace.write_text(trace.read_text().replace("finished", "failed: " + json.dumps(HOSTILE[0])[1:-1]))
+    found = url(folder)
+    title = tab.open(found) and tab.js("document.title")
+    for name in ("learning", "right", "time", "weights", "samples"):
+        tab.js(f"choose({name!r})")
+    for number in range(len(HOSTILE)):
+        for mode in ("text", "diff"):
+            tab.js(f"(view_.mode = {mode!r}, table.choose([...view.runs[0].index_.ordinal].lastIndexOf({number}) - 1))")
+            tab.until(f"view_.group && view_.group.ordinal === {number} && document.querySelectorAll('.sample .text').length >= 3")
+    plain = "".join(character for character in HOSTILE[0])
+    tab.js(
+        "(view_.mode = 'text', table.choose([...view.runs[0].index_.ordinal.keys()].findLast((i) => view.runs[0].index_.ordinal[i] === 0)))"
+    )
+    tab.until("view_.group.ordinal === 0 && view_.group.answer.startsWith('</script>')")
+    assert shows(tab, ".sample .text") == plain
+    tab.js("table.choose([...view.runs[0].index_.ordinal.keys()].findLast((i) => view.runs[0].index_.ordinal[i] === 1))")
+    tab.until("view_.group.ordinal === 1")
+    shown = tab.js("document.querySelector('.sample .text').textContent")
+    assert (
+        "U+202E" in shown
+        and "U+200B" in shown
+        and "U+001B" in shown
+        and "U+0000" in shown
+        and not {"\u202e", "\u200b", "\x1b", "\x00", "\u2066"} & set(shown)
+    )
+    assert tab.js("document.title") == title and "owned" not in title.replace("document.title='owned'", "")
+    assert tab.js("document.querySelectorAll('img, main style, main script, iframe').length") == 0
+    assert [request for request in tab.requests if not request.startswith(("file:", "data:"))] == [] and tab.messages == []
+
+
+def test_a_page_without_a_mouse(tab: browser.Browser, run: Path) -> None:
+    tab.open(url(run))
+    tab.press("Tab", "Tab")
+    assert tab.js("document.activeElement.id") == "tab-learning"
+    tab.press("ArrowLeft")
+    assert tab.js("document.activeElement.id") == "tab-samples" and tab.js("view.tab") == "samples"
+    tab.js("table.body.focus()")
+    tab.press("ArrowDown", "ArrowDown", "End", "ArrowUp")
+    assert tab.js("table.at") == STEPS * 8 - 2 and tab.js("document.querySelectorAll('.line[aria-selected=true]').length") == 1
+    tab.until("view_.group && document.querySelector('.sample .text')")
+    tab.js("choose('learning')")
+    tab.js("document.querySelector('[data-key=\"reward/mean\"] .plot').focus()")
+    tab.press("ArrowLeft", "ArrowLeft")
+    assert shows(tab, '[data-key="reward/mean"] .readout').startswith(f"step {STEPS - 3}")
+    tab.press("+")
+    assert tab.js("view.range") is not None
+    tab.press("0")
+    assert tab.js("view.range") is None
+    assert tab.js(UNNAMED) == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_narrow_screen_and_the_dark(tab: browser.Browser, run: Path, dark: bool) -> None:
+    tab.open(url(run), width=360, height=740, dark=dark)
+    for name in ("learning", "right", "time", "weights", "samples"):
+        tab.js(f"choose({name!r})")
+        tab.js("new Promise((done) => setTimeout(done, 200))")
+        assert tab.js("document.documentElement.scrollWidth") <= 360, name
+        assert tab.js(f"{CONTRAST}('h3')") > 7 and tab.js(f"{CONTRAST}('.lead')") > 4.5
+    assert tab.messages == []
+
+
+def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path: Path) -> None:
+    import threading
+
+    from megarl.report.serve import ReportServer
+
+    folder = write_run(tmp_path / "live", 5)
+    with ReportServer([folder], 1 << 26, 0, lambda: "now") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        tab.open(server.url)
+        rng, writer = np.random.default_rng(5), MetricsWriter(folder, tensorboard=False, resume_step=5)
+        for step in range(5, 9):
+            writer.write(step, metrics(step, rng))
+        tab.until("view.runs[0].steps.length === 9")
+        assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == 9
+        writer.close()
+        MetricsWriter(folder, tensorboard=False, resume_step=2).close()  # a run that has gone back to a checkpoint
+        tab.until("view.runs[0].steps.length === 2")
+        assert tab.messages == []
+        server.shutdown()
+        thread.join(30)
+
+
+def test_the_page_of_a_run_without_anything_says_so(tab: browser.Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / METRICS_FILE).write_text("")
+    tab.open(url(folder))
+    for name in ("learning", "right", "time", "weights", "samples"):
+        tab.js(f"choose({name!r})")
+    assert "kept no samples" in shows(tab, "main") and tab.messages == []
