@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine
 from megarl.config.operation import ObserveConfig, TimeoutConfig
 from megarl.config.schema import AsyncConfig, EvalConfig, RolloutConfig, RunConfig
 from megarl.controller import Controller
+from megarl.data.mixture import train_mixture
 from megarl.executors.generator import GeneratorExecutor
 from megarl.executors.step_times import step_times
 from megarl.generator.completions import Completion, Sampling
@@ -98,7 +100,10 @@ class Cell:
         return RunPlan(config, load_spec(SPEC), TrainerTopology(), generator, self.steps, self.prompts_per_step * self.n, Weights(""))
 
 
+@dataclass
 class EmulatedPrompts:
+    sources: Any  # has their mixture
+
     def __getitem__(self, ordinal: Ordinal) -> Prompt:
         return Prompt(ordinal, [ordinal] * PROMPT_TOKENS, "", "")
 
@@ -113,7 +118,7 @@ class EmulatedGenerator(GeneratorExecutor):
         cell, config = self.cell, self.plan.config
         self.status = StatusBoard(Path(config.run_dir), "generator.0")
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
-        self.prompts, self.held_out = EmulatedPrompts(), []
+        self.prompts, self.held_out = EmulatedPrompts(SimpleNamespace(mixture=train_mixture(config))), []
         self.sampling = Sampling(config.rollout.max_tokens)
         prefill_s = cell.token_s / PREFILL_SPEEDUP
         names = [f"emulated.{index}" for index in range(cell.engines)]
