@@ -77,6 +77,7 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str
     answer: str  # the reference the verifier compares with
     row: dict[str, Any] = {}  # of the data set, for a reward function of the user's own
+    source: str = ""  # its name in data.train.sources or eval.suites; empty for data.train and data.eval themselves
 
 
 class Failure(msgspec.Struct, frozen=True):

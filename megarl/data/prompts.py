@@ -65,7 +65,8 @@ class PromptStream:
     tokenizer: Tokenizer
 
     def __getitem__(self, ordinal: int) -> Prompt:
-        return _prompt(ordinal, self.sources[ordinal], self.tokenizer)
+        mixture = self.sources.mixture
+        return _prompt(ordinal, self.sources[ordinal], self.tokenizer, mixture.names[mixture.source(ordinal)])
 
 
 def train_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
@@ -91,7 +92,7 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer) -> list[HeldOutSet]:
     return [
         HeldOutSet(
             name=name,
-            prompts=_first_prompts(config, key, dataset, tokenizer),
+            prompts=_first_prompts(config, name, key, dataset, tokenizer),
             samples=config.eval.samples if own is None or own.samples is None else own.samples,
             temperature=config.eval.temperature if own is None or own.temperature is None else own.temperature,
             max_tokens=held_out_tokens(config, own),
@@ -101,12 +102,12 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer) -> list[HeldOutSet]:
     ]
 
 
-def _first_prompts(config: RunConfig, key: str, dataset: DatasetConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def _first_prompts(config: RunConfig, name: str, key: str, dataset: DatasetConfig, tokenizer: Tokenizer) -> list[Prompt]:
     rows = load_rows(dataset, key, config.seed, answers_of(config, evaluated=True), tokenizer.source)
     limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
-    return [_prompt(i, rows[i], tokenizer) for i in range(limit)]
+    return [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
 
 
-def _prompt(ordinal: int, row: Row, tokenizer: Tokenizer) -> Prompt:
+def _prompt(ordinal: int, row: Row, tokenizer: Tokenizer, source: str) -> Prompt:
     token_ids = tokenizer.encode_prompt(row.prompt)
-    return Prompt(ordinal=ordinal, token_ids=token_ids, text=row.prompt, answer=row.answer, row=row.record)
+    return Prompt(ordinal=ordinal, token_ids=token_ids, text=row.prompt, answer=row.answer, row=row.record, source=source)

@@ -36,6 +36,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     version: int = -1  # newest weight version among its tokens: how many steps had been done
     sample_index: int = 0  # the sample's number within its prompt, from 0
     truncated: bool = False  # it was cut at the maximum length
+    source: str = ""  # the prompt's, in data.train.sources or eval.suites
 
 
 _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_fields__}}

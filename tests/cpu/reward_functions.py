@@ -32,6 +32,10 @@ def by_chance(response: str, prompt: str) -> float:
     return float(of_prompt // 3 % 2 if of_prompt % 3 == 0 else zlib.crc32(response.encode()) % 2)
 
 
+def by_chance_of_source(response: str, prompt: str, source: str) -> dict[str, float]:
+    return {"score": by_chance(response, prompt), **{f"is_{name}": source == name for name in ("few", "verl", "chain")}}
+
+
 def constant(response: str) -> float:
     return 0.5
 

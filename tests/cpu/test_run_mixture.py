@@ -43,8 +43,8 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_scores(model: Path, tmp_path: Path) -> None:
-    """Random weights answer at random; the reward is of the text (reward_functions.by_chance), and the same for all samples of a third of
-    the prompts, which so are too easy or too hard."""
+    """Random weights answer at random; the reward is of the text, and the same for all samples of a third of the prompts, which so are too
+    easy or too hard (reward_functions.by_chance)."""
     run_dir, chance = tmp_path / "run", random.Random(0)
     verl = [{"prompt": f"{n}*3=", "reward_model": {"ground_truth": str(3 * n)}} for n in range(7)]
     few = write(tmp_path / "few.jsonl", *({"question": f"{n}+2=", "answer": n + 2} for n in range(5)))
@@ -61,7 +61,7 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
         "checkpoint.every=1",
         "data.eval=null",
         "observe.rollouts_per_step=1000",
-        "reward.name=reward_functions:by_chance",
+        "reward.name=reward_functions:by_chance_of_source",
     ]
     for number, settings in enumerate(STARTS):
         before = len(rows(run_dir))
@@ -86,6 +86,7 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
         wanted = dict(zip(mixture.names, mixture.counts(step * PER_STEP, (step + 1) * PER_STEP)))
         assert found == wanted and found["few"] == 2
         assert {name: row[f"source/{name}/prompts"] for name in wanted} == wanted
+        assert {name: round(row[f"reward/is_{name}/mean"] * PER_STEP) for name in wanted} == wanted, "what the reward function was told"
 
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
     trained, rested = set(chain(*lines)), set(ledger.rested)

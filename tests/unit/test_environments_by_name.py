@@ -92,7 +92,7 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
         (
             f"{__name__}:misspelt",
             "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
-            "sample_index, truncated; did you mean answer?",
+            "sample_index, truncated, source; did you mean answer?",
         ),
         (f"{__name__}:nameless", "its parameter *rest must be one that can be passed by name"),
         (f"{__name__}:same_length", ""),

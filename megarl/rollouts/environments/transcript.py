@@ -75,6 +75,7 @@ class Transcript:
             answer=self.prompt.answer,
             prompt=self.prompt.text,
             row=self.prompt.row,
+            source=self.prompt.source,
             prompt_token_ids=self.prompt.token_ids,
             token_ids=self._ids,
             version=int(view(self._versions).max(initial=-1)),
