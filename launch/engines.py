@@ -11,6 +11,7 @@ from __future__ import annotations
 import http.client
 import threading
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +61,10 @@ class KeptEngine:
 
 
 class EngineKeeper:
-    """`policy` is generator.on_failure. With `fail` it keeps no engines: the death of one ends the run, as that of any process does."""
+    """`policy` is generator.on_failure. With `fail` it keeps no engines: the death of one ends the run, as that of any process does.
+
+    `departures` has the names of processes whose engine has left the run; they are ended, and not started again.
+    """
 
     def __init__(
         self,
@@ -70,9 +74,10 @@ class EngineKeeper:
         health_s: float,
         startup_s: float,
         trace: TraceWriter | None = None,
+        departures: Container[str] = (),
     ):
         self._trace = trace
-        self._processes, self._policy, self._max_restarts = processes, policy, max_restarts
+        self._processes, self._policy, self._max_restarts, self._departures = processes, policy, max_restarts, departures
         self._health_s, self._startup_s = health_s, startup_s
         self._engines: dict[str, KeptEngine] = {}
         self._polled = time.monotonic()
@@ -80,8 +85,8 @@ class EngineKeeper:
 
     @property
     def names(self) -> set[str]:
-        """The names of engines whose death does not in itself end the run."""
-        return set(self._engines)
+        """The names of processes whose death does not in itself end the run."""
+        return {name for name in self._processes.names if name in self._engines or name in self._departures}
 
     def keep(self, spec: ProcessSpec, host: str, port: int, key: str) -> None:
         if self._policy == "fail":
@@ -95,6 +100,9 @@ class EngineKeeper:
         if self._broken is not None:
             raise RuntimeError(f"the engines cannot be asked whether they live: {self._broken!r}") from self._broken
         self._forgive_own_silence()
+        for name in [name for name in self._processes.names if name in self._departures]:
+            print(f"{name} has left the run, and is ended", flush=True)
+            self._drop(name)
         for name, engine in list(self._engines.items()):
             if (problem := self._hangs(engine)) and name in self._processes.running():
                 print(f"{name} {problem}; it is ended", flush=True)
@@ -125,8 +133,7 @@ class EngineKeeper:
     def _replace(self, name: str, engine: KeptEngine, failure: ProcessFailed) -> None:
         if self._policy == "drop":
             print(f"{failure}\n{name} is dropped: generator.on_failure=drop", flush=True)
-            del self._engines[name]
-            self._processes.forget(name)
+            self._drop(name)
             return
         useless = not engine.ever_answered and not failure.signalled  # it would fail the same way again
         if useless or engine.restarts == self._max_restarts:
@@ -141,6 +148,10 @@ class EngineKeeper:
             print(line, flush=True)
         engine.started, engine.answered = time.monotonic(), None
         self._processes.start(engine.spec)
+
+    def _drop(self, name: str) -> None:
+        self._engines.pop(name, None)
+        self._processes.forget(name)
 
     def _ask_on(self, engine: KeptEngine) -> None:
         try:

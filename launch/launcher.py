@@ -30,6 +30,7 @@ from megarl.launch.start import NodePart
 from megarl.launch.stopping import StopOrder, Stopped
 from megarl.launch.tracing import traced
 from megarl.launch.watch import RunWatch, termination_as_exit
+from megarl.messaging.departures import Departures
 from megarl.messaging.link import RunKey
 from megarl.messaging.rendezvous import EngineAddress, Rendezvous, free_ports
 from megarl.observe.trace import TraceWriter
@@ -64,32 +65,40 @@ def launch(
         meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
     except OSError as error:
         raise ConfigError(f"run_dir={plan.config.run_dir}: cannot be written to: {error.strerror}: {error.filename}") from error
+    with (
+        failing_together(meeting, node),
+        _prepared(plan, job, node, folder, prepare),
+        traced(plan, node, resume) if job.stops else contextlib.nullcontext() as trace,
+        scratch_folder() as scratch,
+        ProcessGroup(job.logs) as processes,
+        _termination(processes, meeting, plan) as order,
+    ):
+        placed = placement(plan, job, node.count, len(gpus()))
+        report = report_of(plan, node, placed[node.rank], drives=_drives(placed[node.rank], job))
+        rendezvous = _meet(job, meeting, placed, report, resume)
+        working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
+        keeper = engine_keeper(processes, plan, folder, job.stops, trace)
+        interface = interface_with(report.address)
+        here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface, scratch, alone=node.count == 1)
+        workers, trainers = _start(processes, keeper, here, job)
+        if job.stops:
+            order.arm(trainers)
+        try:
+            RunWatch(processes, keeper, meeting, order, poll).follow(workers, working)
+        except ProcessFailed as failure:
+            for line in taken(report.ports, report.address, processes.process_ids()):
+                failure.add(line)
+            raise
+        if order.given:
+            raise Stopped(number=order.signal)
+    return folder
+
+
+@contextlib.contextmanager
+def failing_together(meeting: Meeting, node: Node) -> Iterator[None]:
+    """Tells the launchers of other nodes why this one ends."""
     try:
-        with (
-            _prepared(plan, job, node, folder, prepare),
-            traced(plan, node, resume) if job.stops else contextlib.nullcontext() as trace,
-            scratch_folder() as scratch,
-            ProcessGroup(job.logs) as processes,
-            _termination(processes, meeting, plan) as order,
-        ):
-            placed = placement(plan, job, node.count, len(gpus()))
-            report = _report(plan, job, node, placed[node.rank])
-            rendezvous = _meet(job, meeting, placed, report, resume)
-            working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
-            keeper = engine_keeper(processes, plan, job, trace)
-            interface = interface_with(report.address)
-            here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface, scratch, alone=node.count == 1)
-            workers, trainers = _start(processes, keeper, here, job)
-            if job.stops:
-                order.arm(trainers)
-            try:
-                RunWatch(processes, keeper, meeting, order, poll).follow(workers, working)
-            except ProcessFailed as failure:
-                for line in taken(report.ports, report.address, processes.process_ids()):
-                    failure.add(line)
-                raise
-            if order.given:
-                raise Stopped(number=order.signal)
+        yield
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
         if node.count > 1:
             meeting.fail(f"node {node.rank} ({host_name()}): {error}")
@@ -99,7 +108,6 @@ def launch(
             name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
             meeting.fail(f"node {node.rank} ({host_name()}) was ended by {name}")
         raise
-    return folder
 
 
 @contextlib.contextmanager
@@ -163,10 +171,11 @@ def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, 
     return rendezvous
 
 
-def _report(plan: RunPlan, job: Job, node: Node, mine: NodePlan) -> NodeReport:
-    address = address_of(plan.config.launch.interface, node.count)
+def report_of(plan: RunPlan, node: Node, mine: NodePlan, drives: bool = False, hosts: int | None = None) -> NodeReport:
+    """`drives`: whether the driver runs here. `hosts`: how many there are in the run, if more than `node` knows of."""
+    address = address_of(plan.config.launch.interface, hosts or node.count)
     wanted = [part.name for part in mine.engines] + [f"{part.whole}.group" for part in mine.answering]
-    wanted += ["hub"] * _drives(mine, job) + ["trainer"] * (0 in mine.trainer_ranks)
+    wanted += ["hub"] * drives + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
     problems = problems_here(plan) if node.count > 1 else []
     return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems, infiniband_ports())
@@ -177,21 +186,14 @@ def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport],
     keys = EngineKeys.generate()
     key_file = folder / "message_key.json"
     RunKey.generate().save(key_file)
-    found: dict[str, dict[int, EngineAddress]] = {}  # by fleet and engine
-    driver = reports[0]
-    for node, report in zip(placed, reports):
-        for part in node.answering:
-            address = EngineAddress(report.address, report.ports[part.whole], report.ports[f"{part.whole}.group"])
-            found.setdefault(part.fleet, {})[part.engine] = address
-        driver = report if 0 in node.serves else driver
-    engines = {fleet: [address for _, address in sorted(each.items())] for fleet, each in found.items()}
+    driver = next((report for node, report in zip(placed, reports) if 0 in node.serves), reports[0])
     return Rendezvous(
         hub_host=driver.address,
         hub_port=driver.ports.get("hub", 0),
         key_file=str(key_file.resolve()),
         trainer_host=reports[0].address,
         trainer_port=reports[0].ports.get("trainer", 0),
-        engines=engines,
+        engines=addresses(placed, reports),
         engine_key=keys.api,
         engine_admin_key=keys.admin,
         start_step=resume.step,
@@ -199,10 +201,22 @@ def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport],
     )
 
 
-def engine_keeper(processes: ProcessGroup, plan: RunPlan, job: Job, trace: TraceWriter | None = None) -> EngineKeeper:
+def addresses(placed: list[NodePlan], reports: list[NodeReport]) -> dict[str, list[EngineAddress]]:
+    """Where each fleet's engines answer."""
+    found: dict[str, dict[int, EngineAddress]] = {}  # by fleet and engine
+    for node, report in zip(placed, reports):
+        for part in node.answering:
+            address = EngineAddress(report.address, report.ports[part.whole], report.ports[f"{part.whole}.group"])
+            found.setdefault(part.fleet, {})[part.engine] = address
+    return {fleet: [address for _, address in sorted(each.items())] for fleet, each in found.items()}
+
+
+def engine_keeper(processes: ProcessGroup, plan: RunPlan, folder: Path, training: bool, trace: TraceWriter | None = None) -> EngineKeeper:
+    """`folder`: of the run's launch. Only `training` can go on with a changed set of engines."""
     generator = plan.config.generator
-    policy = generator.on_failure if job.stops else "fail"  # only training can go on with a changed set of engines
-    return EngineKeeper(processes, policy, generator.max_restarts, generator.health_s, generator.startup_timeout_s, trace)
+    policy = generator.on_failure if training else "fail"
+    limits = generator.max_restarts, generator.health_s, generator.startup_timeout_s
+    return EngineKeeper(processes, policy, *limits, trace, Departures(folder))
 
 
 def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job) -> tuple[set[str], set[str]]:
@@ -210,10 +224,15 @@ def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: J
     trainers = here.trainers(job.trainer_role) if job.trainer_role else []
     drivers = [here.driver(job.driver_role)] if job.driver_role and _drives(here.placed, job) else []
     workers = [*trainers, *drivers]
-    engines = here.engines()
-    for spec in [*engines, *workers]:
+    start_engines(processes, keeper, here)
+    for spec in workers:
         processes.start(spec)
-    for part, spec in zip(here.placed.engines, engines):
+    return {spec.name for spec in workers}, {spec.name for spec in trainers}
+
+
+def start_engines(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart) -> None:
+    """Starts this node's engines, or parts of engines. They start before the workers, since they take longer."""
+    for part, spec in zip(here.placed.engines, here.engines()):
+        processes.start(spec)
         if part.parts == 1:  # the parts of an engine that spans nodes could only be restarted together
             keeper.keep(spec, here.report.address, here.report.ports[part.name], here.rendezvous.engine_key)
-    return {spec.name for spec in workers}, {spec.name for spec in trainers}

@@ -39,6 +39,18 @@ def held(path: Path, refusal: str) -> Iterator[None]:
         yield
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process, of whatever host, holds the lock file `path`. True too where the file system has no locks."""
+    with open(path, "rb") as file:
+        try:
+            os.lockf(file.fileno(), os.F_TEST, 0)
+        except OSError as error:
+            if error.errno not in (*HELD, *NOT_OFFERED):
+                raise
+            return True
+        return False
+
+
 def _not_locked(error: OSError, path: Path, refusal: str) -> None:
     if error.errno in HELD:
         raise ConfigError(refusal) from None

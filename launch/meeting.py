@@ -78,18 +78,11 @@ class Meeting:
         while missing := [rank for rank in range(self.node.count) if rank not in found]:
             present = [rank for rank in missing if self._path_of_report(rank).name in self._there()]
             for rank in present:
-                found[rank] = self._read_report(rank)
+                found[rank] = read_report(self.folder, rank)
             if not present:
                 absent = f"node {', '.join(map(str, missing))} of {self.node.count}"
                 self._wait(deadline, f"{absent} to announce itself in {self.folder}: do all nodes share that file system?")
         return [found[rank] for rank in range(self.node.count)]
-
-    def _read_report(self, rank: int) -> NodeReport:
-        path = self._path_of_report(rank)
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=NodeReport)
-        except msgspec.DecodeError as error:
-            raise RuntimeError(f"{path}: is damaged ({error}); it belongs to this launch alone: start again") from error
 
     def publish(self, rendezvous: Rendezvous) -> None:
         rendezvous.save(self.folder)
@@ -149,7 +142,7 @@ class Meeting:
         return all(self._path_of_finished(rank).name in self._there() for rank in nodes)
 
     def _path_of_report(self, rank: int) -> Path:
-        return self.folder / f"node.{rank}.json"
+        return _path_of_report(self.folder, rank)
 
     def _path_of_finished(self, rank: int) -> Path:
         return self.folder / f"finished.{rank}"
@@ -175,3 +168,15 @@ class Meeting:
         if time.monotonic() > deadline:
             raise TimeoutError(f"node {self.node.rank} waited {self._timeout_s:.0f} s for {awaited}")
         time.sleep(POLL_S)
+
+
+def read_report(folder: Path, rank: int) -> NodeReport:
+    path = _path_of_report(folder, rank)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NodeReport)
+    except msgspec.DecodeError as error:
+        raise RuntimeError(f"{path}: is damaged ({error}); it belongs to this launch alone: start again") from error
+
+
+def _path_of_report(folder: Path, rank: int) -> Path:
+    return folder / f"node.{rank}.json"

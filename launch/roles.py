@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
     weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
     initial = InitialWeights(weights)
-    with contextlib.closing(GeneratorExecutor(plan, rendezvous, RolloutsSender(link))) as executor:
+    with contextlib.closing(GeneratorExecutor(plan, rendezvous, RolloutsSender(link), lambda: weights.fixed)) as executor:
         Controller(executor, incoming=[weights], outgoing=[], max_steps=plan.config.max_steps, initial=[initial]).run()
         link.close()
 
@@ -140,9 +140,9 @@ def check_gpus(plan: RunPlan) -> None:
         raise RuntimeError(f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}") from error
 
 
-def load_plan(launch_dir: Path, command: str | None = None) -> RunPlan:
+def load_plan(launch_dir: Path, command: str | None = None, overrides: Sequence[str] = ()) -> RunPlan:
     """Loads the plan that the launcher of `command` has resolved, with the weights that it begins with."""
-    plan = resolve(load_config(launch_dir / "config.yaml", []))
+    plan = resolve(load_config(launch_dir / "config.yaml", overrides))
     return dataclasses.replace(plan, weights=find_weights(plan.config, command), served=find_served(plan.config, command))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,17 @@ class NodePart:
         keys, specs = EngineKeys(api=self.rendezvous.engine_key, admin=self.rendezvous.engine_admin_key), []
         roles = {role.name: role for role in self.plan.served}
         for part in self.placed.engines:
-            role = roles.get(part.fleet)
+            role, name = roles.get(part.fleet), self.numbered(part).name
             settings = self._settings(part, device) if role is None else self._frozen_settings(part, device, role)
             server_args = self.plan.config.generator.server_args if role is None else role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
-            environment[BEATS] = str(self.folder / f"{part.name}.beats")
-            specs.append(ProcessSpec(part.name, argv, {**environment, **engine_devices(part), **self._network(), **scratch(self.scratch)}))
+            environment[BEATS] = str(self.folder / f"{name}.beats")
+            specs.append(ProcessSpec(name, argv, {**environment, **engine_devices(part), **self._network(), **scratch(self.scratch)}))
         return specs
+
+    def numbered(self, part: EnginePart) -> EnginePart:
+        """By the number that the engine has in the run, which others may have begun."""
+        return replace(part, engine=part.engine + self.rendezvous.first_engine)
 
     def trainers(self, role: str) -> list[ProcessSpec]:
         """One process per trainer rank, in the given role."""
@@ -113,9 +117,9 @@ class NodePart:
         return {
             "host": self.report.address,
             "port": self.report.ports[part.name],
-            "seed": self.plan.config.seed + part.engine,
+            "seed": self.plan.config.seed + self.numbered(part).engine,
             "parts": part.parts,
             "part": part.part,
-            "cores_taken": part.first_slot - len(self.placed.trainer_ranks),
+            "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,
             "group_address": f"{engine.host}:{engine.group_port}",
         }

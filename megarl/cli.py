@@ -22,6 +22,7 @@ from megarl.config.errors import ConfigError, problems_of, unreadable
 from megarl.config.keys import nearest, settings, yaml_text
 from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
+from megarl.launch import engine_commands
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.report import command as report
 
@@ -61,11 +62,12 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg",
         "megarl reshard configs/8b_aipo.yaml --dump 8b.jsonl",
     ],
+    "engines": engine_commands.EXAMPLES,
     "report": report.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
 WITH_JSON = ("eval", "plan", "reshard")
-WITHOUT_CONFIG = {"report": report, "bench": bench}
+WITHOUT_CONFIG = {"engines": engine_commands, "report": report, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,8 +17,9 @@ async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
     """Updates the lines until its task is cancelled. An engine's track has a mark where it is lost, and how long it was away when it serves
     again; both within half a second."""
     away: dict[int, float] = {}  # since when
-    boards = [StatusBoard(run_dir, f"{fleet.name}.{index}") for index in range(len(fleet.engines))]
+    boards: list[StatusBoard] = []
     while True:
+        boards += [StatusBoard(run_dir, f"{fleet.name}.{index}") for index in range(len(boards), len(fleet.engines))]
         for index, board in enumerate(boards):
             if (text := fleet.describe(index)) != board.text:
                 board.set(text)

@@ -76,9 +76,9 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     return {**scores(groups, graded), **failure_metrics(samples), "seconds": time.monotonic() - started}
 
 
-async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer) -> dict[str, Any]:
+async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: int) -> dict[str, Any]:
     """Evaluates one set after the other: returns the scores of data.eval and, under "suites", those of each set of eval.suites."""
-    at_once = plan.config.generator.engines * plan.config.generator.max_concurrency
+    at_once = engines * plan.config.generator.max_concurrency
     found = {held_out.name: await answer_all(rollout, held_out, tokenizer, at_once, plan.config) for held_out in sets}
     suites = {name: result for name, result in found.items() if name}
     return {**found.get("", {}), **({"suites": suites} if suites else {})}
@@ -95,5 +95,6 @@ async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, A
         fleet = await open_fleet(plan, rendezvous, resources)
         scorers = open_scorers(plan, await open_served(plan, rendezvous, resources), tokenizer)
         rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
+        sets = held_out_sets(plan.config, tokenizer)
         status.set("evaluating")
-        return await evaluate_sets(plan, rollouts.held_out, held_out_sets(plan.config, tokenizer), tokenizer)
+        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, fleet.size)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from megarl.data.prompts import held_out_sets, train_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.executors.engine_statuses import show_engines
 from megarl.executors.evaluate import evaluate_sets
+from megarl.executors.fleet_calls import FleetCalls
 from megarl.generator.returns import watch_returns
 from megarl.messaging.background import Background
 from megarl.messaging.messages import ProbeReady
@@ -53,6 +55,7 @@ class GeneratorExecutor:
     plan: RunPlan
     rendezvous: Rendezvous
     rollouts: RolloutsSender
+    fixed: Callable[[], str] = str  # says why engines can neither join nor leave
     curr_step: int = 0
     stopped: bool = False  # never set: the trainer's checkpoint holds everything, so the launcher may just end this process
     background: Background = field(default_factory=Background)
@@ -78,6 +81,9 @@ class GeneratorExecutor:
         for fleet in (self.fleet, *served.values()):
             self.start(watch_returns(fleet, logs, restarted, config.generator.startup_timeout_s), f"lost engines of {fleet.name}")
             self.start(show_engines(fleet, Path(config.run_dir), self.trace), f"status of the engines of {fleet.name}")
+        calls = FleetCalls(self.plan, self.rendezvous, self.rollouts.link, self.fleet, self.background, self.fixed)
+        self.start(calls.serve(), "calls of megarl engines")
+        self.start(calls.watch(), "watch over engines that joined")
         scorers = open_scorers(self.plan, served, self.tokenizer)
         teachers = open_teachers(self.plan, served)
         rollouts = open_rollouts(self.plan, self.fleet, scorers, self.tokenizer, self._resources, teachers=teachers)
@@ -85,6 +91,7 @@ class GeneratorExecutor:
         judge = partial(judged, config=config)
         self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse, judge)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
+        self.start(self._follow_fleet(), "places for prompts in flight")
 
     def _admission(self) -> Admission:
         config = self.plan.config
@@ -92,11 +99,23 @@ class GeneratorExecutor:
         return Admission(
             per_step,
             run_ahead(config.async_),
-            config.async_.max_in_flight or per_step,
+            self._places(),
             end=per_step * config.max_steps,
             mixture=sources.mixture,
             curriculum=Curriculum(sources.place, config.data.curriculum.rest_epochs) if config.data.curriculum else None,
         )
+
+    def _places(self) -> int:
+        """How many prompts may be in flight: the settings are for `generator.engines`, and engines may have joined or left."""
+        config = self.plan.config
+        places = config.async_.max_in_flight or config.rollout.prompts_per_step
+        return max(1, ceil(places * self.fleet.size / config.generator.engines))
+
+    async def _follow_fleet(self) -> None:
+        while True:
+            places = self._places()
+            self.stream.put_places(places)
+            await self.fleet.pulse.until(lambda: self._places() != places)
 
     async def _roll_out(self, ordinal: Ordinal) -> Group:
         return await self.rollouts_of.training(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)
@@ -198,7 +217,7 @@ class GeneratorExecutor:
         if not (due and self.held_out):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
-            result = await evaluate_sets(self.plan, self.rollouts_of.held_out, self.held_out, self.tokenizer)
+            result = await evaluate_sets(self.plan, self.rollouts_of.held_out, self.held_out, self.tokenizer, self.fleet.size)
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:

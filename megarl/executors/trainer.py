@@ -295,4 +295,5 @@ def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
     if applied is None:
         return {}
     changed = {} if applied.changed_fraction is None else {"sync/changed_fraction": applied.changed_fraction}
-    return {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited, **changed}
+    found = {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited, "engines/serving": applied.engines}
+    return {**found, **changed}

@@ -21,6 +21,7 @@ from megarl.messaging.pulse import Pulse
 from megarl.types import Version
 
 ABORT_AGAIN_S = 0.05
+ONE_VERSION = ("block", "abort")  # values of async.partial_rollout with which a response has one version
 T = TypeVar("T")
 
 
@@ -45,6 +46,11 @@ class Draft:
         self.routing += completion.routing[len(self.routing) :]  # keep the experts with which earlier tokens were sampled
         cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < max_tokens)
         self.finish_reason = "" if cut else completion.finish_reason
+
+    def stay_under(self, version: Version | None) -> None:
+        """Drops what it has of another version, which it would have been spared if its engine had not left."""
+        if self.versions and self.versions[-1] != version:
+            self.token_ids, self.logprobs, self.versions, self.routing, self.kept = array("i"), array("f"), array("i"), b"", None
 
     def stop_at(self, stops: StopStrings, prompt_tokens: int) -> None:
         """Ends the response at its first stop string, if it has one."""
@@ -71,6 +77,9 @@ class Fleet:
     An `elastic` fleet goes on without an engine whose connection breaks (`lost`): its unfinished responses continue at other engines, from
     the tokens that earlier requests returned. Such an engine may come back, with other weights; it serves again after `take_back`. Those of
     a `frozen` model have the weights that they were started with, and serve at once. `name` is that of the engines' processes.
+
+    Engines may also join an elastic fleet (`add`) and leave it (`leave`). An engine's number is its place in `engines`, which only grows:
+    no number is used twice.
     """
 
     def __init__(
@@ -88,6 +97,10 @@ class Fleet:
         self.returned: set[int] = set()  # they run, but lack the weights
         self.lost: dict[int, str] = {}  # the values say why
         self.intact: set[int] = set()  # lost engines to which nobody was writing at the time
+        self.joining: set[int] = set()  # they were added, and have not served yet
+        self.leaving: set[int] = set()  # they take no more requests
+        self.gone: dict[int, str] = {}  # they have left for good; the values say why
+        self.updating: set[int] = set()  # an update has opened their memory
         self.elastic, self.frozen, self.name = elastic, frozen, name
         self.version: Version | None = None
         self._partial_rollout, self._chunk_tokens, self._stops = partial_rollout, chunk_tokens, stops
@@ -135,6 +148,12 @@ class Fleet:
 
     def describe(self, index: int) -> str:
         """A line for the display that says what an engine is doing."""
+        if index in self.gone:
+            return f"has left: {self.gone[index]}"
+        if index in self.leaving:
+            return f"leaves; {self._load[index]} samples are still to go to others"
+        if index in self.joining:
+            return "joins, waits for weights" if index in self.returned else f"joins: {self.lost[index]}"
         if index in self.lost:
             return f"lost: {self.lost[index]}"
         if index in self.returned:
@@ -149,11 +168,51 @@ class Fleet:
         """The engines that take part in an update."""
         return sorted(self.serving | self.returned)
 
+    @property
+    def size(self) -> int:
+        """How many engines the run counts on: those that have served, and have not left; also those that are lost for now."""
+        return len(self.engines) - len(self.gone.keys() | self.leaving | self.joining)
+
+    def add(self, engine: EngineClient) -> int:
+        """Takes in an engine whose process is starting; returns its number. It serves when it runs and has been given the weights."""
+        index = len(self.engines)
+        self.engines.append(engine)
+        self.joining.add(index)
+        self.lost[index] = "it is starting"
+        print(f"{self.name} {index} at {engine.url} is to join", flush=True)
+        self.pulse.beat()
+        return index
+
+    async def leave(self, index: int, why: str, timeout_s: float) -> None:
+        """Goes on without an engine. It takes no more requests; those that it has are cut, and go on at others from the tokens they had.
+        Returns when it has none, and no update writes to it; it may be ended then. What it does not give back within `timeout_s` goes on
+        from the tokens of earlier requests, as if the engine were lost."""
+        if index in self.gone.keys() | self.leaving:
+            return
+        self.leaving.add(index)
+        for others in (self.serving, self.returned, self.joining, self.intact):
+            others.discard(index)
+        self.lost.pop(index, None)
+        self.pulse.beat()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.pulse.until(lambda: index not in self.updating)
+                await self._end_requests(lambda: bool(self._load[index]), lambda: self.engines[index].abort_all(timeout_s))
+        except (EngineError, TimeoutError) as error:
+            print(f"{self.name} {index} leaves without giving back its requests: {error or 'it did not answer'}", flush=True)
+        self.leaving.discard(index)
+        self.gone[index] = why
+        print(f"{self.name} {index} has left, {len(self.serving)} serve: {why}", flush=True)
+        await self.engines[index].close()
+        self.pulse.beat()
+
     def lose(self, error: EngineUnreachable) -> None:
         """Goes on without the engine that `error` names. Raises `error` if the fleet is not elastic."""
         if not self.elastic:
             raise error
-        index = next(i for i, engine in enumerate(self.engines) if engine.url == error.url)
+        index = next(i for i in reversed(range(len(self.engines))) if self.engines[i].url == error.url)
+        if index in self.gone.keys() | self.leaving:
+            return
         if index in self.serving | self.returned:
             print(f"{self.name} {index} is lost, {len(self.serving - {index})} are left: {error}", flush=True)
         if index in self.serving and not self._held:
@@ -174,7 +233,8 @@ class Fleet:
 
     def take_back(self, indices: Iterable[int], version: Version) -> None:
         """Called when these engines hold `version`, like the others."""
-        back = set(indices) - self.lost.keys()
+        back = set(indices) - self.lost.keys() - self.leaving - self.gone.keys()
+        self.joining -= back
         if back - self.serving:
             print(f"engines {sorted(back - self.serving)} serve version {version} from now on", flush=True)
         self.serving |= back
@@ -184,10 +244,13 @@ class Fleet:
     async def _continue(self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
         """Sends one request, which continues each draft from its tokens so far to its end or the next cut. Sends none if the engine was
         lost while requests were held: it may run again by now, but without the weights."""
-        await self.pulse.until(lambda: not self._held)
+        await self.pulse.until(lambda: not self._held or index not in self.serving)
         if index not in self.serving:
             return
         engine = self.engines[index]
+        if self._partial_rollout in ONE_VERSION:
+            for draft in drafts:
+                draft.stay_under(self.version)
         protected, aborts = any(draft.aborted for draft in drafts), self._aborts
         left = [sampling.max_tokens - len(draft.token_ids) for draft in drafts]
         samplings = [msgspec.structs.replace(sampling, max_tokens=min(tokens, self._chunk_tokens or tokens)) for tokens in left]
@@ -199,9 +262,10 @@ class Fleet:
             self.pulse.beat()
         self.tokens[index] += sum(len(completion.token_ids) for completion in completions)
         for draft, completion in zip(drafts, completions, strict=True):
-            if completion.finish_reason == ABORT and aborts == self._aborts:
+            told = aborts != self._aborts  # by an update
+            if completion.finish_reason == ABORT and not told and index in self.serving:
                 raise EngineError(f"engine {engine.url} aborted a request that nobody told it to")
-            if completion.finish_reason == ABORT and self._partial_rollout == "abort":
+            if completion.finish_reason == ABORT and told and self._partial_rollout == "abort":
                 draft.aborted = True
             else:
                 draft.add(completion, sampling.max_tokens)
@@ -223,20 +287,20 @@ class Fleet:
             return
         if self._partial_rollout in ("resume", "abort"):
             await self.pulse.until(lambda: not self._requests[True])
-            await self._end_requests(timeout_s)
+            await self._end_requests(lambda: bool(self._requests[False]), lambda: self._abort_all(timeout_s))
         await self.pulse.until(lambda: not self._requests.total())
 
-    async def _end_requests(self, timeout_s: float) -> None:
-        """Has the engines abort all requests that may be aborted. It repeats the call, since a request may still have been on its way."""
-        while self._requests[False]:
-            self._aborts += 1
-            await self._abort_all(timeout_s)
+    async def _end_requests(self, running: Callable[[], bool], abort: Callable[[], Awaitable[None]]) -> None:
+        """Has engines abort requests until none is `running`. It repeats the call, since a request may still have been on its way."""
+        while running():
+            await abort()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_AGAIN_S):
-                    await self.pulse.until(lambda: not self._requests[False])
+                    await self.pulse.until(lambda: not running())
 
     async def _abort_all(self, timeout_s: float) -> None:
-        called = [self.engines[index].abort_all(timeout_s) for index in self.serving]
+        self._aborts += 1
+        called = [self.engines[index].abort_all(timeout_s) for index in self.serving | self.leaving]
         for outcome in await asyncio.gather(*called, return_exceptions=True):
             if isinstance(outcome, EngineUnreachable):
                 self.lose(outcome)

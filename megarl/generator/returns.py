@@ -1,11 +1,12 @@
 """Waits for lost engines to return. When one runs again, the fleet is told, and it serves after the next update or one of its own.
 
-An engine that never ended returns in the same way: a connection may break without that.
+An engine that never ended returns in the same way: a connection may break without that. So does one that joins, when it has started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 
@@ -26,15 +27,21 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
         await fleet.pulse.until(lambda: bool(fleet.lost))
         left_since = time.monotonic()
         while fleet.lost:
+            awaited = [index for index in fleet.lost if restarted or index in fleet.joining]
             if fleet.members:
                 left_since = time.monotonic()
-            elif not restarted or time.monotonic() - left_since > startup_timeout_s:
-                raise EngineError(_none_left(fleet, logs, startup_timeout_s if restarted else 0.0))
-            for index in list(fleet.lost) if restarted else ():
-                engine = fleet.engines[index]
-                if await engine.fresh() or ((fleet.frozen or index in fleet.intact) and await engine.answers()):
+            elif not awaited or time.monotonic() - left_since > startup_timeout_s:
+                raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
+            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))  # the host of one may be gone, and not even refuse
+            for index in itertools.compress(awaited, back):
+                if index in fleet.lost:  # and has not left meanwhile
                     fleet.come_back(index)
             await asyncio.sleep(LOOK_UP_S)
+
+
+async def _is_back(fleet: Fleet, index: int) -> bool:
+    engine = fleet.engines[index]
+    return await engine.fresh() or ((fleet.frozen or index in fleet.intact) and await engine.answers())
 
 
 def _none_left(fleet: Fleet, logs: Path, waited_s: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from megarl.kept_sets import KeptSets
@@ -72,6 +74,7 @@ class WeightsApplied(_Message, frozen=True):
     audited: bool  # whether there was an audit; a failed one ends the run
     pause_s: float  # how long the engines were paused
     bytes_written: int  # by all trainer ranks together
+    engines: int = 0  # that serve now
     changed_fraction: float | None = None  # of the bytes, since the version before; None if not compared
 
 
@@ -143,6 +146,33 @@ class ProbeReady(_Message, frozen=True):
     kept: list[KeptSets | None]  # per sequence; None if its tokens were drawn from the whole vocabulary
 
 
+class FleetCall(_Message, frozen=True):
+    """`megarl engines`, to the generator. What `do` takes: list; join: `urls` of engines that are starting; here: `engines`, whose launcher
+    is alive; leave: `engines`, or the `count` newest, after which the launcher `ends` them in any case."""
+
+    do: Literal["list", "join", "here", "leave"]
+    urls: list[str] = []
+    engines: list[int] = []
+    count: int = 0
+    ends: bool = False
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    number: int
+    url: str
+    text: str  # what it is doing
+    serving: bool = False
+    gone: bool = False  # it has left for good
+
+
+class FleetAnswer(_Message, frozen=True):
+    """The answer to a FleetCall: `error` if it is refused; `engines`: those it was about, or all."""
+
+    do: str
+    engines: list[EngineState] = []
+    error: str = ""
+
+
 class WorkerReply(_Message, frozen=True):
     """One engine worker's answer to a loader command; `error` is empty on success."""
 
@@ -154,7 +184,7 @@ class WorkerReply(_Message, frozen=True):
 
 Weights = Hello | WeightsOffer | WeightsWanted | WeightsGrant | WeightsWritten | WeightsApplied | ProbeReady | WorkerReply
 Rollouts = GenerateFrom | GroupsStarted | PromptsRested | GroupReady | Regenerate
-Message = Weights | Rollouts
+Message = Weights | Rollouts | FleetCall | FleetAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

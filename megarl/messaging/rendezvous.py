@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import random
 import socket
@@ -22,6 +23,10 @@ class EngineAddress(msgspec.Struct, frozen=True):
     port: int
     group_port: int  # where its parts on several nodes meet
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
 
 class Rendezvous(msgspec.Struct, frozen=True):
     """The launcher writes it before it starts anything, readable by this user alone, since it holds the engines' keys."""
@@ -36,6 +41,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     engine_admin_key: str  # weight updates
     start_step: int
     checkpoint: str  # folder to resume from, empty for a fresh run
+    first_engine: int = 0  # the number of the first of `engines`, where they have joined a run
 
     @property
     def key(self) -> RunKey:
@@ -46,7 +52,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return f"tcp://{self.hub_host}:{self.hub_port}"
 
     def engine_urls(self, name: str = POLICY) -> list[str]:
-        return [f"http://{engine.host}:{engine.port}" for engine in self.engines[name]]
+        return [engine.url for engine in self.engines[name]]
 
     def save(self, launch_dir: Path) -> None:
         """Appears by a rename, whole, since launchers of other nodes wait for the file."""
@@ -66,6 +72,10 @@ class Rendezvous(msgspec.Struct, frozen=True):
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
             raise RuntimeError(f"{path}: is damaged ({error}); only this launch needs it: start the run again") from error
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def rendezvous_path(launch_dir: Path) -> Path:

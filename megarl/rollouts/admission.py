@@ -29,7 +29,8 @@ class Admission:
         mixture: Mixture | None = None,
         curriculum: Curriculum | None = None,
     ):
-        self._prompts_per_step, self._run_ahead, self._max_in_flight, self._end = prompts_per_step, run_ahead, max_in_flight, end
+        self._prompts_per_step, self._run_ahead, self._end = prompts_per_step, run_ahead, end
+        self.max_in_flight = max_in_flight  # it may change at any time
         self._mixture, self.curriculum = mixture or Mixture(), curriculum
         sources = len(self._mixture.names)
         self._again: list[list[Ordinal]] = [[] for _ in range(sources)]  # heaps
@@ -62,7 +63,7 @@ class Admission:
     @property
     def empty_share(self) -> float:
         """The share of places in flight that are empty."""
-        return 1 - self.in_flight / self._max_in_flight
+        return max(0.0, 1 - self.in_flight / self.max_in_flight)
 
     def held_back(self, version: Version) -> bool:
         """Whether a prompt is left to begin, but needs newer weights."""
@@ -71,7 +72,7 @@ class Admission:
     def begin(self, version: Version) -> list[Ordinal]:
         """Returns the prompts that may begin now, under weights `version`, and counts them as begun."""
         begun = []
-        while self.in_flight < self._max_in_flight and not self.exhausted and self._deep_enough(version):
+        while self.in_flight < self.max_in_flight and not self.exhausted and self._deep_enough(version):
             source = self._mixture.source(self._place())
             ordinal = self._pop(source)
             if ordinal is None:

@@ -78,11 +78,7 @@ class CheckedRollout:
 async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> Fleet:
     """Opens clients of all engines, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose engines."""
     config = plan.config
-    urls = rendezvous.engine_urls()
-    keys = rendezvous.engine_key, rendezvous.engine_admin_key
-    routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
-    kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
-    engines = [EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of) for url in urls]
+    engines = [engine_client(plan, rendezvous, url) for url in rendezvous.engine_urls()]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
     stops = StopStrings(config.rollout.stop, load_tokenizer(config.model).decode_all) if config.rollout.stop else None
@@ -90,6 +86,14 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     resources.push_async_callback(fleet.close)
     await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
     return fleet
+
+
+def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClient:
+    """The client of one of the policy's engines. Construct it inside the event loop."""
+    config, keys = plan.config, (rendezvous.engine_key, rendezvous.engine_admin_key)
+    routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
+    kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
+    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of)
 
 
 @dataclass(frozen=True)

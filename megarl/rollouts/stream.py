@@ -58,6 +58,11 @@ class RolloutStream:
         self.version, self._held, self._still = version, False, False
         self._pulse.beat()
 
+    def put_places(self, max_in_flight: int) -> None:
+        """Called when so many prompts may be in flight from now on."""
+        self.admission.max_in_flight = max_in_flight
+        self._pulse.beat()
+
     async def drain(self) -> None:
         """Begins no prompts until `put_version`. Returns when nothing is in flight."""
         self._held = True
@@ -114,7 +119,7 @@ class RolloutStream:
 
     def _state(self) -> tuple[int, ...]:
         """The state that decides whether a prompt may begin, and how many places are idle."""
-        return self.admission.in_flight, self.admission.begun, self.version, self._held, self._still
+        return self.admission.in_flight, self.admission.begun, self.admission.max_in_flight, self.version, self._held, self._still
 
     def _note_idleness(self) -> None:
         now = time.monotonic()

@@ -158,7 +158,8 @@ class WeightsReceiver:
 
     def _applied(self, executor: ServingExecutor, version: Version, taken: Taken, changed: float | None = None) -> None:
         began, ended = taken.pause
-        self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, changed))
+        engines = len(executor.fleet.serving)
+        self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, engines, changed))
         self._over(executor.fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
@@ -166,8 +167,13 @@ class WeightsReceiver:
         return {"bytes": taken.bytes_written, "audited": self._plan.config.weights.audited, "engines": taken.engines}
 
     def _over(self, fleet: Fleet) -> None:
-        self._busy, self._updates = False, self._updates + 1
+        self._busy, self._updates, fleet.updating = False, self._updates + 1, set()
         fleet.pulse.beat()
+
+    @property
+    def fixed(self) -> str:
+        """Why engines can neither join nor leave; empty if they can."""
+        return self._sessions.fixed
 
     async def _invite(self, executor: ServingExecutor) -> None:
         """When an engine has come back, asks for the weights being served. Trainer ranks that are not waiting for a batch will soon send

@@ -201,7 +201,8 @@ class WeightsSender:
 
     def _prepare(self, executor: WeightsExecutor) -> None:
         """Before any write: computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs."""
-        self._use(weights_map(self._plan, executor.layout), executor.rank)
+        self._whole = weights_map(self._plan, executor.layout)  # whatever engines pass on of it
+        self._use(self._whole, executor.rank)
         check_held(executor.get_model(), self._map.source, executor.rank)
         host = this_host()
         may_lose = self._plan.config.generator.on_failure != "fail"
@@ -255,14 +256,12 @@ class WeightsSender:
     def _connect(self, executor: WeightsExecutor, grant: WeightsGrant) -> bool:
         """Connects to the engines that take part from now on. Returns whether the map has changed."""
         assert self._transport is not None
-        map = self._map
         if grant.engines != self._engines:
-            map, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
-        if grant.relay is not None:
-            map, _ = relayed(map, RelayRule(*grant.relay))
+            self._whole, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
+        map = self._whole if grant.relay is None else relayed(self._whole, RelayRule(*grant.relay))[0]
         if map.plan_hash != grant.plan_hash:
             raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, the generator {grant.plan_hash}")
-        if changed := map is not self._map:
+        if changed := map.plan_hash != self._map.plan_hash:
             self._use(map, executor.rank)
         endpoints = [Endpoint.decode(text) for text in grant.endpoints]
         self._transport.close()

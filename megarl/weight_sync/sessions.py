@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megarl.config.errors import ConfigError
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
@@ -12,9 +15,11 @@ from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
+from megarl.reshard.map import ReshardMap
 from megarl.types import Version
 from megarl.weight_sync.common import weights_map
 from megarl.weight_sync.opening import Opened, open_engines
+from megarl.weight_sync.transports.choice import transport_class, transport_pairs
 from megarl.weight_sync.update import WeightUpdate
 from megarl.weight_sync.workers import Workers, check_parallelism, connect, settle_layout, watch
 
@@ -54,6 +59,7 @@ class EngineSessions:
         """
         while True:
             await self._notice_restarts(fleet, serving)
+            await self._try_joining(fleet, sorted(fleet.joining & fleet.returned), trainers)
             members = sorted(fleet.returned) if joining else fleet.members
             if not members:
                 return None
@@ -62,7 +68,7 @@ class EngineSessions:
                 self._workers = self._workers_of(members, fleet)
             workers = self._workers
             assert workers is not None
-            workers.may_lose = False
+            workers.may_lose, fleet.updating = False, set(members)
             session = WeightUpdate(workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight")
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
@@ -88,18 +94,58 @@ class EngineSessions:
 
     async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
         """Counts an engine as lost if it was restarted while it had no requests: it no longer has the weights."""
-        for index in sorted(fleet.serving) if fleet.elastic and serving >= 0 else ():
-            try:
-                if await fleet.engines[index].version(self._plan.config.timeouts.weights_s) == -1:
-                    fleet.lose(EngineUnreachable(fleet.engines[index].url, "it was started again"))
-            except EngineUnreachable as error:
+        asked = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic and serving >= 0 else []
+        answers = await asyncio.gather(*(engine.version(self._plan.config.timeouts.weights_s) for engine in asked), return_exceptions=True)
+        for engine, answer in zip(asked, answers):
+            if isinstance(answer, EngineUnreachable):
+                fleet.lose(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif answer == -1:
+                fleet.lose(EngineUnreachable(engine.url, "it was started again"))
+
+    async def _try_joining(self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]) -> None:
+        """Tries engines that join before the others are paused for them: that they reach the hub, are laid out as planned, and open their
+        memory, in a way that lets others come and go. Those that fail must leave; the run goes on."""
+        if not joining:
+            return
+        weights, workers = self._plan.config.weights, self._workers_for(joining, fleet)
+        trial, fleet.updating = WeightUpdate(workers, -1), set(joining)
+        try:
+            await trial.open(serving=-1)
+            map = weights_map(self._plan, self.map.source, len(joining))
+            hosts = await self._check(workers, map)
+            if refusal := self.fixed or _two_sided(transport_pairs(weights.transport, trainers, hosts)):
+                raise ConfigError(refusal)
+            await open_engines(workers, weights, map, trainers, hosts)
+        except (RuntimeError, TimeoutError, ConfigError) as error:
+            fleet.updating = set()
+            if len(joining) > 1:
+                with contextlib.suppress(TimeoutError):  # each says so by itself
+                    await trial.cancel()
+                for index in joining:
+                    await self._try_joining(fleet, [index], trainers)
+            elif isinstance(error, EngineUnreachable):
                 fleet.lose(error)
+            else:
+                await fleet.leave(joining[0], f"it cannot join: {error}", self._plan.config.timeouts.weights_s)
+        else:
+            await trial.cancel()
+            fleet.updating = set()
+
+    @property
+    def fixed(self) -> str:
+        """Why engines can neither join nor leave; empty if they can."""
+        return "" if self._opened is None else _two_sided([self._opened.kinds])
 
     def _workers_of(self, members: list[int], fleet: Fleet) -> Workers:
         """The workers of `members`. Raises RuntimeError if the transports in use cannot be opened again for a different set of engines."""
-        if self._opened is not None and not self._opened.one_sided:
-            ways, lost = ", ".join(sorted(self._opened.kinds)), "; ".join(fleet.lost.values()) or "an engine has come back"
-            raise RuntimeError(f"weights go by {ways}, which cannot go on with engines {members} alone: {lost}")
+        if self.fixed:
+            lost = "; ".join(fleet.lost.values()) or "an engine has come back"
+            raise RuntimeError(f"{self.fixed}, so the run cannot go on with engines {members} alone: {lost}")
+        return self._workers_for(members, fleet)
+
+    def _workers_for(self, members: Sequence[int], fleet: Fleet) -> Workers:
         clients = [fleet.engines[index] for index in members]
         return Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
 
@@ -107,9 +153,20 @@ class EngineSessions:
         """Compares the live engines with the map's destination layout, then opens their parameters to be written."""
         every = self._plan.generator_topology.engines
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
-        await check_parallelism(workers, self._plan.generator_topology)
-        hosts = await connect(workers, self._key_file)
-        await settle_layout(workers, map.destination)
+        hosts = await self._check(workers, map)
         if self._plan.config.weights.audited:
             await watch(workers)
         return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)
+
+    async def _check(self, workers: Workers, map: ReshardMap) -> list[Host]:
+        """Connects the workers, and compares the live engines with the map's destination. Returns where each generator rank runs."""
+        await check_parallelism(workers, self._plan.generator_topology)
+        hosts = await connect(workers, self._key_file)
+        await settle_layout(workers, map.destination)
+        return hosts
+
+
+def _two_sided(pairs: Iterable[Iterable[str]]) -> str:
+    """Says which of these transports tie a run to the engines it has; empty if none does."""
+    ways = sorted({kind for kinds in pairs for kind in kinds if not transport_class(kind).one_sided})
+    return f"weights go by {', '.join(ways)}, whose process groups cannot change" if ways else ""
