@@ -10,11 +10,12 @@ from megarl.launch.binding import gpus
 from megarl.launch.first_lines import sizes
 from megarl.launch.launcher import Job, fleets_of, placement
 from megarl.launch.meeting import NodeReport
-from megarl.launch.node import LOOPBACK, interface_with
+from megarl.launch.node import interface_with
 from megarl.launch.placement import NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.start import NodePart
 from megarl.launch.worker import PARENT
+from megarl.messaging.host import loopback
 from megarl.messaging.rendezvous import POLICY, EngineAddress, Rendezvous
 from megarl.plan.resolve import RunPlan
 
@@ -90,7 +91,7 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
         ports = {part.name: 0 for part in node.engines}
         report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
         alone = len(placed) == 1
-        interface = plan.config.launch.interface or (interface_with(LOOPBACK) if alone else None)
+        interface = plan.config.launch.interface or (interface_with(loopback()) if alone else None)
         return NodePart(plan, node, report, unknown, folder, interface, Path("SCRATCH"), alone)
 
     assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both

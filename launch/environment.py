@@ -41,15 +41,17 @@ def binding(slot: int) -> dict[str, str]:
     return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
-def network(interface: str | None, wanted: bool) -> dict[str, str]:
-    """Sets the network interface at which this node is reached; `wanted` sets it for NCCL too.
+def network(interface: str | None, wanted: bool, address: str = "") -> dict[str, str]:
+    """Sets the network interface at which this node is reached, at `address`; `wanted` sets it for NCCL too.
 
     By default gloo uses the address that the host's name resolves to, often 127.0.1.1; NCCL looks at the interfaces itself. NCCL needs the
-    setting only if launch.interface is set, or on a single node, where it should not listen on the network.
+    setting only if launch.interface is set, or on a single node, where it should not listen on the network. Mooncake takes addresses for
+    IPv4 unless it is told otherwise, before it is imported.
     """
+    ipv6 = {"MC_USE_IPV6": "1"} if ":" in address else {}
     if interface is None:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": interface} if wanted else {})}
+        return ipv6
+    return {**ipv6, "GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": interface} if wanted else {})}
 
 
 def scratch(folder: Path) -> dict[str, str]:

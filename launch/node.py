@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import socket
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 import psutil
 
 from megarl.config.errors import ConfigError
+from megarl.messaging.host import address_towards, is_loopback, loopback, with_port
 
-LOOPBACK = "127.0.0.1"
-_ELSEWHERE = ("192.0.2.1", 9)  # an unassigned address (RFC 5737); looking up the route to it sends nothing
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # unassigned addresses (RFC 5737, 3849); looking up the route to them sends nothing
 
 
 @dataclass(frozen=True)
@@ -61,36 +62,36 @@ def _slurm_node(environment: Mapping[str, str]) -> Node:
 
 
 def address_of(interface: str | None, nodes: int) -> str:
-    """The IPv4 address at which the other nodes reach this one: that of `interface` (a pattern such as ib*), or of the default route.
+    """The address at which the other nodes reach this one: that of `interface` (a pattern such as ib*), or of the default route; an IPv6
+    address only where there is no other.
 
     Raises ConfigError if no interface matches, or the host has no default route.
     """
     if interface is not None:
         return _address_on(interface)
     if nodes == 1:
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-            return probe.getsockname()[0]
-        except OSError:  # no default route
-            address = socket.gethostbyname(socket.gethostname())
-    if address.startswith("127."):
+        return loopback()
+    for elsewhere in _ELSEWHERE:
+        with contextlib.suppress(OSError):  # no default route
+            return address_towards(with_port(elsewhere, 9))
+    address = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    if is_loopback(str(address)):
         raise ConfigError(f"launch.interface=null: must be set: {socket.gethostname()} has no default route, and its name means {address}")
-    return address
+    return str(address)
 
 
 def interface_with(address: str) -> str | None:
-    """The network interface that has this IPv4 address."""
+    """The network interface that has this address."""
     found = psutil.net_if_addrs()
     return next((name for name in sorted(found) for entry in found[name] if entry.address == address), None)
 
 
 def _address_on(pattern: str) -> str:
     found = psutil.net_if_addrs()
-    for name in sorted(found):
-        for entry in found[name]:
-            if entry.family == socket.AF_INET and fnmatch.fnmatch(name, pattern):
-                return entry.address
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name in fnmatch.filter(sorted(found), pattern):
+            for entry in found[name]:
+                if entry.family == family and "%" not in entry.address:  # an address with a zone means something here only
+                    return entry.address
     there = ", ".join(sorted(found))
     raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {there}")

@@ -19,6 +19,7 @@ FILES = 65_536
 LAST_WORDS = "the run ends: "  # in a log: the text after it is the whole message for the terminal
 _WAITED = re.compile(r"^(?:\[rank\d+\]: )?TimeoutError: .* waited \d+ s for ", re.MULTILINE)
 STACKS_S = 0.5  # for all children to write their stacks
+FORGOTTEN_S = 1.0
 KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL
 
 
@@ -133,7 +134,8 @@ class ProcessGroup:
     def forget(self, name: str) -> None:
         """Ends what is left of a child, and no longer counts it."""
         self.kill(name)
-        del self._children[name]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # held by the kernel; otherwise it would stay as a zombie
+            self._children.pop(name).wait(FORGOTTEN_S)
 
     def ask_to_stop(self, names: set[str]) -> None:
         """Sends SIGTERM to those of `names` that run."""

@@ -14,9 +14,10 @@ from megarl.config.load import load_config
 from megarl.launch.lock import is_held
 from megarl.launch.meeting import read_report
 from megarl.launch.preflight import host_name
+from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import FleetAnswer, FleetCall
-from megarl.messaging.rendezvous import Rendezvous, is_loopback, rendezvous_path
+from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan
 
 ANSWER_S = 60.0  # beyond the time that what is asked for may take
@@ -65,7 +66,7 @@ class RunningRun:
         try:
             peer.send(call)
             awaited = f"the generator of {self.run_dir} to answer"
-            found = peer.receive_unless(lambda: self.is_over, FleetAnswer, timeouts.weights_s + ANSWER_S, awaited)
+            found = peer.receive_unless(lambda: self.is_over, FleetAnswer, 2 * timeouts.weights_s + ANSWER_S, awaited)
         finally:
             peer.close()
         if found is None:

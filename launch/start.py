@@ -16,6 +16,7 @@ from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.worker import PARENT
+from megarl.messaging.host import with_port
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.plan.roles import ServedRole
@@ -67,7 +68,8 @@ class NodePart:
 
     def _network(self) -> dict[str, str]:
         config = self.plan.config
-        return {**network(self.interface, config.launch.interface is not None or self.alone), **weight_group(config.weights.transport)}
+        wanted = config.launch.interface is not None or self.alone
+        return {**network(self.interface, wanted, self.report.address), **weight_group(config.weights.transport)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
@@ -121,5 +123,5 @@ class NodePart:
             "parts": part.parts,
             "part": part.part,
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,
-            "group_address": f"{engine.host}:{engine.group_port}",
+            "group_address": with_port(engine.host, engine.group_port),
         }

@@ -26,10 +26,11 @@ def missing() -> str:
 
 
 class Hosts:
-    """Namespaces 0, 1, …, whose `INTERFACE`s have the addresses 10.77.0.1, 10.77.0.2, …; one more is the switch between them."""
+    """Namespaces 0, 1, …, whose `INTERFACE`s have the addresses 10.77.0.1, 10.77.0.2, …; one more is the switch between them.
+    With `ipv6` they have fd77::1, fd77::2, …, and no IPv4 at all."""
 
-    def __init__(self, count: int = 2, rate: str = RATE) -> None:
-        self.count, self.rate = count, rate
+    def __init__(self, count: int = 2, rate: str = RATE, ipv6: bool = False) -> None:
+        self.count, self.rate, self.ipv6 = count, rate, ipv6
         self.names = [f"megarl-{os.getpid()}-{host}" for host in range(count + 1)]
 
     def __enter__(self) -> Hosts:
@@ -50,9 +51,12 @@ class Hosts:
         self._inside(host, *made)
         self._inside(self.count, "ip", "link", "set", port, "master", "switch")
         self._inside(self.count, "ip", "link", "set", port, "up")
-        self._inside(host, "ip", "address", "add", f"10.77.0.{host + 1}/24", "dev", INTERFACE)
+        address = [f"fd77::{host + 1}/64", "nodad"] if self.ipv6 else [f"10.77.0.{host + 1}/24"]
+        self._inside(host, "ip", "address", "add", *address, "dev", INTERFACE)
         self._inside(host, "ip", "link", "set", INTERFACE, "up")
         self._inside(host, "ip", "link", "set", "lo", "up")
+        if self.ipv6:
+            self._inside(host, "ip", "address", "delete", "127.0.0.1/8", "dev", "lo")
         shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", self.rate, "burst", BURST, "latency", LATENCY)
         self._inside(host, *shape)
 

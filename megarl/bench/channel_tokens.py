@@ -114,7 +114,7 @@ class Clock:
         return {name: seconds / tokens * 1e9 for name, seconds in self.laps.items()}
 
 
-def _serve(pipe: Connection, n: int, tokens: int) -> None:
+def answer_of(n: int, tokens: int) -> bytes:
     """An engine's answer to n requests for so many tokens, always the same."""
     random = np.random.default_rng(0)
     answers = []
@@ -125,7 +125,12 @@ def _serve(pipe: Connection, n: int, tokens: int) -> None:
         meta = {"id": "0" * 32, "finish_reason": {"type": "length", "length": tokens}, "weight_version": "0"}
         meta |= {"output_token_logprobs": triples, "output_token_logprobs_length": tokens, "prompt_tokens": PROMPT_TOKENS}
         answers.append({"output_ids": ids, "meta_info": meta})
-    body = json.dumps(answers, separators=(",", ":")).encode()
+    return json.dumps(answers, separators=(",", ":")).encode()
+
+
+def _serve(pipe: Connection, n: int, tokens: int) -> None:
+    """An engine."""
+    body = answer_of(n, tokens)
 
     async def serve() -> None:
         async def answer(request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ MEANINGS = {
     "sync": "how fast new weights get into a live engine, by our direct writes and by other stacks' ways",
     "overlap": "step time beside perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
     "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer, and per token, at 16 million a step",
+    "fleet": "what the one driver of many engines can carry: requests, tokens and weight updates, with emulated engines over HTTP",
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
     "packing": "a training step on packed sequences, beside one on sequences filled up to a common length",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
@@ -24,6 +25,7 @@ EXAMPLES = [
     "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
     "megarl bench overlap --picture overlap.png",
     "megarl bench channels --json",
+    "megarl bench fleet --engines 256",
     "megarl bench logprobs",
     "megarl bench packing --sequences 256",
     "megarl bench staleness configs/quickstart.yaml --seeds 3",
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells that run side by side; default: 8")
+    by_name["fleet"].add_argument("--engines", metavar="N", type=int, default=256, help="default: 256")
     packing.add_argument("--sequences", metavar="N", type=int, default=32, help="of a step; default: 32")
     packing.add_argument("--repeats", metavar="N", type=int, default=7, help="steps of each way; their median counts; default: 7")
     staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
@@ -110,6 +113,14 @@ def _channels(arguments: argparse.Namespace) -> None:
     run(arguments.json)
 
 
+def _fleet(arguments: argparse.Namespace) -> None:
+    from megarl.bench.fleet import run
+
+    if arguments.engines < 1:
+        raise ConfigError(f"--engines {arguments.engines}: must be at least 1")
+    run(arguments.engines, arguments.json)
+
+
 def _logprobs(arguments: argparse.Namespace) -> None:
     from megarl.bench.logprobs import run
 
@@ -152,6 +163,7 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "sync": _sync,
     "overlap": _overlap,
     "channels": _channels,
+    "fleet": _fleet,
     "logprobs": _logprobs,
     "packing": _packing,
     "staleness": _staleness,

@@ -134,7 +134,9 @@ class AsyncConfig:
         "generated again, and no rollout begins further ahead; null: no limit beyond capacity's",
         at_least(0),
     )
-    max_in_flight: int | None = setting(None, "prompts whose rollouts run at the same time; null: rollout.prompts_per_step", at_least(1))
+    max_in_flight: int | None = setting(
+        None, "prompts in flight at the same time, at generator.engines; null: rollout.prompts_per_step", at_least(1)
+    )
     partial_rollout: str = setting(
         "block",
         "what a weight update does to running requests. block: waits for rollouts to finish, and begins none; in_flight: pauses requests "

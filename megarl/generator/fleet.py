@@ -137,7 +137,7 @@ class Fleet:
         """Waits for an engine, and counts the samples as its load. If its connection breaks in the body, it is lost, and the caller goes on
         with another."""
         await self.pulse.until(lambda: bool(self.serving))
-        index = min(self.serving, key=lambda i: self._load[i])
+        index = min(self.serving, key=self._load.__getitem__)
         self._load[index] += samples
         try:
             yield index
@@ -194,9 +194,9 @@ class Fleet:
             others.discard(index)
         self.lost.pop(index, None)
         self.pulse.beat()
+        await self.pulse.until(lambda: index not in self.updating)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.pulse.until(lambda: index not in self.updating)
                 await self._end_requests(lambda: bool(self._load[index]), lambda: self.engines[index].abort_all(timeout_s))
         except (EngineError, TimeoutError) as error:
             print(f"{self.name} {index} leaves without giving back its requests: {error or 'it did not answer'}", flush=True)

@@ -15,6 +15,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from megarl.messaging.host import loopback, with_port
+
 SOCKET_KEY = "MEGARL_ENGINE_SOCKET_KEY"  # environment variable of all processes of an engine, on all its nodes
 _NETWORK = "sglang.srt.utils.network."
 
@@ -37,8 +39,8 @@ def check_hooks() -> None:
     from sglang.srt.utils import network
 
     with zmq.Context() as context:
-        port, bound = network.get_zmq_socket_on_host(context, zmq.PULL)
-        connected = network.get_zmq_socket(context, zmq.PUSH, f"tcp://127.0.0.1:{port}", False)
+        port, bound = network.get_zmq_socket_on_host(context, zmq.PULL, loopback())
+        connected = network.get_zmq_socket(context, zmq.PUSH, f"tcp://{with_port(loopback(), port)}", False)
         assert isinstance(connected, zmq.Socket)  # a tuple only where no endpoint is given
         keyed = all(socket.getsockopt(zmq.MECHANISM) == zmq.CURVE for socket in (bound, connected))
         bound.close(linger=0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from urllib.parse import urlsplit
 
 import msgspec
 
+_LOOPBACKS = ("127.0.0.1", "::1")
 _ANY_PORT = 9
 
 
@@ -27,6 +29,39 @@ class Host(msgspec.Struct, frozen=True):
 def address_towards(peer: str) -> str:
     """This machine's address as `peer` (host:port, or a URL such as tcp://host:port) and its neighbours reach it."""
     parts = urlsplit(peer if "//" in peer else f"//{peer}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or _ANY_PORT))  # sends nothing
+    family, *_, where = socket.getaddrinfo(parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # sends nothing
         return probe.getsockname()[0]
+
+
+def in_url(address: str) -> str:
+    """An IPv6 address stands in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
+def with_port(address: str, port: int) -> str:
+    return f"{in_url(address)}:{port}"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of sockets that listen at this IP address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def loopback() -> str:
+    """This host's, by IPv6 only where IPv4 has none."""
+    return next(filter(_is_here, _LOOPBACKS), _LOOPBACKS[0])
+
+
+def _is_here(address: str) -> bool:
+    with socket.socket(family_of(address)) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True

@@ -25,6 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from megarl.config.errors import RunError
+from megarl.messaging.host import with_port
 from megarl.messaging.messages import Message, decode, encode
 from megarl.messaging.pulse import Pulse
 
@@ -190,7 +191,8 @@ class Hub(_Endpoint):
         socket.router_mandatory = True  # sending to a peer that is gone is an error, not a silent drop
         socket.router_handover = True  # a peer whose connection broke unnoticed can come back under its name
         socket.sndhwm = socket.rcvhwm = 0
-        socket.bind(f"tcp://{host}:{port}")
+        socket.ipv6 = ":" in host
+        socket.bind(f"tcp://{with_port(host, port)}")
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = socket.get_monitor_socket(REFUSALS)
         self._refused = 0
@@ -282,6 +284,7 @@ class Peer(_Endpoint):
         socket.curve_serverkey = key.hub_public.encode()
         socket.curve_publickey, socket.curve_secretkey = key.peer_public.encode(), key.peer_secret.encode()
         socket.sndhwm = socket.rcvhwm = 0
+        socket.ipv6 = "[" in address
         socket.connect(address)
         super().__init__(name, socket)
 

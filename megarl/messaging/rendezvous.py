@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import random
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from megarl.messaging.host import family_of, with_port
 from megarl.messaging.link import RunKey
 
 LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services have lower ports
@@ -25,7 +25,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{with_port(self.host, self.port)}"
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @property
     def hub_address(self) -> str:
-        return f"tcp://{self.hub_host}:{self.hub_port}"
+        return f"tcp://{with_port(self.hub_host, self.hub_port)}"
 
     def engine_urls(self, name: str = POLICY) -> list[str]:
         return [engine.url for engine in self.engines[name]]
@@ -74,10 +74,6 @@ class Rendezvous(msgspec.Struct, frozen=True):
             raise RuntimeError(f"{path}: is damaged ({error}); only this launch needs it: start the run again") from error
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
 def rendezvous_path(launch_dir: Path) -> Path:
     return Path(launch_dir) / "rendezvous.json"
 
@@ -95,7 +91,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     for port in candidates:
         if len(found) == count:
             break
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket(family_of(host)) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             found.append(port)
     if len(found) < count:

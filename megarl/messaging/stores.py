@@ -6,7 +6,6 @@ has no keys for it, and would listen on every network.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import shutil
 import socket
@@ -17,17 +16,19 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from megarl.messaging.host import family_of, in_url, is_loopback, with_port
+
 
 def open_store(host: str) -> tuple[dist.Store, str]:
     """A store that others reach at `host`, an IP address; and the store's address."""
-    if ipaddress.ip_address(host).is_loopback:
+    if is_loopback(host):
         folder = tempfile.mkdtemp(prefix="store-")
         path = os.path.join(folder, "store")
         file_store = dist.FileStore(path)
         weakref.finalize(file_store, shutil.rmtree, folder, ignore_errors=True)
-        return file_store, f"file://{host}{path}"
+        return file_store, f"file://{in_url(host)}{path}"
     store = listening_store(host, 0)
-    return store, f"tcp://{host}:{store.port}"
+    return store, f"tcp://{with_port(host, store.port)}"
 
 
 def connect_store(address: str, timeout_s: float) -> dist.Store:
@@ -43,7 +44,7 @@ def connect_store(address: str, timeout_s: float) -> dist.Store:
 
 def listening_store(host: str, port: int, timeout_s: float = 300) -> dist.TCPStore:
     """A store in this process that listens only on `host`. `port` 0: a free one."""
-    listener = socket.create_server((host, port))
+    listener = socket.create_server((host, port), family=family_of(host))
     return dist.TCPStore(
         host,
         listener.getsockname()[1],

@@ -101,6 +101,7 @@ class Progress:
         self._started = self._refreshed = self._heard = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self._printed = 0
+        self._engines: float | None = None  # that served at the row printed last
         self._advised: set[Callable[[Sequence[Row]], str]] = set()
         self._live: Live | None = None
         if self.console.is_terminal:
@@ -188,6 +189,9 @@ class Progress:
         if self._printed % HEADER_EVERY == 0:
             self._line(" ".join(f"{heading:>{_width(heading)}}" for heading in headings))
         self._printed += 1
+        engines, self._engines = self._engines, row.get("engines/serving", self._engines)
+        if engines is not None and engines != self._engines:
+            self._line(f"  {self._engines:.0f} engines serve from step {row['step']} on, {engines:.0f} before")
         self._line(" ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
         if failed := describe_failures([row]):
             self._line(f"  step {row['step']}: {failed}")

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import msgspec
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Workers:
     @property
     def address(self) -> str:
         """The address of this host at which the engines reach it."""
-        return self.hub.address.rpartition("/")[2].rpartition(":")[0]
+        return urlsplit(self.hub.address).hostname or ""
 
     @property
     def ranks(self) -> list[range]:

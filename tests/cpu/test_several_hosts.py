@@ -72,6 +72,23 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
     assert addresses == ["10.77.0.1", "10.77.0.2"]
 
 
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.sample), "gloo"])
+def test_hosts_without_ipv4(transport, model, tmp_path):
+    run_dir = tmp_path / "run"
+    places = ["trainer.tp=1", "launch.ranks_per_node=1", f"launch.interface={INTERFACE}", f"weights.transport={transport}"]
+    arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *places, "max_steps=3"]
+    with Hosts(ipv6=True) as hosts:
+        launchers = start(hosts, arguments, tmp_path)
+        try:
+            assert launchers[0].wait(240) == 0, (tmp_path / "launcher.0.log").read_text()
+        finally:
+            stop(launchers)
+    assert [row["sync/audit_ok"] for row in rows(run_dir)] == [True] * 3
+    assert f"weights go by {'mooncake' if transport == 'auto' else transport}" in (run_dir / "logs/generator.0.log").read_text()
+    addresses = [json.loads(path.read_text())["address"] for path in sorted((run_dir / ".launch/train").glob("*/node.*.json"))]
+    assert addresses == ["fd77::1", "fd77::2"]
+
+
 @pytest.mark.parametrize("relay", ["engines", "off"])
 def test_engines_pass_on_what_the_trainers_link_need_not_carry(relay, model, tmp_path):
     """Three engines beside one trainer rank. What an update takes is printed, for docs/transports.md."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import cluster as clusters
 import pytest
 from cluster import Cluster
-from run_tools import OVERRIDES, ROOT, make_model, rows
+from run_tools import OVERRIDES, PROMPTS, ROOT, make_model, rows
 
 from megarl.plan.checkpoints import complete_checkpoints
 
@@ -99,6 +101,63 @@ def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path)
     cluster.run(["scancel", str(job)])
     assert cluster.wait(job, ENDED, 60) == "CANCELLED"
     wait_until(lambda: not cluster.tasks(), "the end of all processes", 40)
+
+
+@pytest.mark.long
+def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_path):
+    """Two more engines, on two nodes: one leaves by command, the other's node loses power; the job is queued again, and they join anew."""
+    run_dir, log, joins = tmp_path / "run", tmp_path / "log", tmp_path / "joins"
+    made = make_model(tmp_path / "hf")
+    sizes = ["trainer.tp=1", "generator.engines=1", "max_steps=100000", "checkpoint.every=0", "timeouts.silence_s=6"]
+    more = ["async.partial_rollout=in_flight", "eval.limit=1", "observe.probe_every=0"]
+    overrides = [f"run_dir={run_dir}", f"sft.output={made}", *OVERRIDES, *sizes, *more]
+    driver_log = run_dir / "logs/generator.0.log"
+    phases: dict[str, list[dict]] = {}
+
+    def steps(phase: str, engines: int, count: int = 8) -> None:
+        def of_phase() -> list[dict]:
+            return [row for row in rows(run_dir)[done:] if row.get("engines/serving") == engines]
+
+        done = len(rows(run_dir))
+        wait_until(lambda: len(of_phase()) >= count, f"{count} steps with {engines} engines", START_S)
+        phases[phase] = of_phase()
+
+    def said(text: str) -> Callable[[], bool]:
+        return lambda: text in driver_log.read_text()
+
+    job = submit(cluster, log, *overrides, options="--nodes=2 --exclusive")
+    wait_until(lambda: len(rows(run_dir)) >= 4, "the fourth step", START_S)
+    steps("one engine", 1)
+    second = cluster.submit(
+        "slurm/engines.sbatch", f"run_dir={run_dir}", options=("--output", str(joins), "--nodes=2", "--exclusive"), cwd=ROOT
+    )
+    wait_until(said("engine 2 at"), "two engines that start", START_S)
+    steps("three engines", 3)
+    assert cluster.run([".venv/bin/megarl", "engines", "remove", str(run_dir), "1"], cwd=ROOT).stdout == "engine 1 has left: by command\n"
+    steps("two engines", 2)
+    seed = '"random_seed": 2'
+    (node,) = {task.environ()["SLURMD_NODENAME"] for task in cluster.tasks() if seed in " ".join(task.cmdline())}
+    cluster.kill_node(node)
+    steps("one again", 1)
+    wait_until(said("engine 2 has left"), "notice that it will not come back", START_S)
+    wait_until(lambda: cluster.state(second) == "PENDING", "the second job in the queue again", 90)
+    cluster.start_node(node)
+    steps("three again", 3)
+    listed = cluster.run([".venv/bin/megarl", "engines", "list", str(run_dir)], cwd=ROOT).stdout.splitlines()
+    assert [line.split()[1] for line in listed if " serves weights version " in line] == ["0", "3", "4"], listed
+    cluster.run(["scancel", str(job)])
+    assert cluster.wait(job, ENDED, 90) == "CANCELLED", log.read_text()
+    assert cluster.wait(second, ENDED, 60) == "COMPLETED", joins.read_text()
+    wait_until(lambda: not cluster.tasks(), "the end of all processes", 40)
+    after = rows(run_dir)
+    assert [row["step"] for row in after] == list(range(len(after)))
+    assert all(row["sync/audit_ok"] for row in after if "sync/audit_ok" in row)
+    trained = [
+        ordinal for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines() for ordinal in json.loads(line)["ordinals"]
+    ]
+    assert len(trained) == len(set(trained)) == len(after) * PROMPTS and set(range(len(trained) - 6 * PROMPTS)) <= set(trained)
+    for phase, table in phases.items():
+        print(f"{phase:<14} {len(table):>3} steps, median {statistics.median(row['time/step_s'] for row in table):.2f} s")
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from megarl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
-GPU_SCRIPTS = [script for script in SCRIPTS if "--gpus-per-node" in script.read_text()]
+GPU_SCRIPTS = [script for script in SCRIPTS if "\n#SBATCH --gpus-per-node" in script.read_text()]
 
 
 def directive(script: Path, name: str) -> str:

@@ -27,7 +27,7 @@ import torch
 
 from megarl.box import Box
 from megarl.config.errors import ConfigError
-from megarl.messaging.host import Host, address_towards
+from megarl.messaging.host import Host, address_towards, with_port
 from megarl.reshard.deltas import Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import landings
@@ -336,7 +336,7 @@ def register(engine: Any, blocks: Sequence[tuple[int, int]]) -> None:
 
 def address_of(host: str, engine: Any, protocol: str, base: int) -> str:
     """The address of an Endpoint: the protocol, where the engine listens, and the memory address that offsets count from."""
-    return f"{protocol}://{host}:{engine.get_rpc_port()}/{base}"
+    return f"{protocol}://{with_port(host, engine.get_rpc_port())}/{base}"
 
 
 def address_parts(address: str) -> tuple[str, str, int]:

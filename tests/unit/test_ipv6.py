@@ -1,0 +1,89 @@
+"""Processes of a run reach each other by IPv6 where hosts have nothing else. A whole run on such hosts is in tests/cpu."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from megarl.config.errors import ConfigError
+from megarl.generator.client import EngineClient
+from megarl.launch import node
+from megarl.launch.environment import network
+from megarl.messaging import host as hosts
+from megarl.messaging.host import address_towards, in_url, is_loopback, loopback, with_port
+from megarl.messaging.link import Hub, Peer, RunKey
+from megarl.messaging.messages import WeightsOffer
+from megarl.messaging.rendezvous import EngineAddress, free_ports
+from megarl.messaging.stores import connect_store, listening_store, open_store
+from megarl.weight_sync.workers import Workers
+
+pytestmark = pytest.mark.skipif(not hosts._is_here("::1"), reason="this host has no ::1")
+
+
+def test_addresses_stand_in_brackets_where_a_port_or_a_path_follows():
+    assert (in_url("::1"), with_port("fd00::7", 80), with_port("10.0.0.7", 80)) == ("[::1]", "[fd00::7]:80", "10.0.0.7:80")
+    assert EngineAddress("fd00::7", 80, 81).url == "http://[fd00::7]:80"
+    assert (
+        address_towards("[::1]:80") == address_towards("http://[::1]:80/path") == "::1" and address_towards("127.0.0.1:80") == "127.0.0.1"
+    )
+    assert is_loopback("::1") and not is_loopback("fd00::7")
+
+
+def test_hub_and_peer_meet_at_an_ipv6_address():
+    key = RunKey.generate()
+    hub = Hub("hub", key, "::1")
+    peer = Peer("peer", key, hub.address)
+    peer.send(WeightsOffer(3))
+    assert hub.receive(WeightsOffer, 10, "an offer") == ("peer", WeightsOffer(3))
+    assert hub.address.startswith("tcp://[::1]:") and Workers([], 1, hub, 1).address == "::1"
+    peer.close()
+    hub.close()
+
+
+def test_stores_and_free_ports_are_at_an_ipv6_address():
+    store = listening_store("::1", *free_ports(1, "::1"))
+    store.set("key", "value")
+    assert connect_store(f"tcp://[::1]:{store.port}", 10).get("key") == b"value"
+    kept, address = open_store("::1")
+    kept.set("key", "of a file")
+    assert address.startswith("file://[::1]/") and connect_store(address, 10).get("key") == b"of a file"
+
+
+def test_a_client_asks_an_engine_at_an_ipv6_address():
+    async def run():
+        runner = web.AppRunner(app := web.Application())
+        app.router.add_get("/model_info", version)
+        await runner.setup()
+        (port,) = free_ports(1, "::1")
+        await web.TCPSite(runner, "::1", port).start()
+        client = EngineClient(EngineAddress("::1", port, 0).url, "", "")
+        try:
+            assert await client.version(10) == 7
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "7"})
+
+    asyncio.run(run())
+
+
+def test_an_ipv6_address_is_taken_only_where_there_is_no_other(monkeypatch):
+    def entry(family, address):
+        return SimpleNamespace(family=family, address=address)
+
+    linked, local = entry(socket.AF_INET6, "fe80::1%ib0"), entry(socket.AF_INET6, "fd00::7")
+    found = {"ib0": [linked, local], "ib1": [entry(socket.AF_INET, "10.0.0.7")], "eth0": [linked]}
+    monkeypatch.setattr(node.psutil, "net_if_addrs", lambda: found)
+    assert node.address_of("ib0", 2) == "fd00::7" and node.address_of("ib*", 2) == "10.0.0.7" and node.interface_with("fd00::7") == "ib0"
+    with pytest.raises(ConfigError, match="no network interface"):
+        node.address_of("eth0", 2)
+    assert loopback() == "127.0.0.1"
+    monkeypatch.setattr(hosts, "_is_here", lambda address: address == "::1")
+    assert loopback() == node.address_of(None, 1) == "::1"
+    assert network("lo", False, "::1") == {"GLOO_SOCKET_IFNAME": "lo", "MC_USE_IPV6": "1"} and "MC_USE_IPV6" not in network(None, False)
