@@ -42,6 +42,7 @@ KINDS = {
     "compare weights": "compare",
     "away": "away",
 }
+ENGINE_MARKS = ("lost", "joins", "left")
 NUMBER = re.compile(r"\d+")
 
 
@@ -176,9 +177,11 @@ class RunReader:
                 number = int(found[0]) if (found := NUMBER.search(name)) else None
                 if name == "weights map":
                     pairs[process] = told.get("to", [])
-                elif dur_s == 0 and (process.startswith("launcher.") or name == "lost"):
+                elif dur_s == 0 and (process.startswith("launcher.") or name in ENGINE_MARKS):
                     self._expected = told.pop("expected", self._expected)
-                    if name == "lost":
+                    if name == "left":
+                        self._lost.discard(track)
+                    elif name in ENGINE_MARKS:
                         self._lost.add(track)
                     marks.append({"at": at_s, "who": track if track != "main" else process, "what": name, **told})
                 elif kind is not None:

@@ -143,8 +143,8 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
     wait_until(lambda: cluster.state(second) == "PENDING", "the second job in the queue again", 90)
     cluster.start_node(node)
     steps("three again", 3)
-    listed = cluster.run([".venv/bin/megarl", "engines", "list", str(run_dir)], cwd=ROOT).stdout.splitlines()
-    assert [line.split()[1] for line in listed if " serves weights version " in line] == ["0", "3", "4"], listed
+    listed = json.loads(cluster.run([".venv/bin/megarl", "engines", "list", str(run_dir), "--json"], cwd=ROOT).stdout)["engines"]
+    assert [engine["number"] for engine in listed if engine["serving"]] == [0, 3, 4], listed
     cluster.run(["scancel", str(job)])
     assert cluster.wait(job, ENDED, 90) == "CANCELLED", log.read_text()
     assert cluster.wait(second, ENDED, 60) == "COMPLETED", joins.read_text()

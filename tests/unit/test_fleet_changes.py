@@ -6,10 +6,13 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from loops import DEADLINE_S, settle
+from small_maps import tiny_map
 
+from megarl.config.schema import RunConfig
 from megarl.executors import fleet_calls
 from megarl.executors.fleet_calls import FleetCalls
 from megarl.generator.client import EngineUnreachable
@@ -20,8 +23,10 @@ from megarl.launch.engines import EngineKeeper
 from megarl.launch.processes import ProcessGroup, ProcessSpec
 from megarl.messaging.background import Background
 from megarl.messaging.departures import Departures, note_departure
-from megarl.messaging.messages import FleetAnswer, FleetCall
+from megarl.messaging.messages import FleetAnswer, FleetCall, WeightsGrant
+from megarl.reshard.relays import INSIDE_HOSTS, RelayRule, relayed
 from megarl.rollouts.admission import Admission
+from megarl.weight_sync.sender import WeightsSender
 
 
 @dataclass
@@ -287,3 +292,21 @@ def test_launchers_end_an_engine_that_has_left_and_do_not_start_it_again(tmp_pat
         assert keeper.names == {"engine.1", "engine.1.1"}
         keeper.poll()
         assert group.names == {"engine.10"} and "engine.1.1 has left the run, and is ended" in capsys.readouterr().out
+
+
+def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monkeypatch):
+    """One engine has left and another joined: as many as before, whose memory is opened anew, with or without relays."""
+    whole, rule = tiny_map(tp=1, pp=1, dp=1, engines=4, generator_tp=1), RelayRule(INSIDE_HOSTS, 2)
+    written, forwarding = relayed(whole, rule)
+    assert forwarding.relays
+    with pytest.raises(ValueError, match="not spread alike"):
+        relayed(written, rule)
+    plan: Any = SimpleNamespace(config=RunConfig(), generator_topology=SimpleNamespace(engines=4))
+    link: Any = None
+    executor: Any = SimpleNamespace(rank=0, layout=whole.source)
+    sender: Any = WeightsSender(plan, link)
+    sender._transport, sender._whole = SimpleNamespace(close=lambda: None, connect=lambda endpoints: None), whole
+    sender._use(whole, 0)
+    ways = [(rule, written), (rule, written), (None, whole)]
+    changes = [sender._connect(executor, WeightsGrant(1, [], 4, way, map.plan_hash)) for way, map in ways]
+    assert changes == [True, False, True]
