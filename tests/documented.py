@@ -79,6 +79,7 @@ LONG = {
     "megarl bench overlap": "--steps 6 --step-s 0.2",
     "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",
     "megarl bench channels": "",
+    "megarl bench fleet --engines 256": "--engines 4",
     "megarl bench logprobs": "",
     "megarl bench packing --sequences 32": "--repeats 1",
     "megarl bench staleness configs/quickstart.yaml": f"--seeds 1 {SHORT}",
@@ -94,6 +95,7 @@ LONG = {
 PAGES = "run by tests/unit/test_report_page.py on runs of its own"
 GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these tests"
 SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
+FLEET = "run by tests/cpu/test_run_fleet.py beside a run"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
 NOT_RUN = {
     "make check": ITSELF,
@@ -115,6 +117,11 @@ NOT_RUN = {
     "megarl report runs/quickstart --serve": PAGES,
     "sbatch slurm/quickstart.sbatch": SLURM,
     "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch run_dir=runs/het": SLURM,
+    "sbatch slurm/engines.sbatch run_dir=/shared/runs/8b": SLURM,
+    "megarl engines add runs/8b 2": FLEET,
+    "megarl engines list runs/8b": FLEET,
+    "megarl engines remove runs/8b 3": FLEET,
+    "megarl engines remove": FLEET,
     "sbatch slurm/8b_aipo.sbatch": GPUS,
     "sbatch slurm/405b_aipo.sbatch": GPUS,
     "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 run_dir=/lustre/runs/405b": GPUS,
