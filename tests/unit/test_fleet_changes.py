@@ -24,9 +24,12 @@ from megarl.launch.processes import ProcessGroup, ProcessSpec
 from megarl.messaging.background import Background
 from megarl.messaging.departures import Departures, note_departure
 from megarl.messaging.messages import FleetAnswer, FleetCall, WeightsGrant
+from megarl.reshard.kinds import LayoutError
 from megarl.reshard.relays import INSIDE_HOSTS, RelayRule, relayed
 from megarl.rollouts.admission import Admission
+from megarl.weight_sync import sessions
 from megarl.weight_sync.sender import WeightsSender
+from megarl.weight_sync.sessions import EngineSessions
 
 
 @dataclass
@@ -310,3 +313,53 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     ways = [(rule, written), (rule, written), (None, whole)]
     changes = [sender._connect(executor, WeightsGrant(1, [], 4, way, map.plan_hash)) for way, map in ways]
     assert changes == [True, False, True]
+
+
+@pytest.mark.parametrize("ways, left", [("mooncake", {2}), ("gloo", {1, 2, 3})])
+def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(ways, left, monkeypatch):
+    """They are tried together first. Engine 2 is laid out otherwise; engine 3 is lost once more while it is tried."""
+    lost: list[str] = []
+
+    class Trial:
+        def __init__(self, workers, version):
+            self.engines = workers
+
+        async def open(self, serving):
+            assert serving == -1
+            if [engine.url for engine in self.engines] == ["http://3"] and ways == "mooncake":
+                lost.append("http://3")
+                raise EngineUnreachable("http://3", "gone")
+
+        async def cancel(self):
+            pass
+
+    async def check(workers, map):
+        if any(engine.url == "http://2" for engine in workers):
+            raise LayoutError("generator rank 0 has no lm_head")
+        return []
+
+    async def opened(*arguments):
+        pass
+
+    async def body():
+        fleet, _ = of(1)
+        for number in (1, 2, 3):
+            fleet.add(Engine(f"http://{number}"))
+            fleet.come_back(number)
+        weights, timeouts = SimpleNamespace(transport="auto"), SimpleNamespace(weights_s=1.0)
+        tried: Any = EngineSessions.__new__(EngineSessions)
+        tried._plan, tried._opened = SimpleNamespace(config=SimpleNamespace(weights=weights, timeouts=timeouts)), None
+        tried.map, tried._check = SimpleNamespace(source=None), check
+        tried._workers_for = lambda members, fleet: [fleet.engines[index] for index in members]
+        for name, fake in {"WeightUpdate": Trial, "open_engines": opened, "weights_map": lambda *_: None}.items():
+            monkeypatch.setattr(sessions, name, fake)
+        monkeypatch.setattr(sessions, "transport_pairs", lambda *_: [[ways]])
+        await tried._try_joining(fleet, [1, 2, 3], [])
+        assert fleet.gone.keys() == left and not fleet.updating and fleet.serving == {0}
+        assert "it cannot join: generator rank 0 has no lm_head" in fleet.gone[2]
+        if ways == "gloo":
+            assert fleet.gone[1] == "it cannot join: weights go by gloo, whose process groups cannot change"
+        else:
+            assert fleet.returned == {1} and fleet.lost.keys() == {3} and lost
+
+    run(body)
