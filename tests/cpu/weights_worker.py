@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 
+from megarl.config.data import DataConfig, MixtureConfig
 from megarl.config.operation import ObserveConfig, TimeoutConfig
 from megarl.config.schema import GeneratorConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig, WeightsConfig
 from megarl.launch.worker import die_with_parent
@@ -64,12 +65,13 @@ class Job(msgspec.Struct, frozen=True):
         """The run of these trainer ranks with one such engine."""
         config = RunConfig(
             model=ModelConfig(path=self.model, dtype=self.dtype),
+            data=DataConfig(train=MixtureConfig(source="synthetic:chain")),
             # Large enough for every tensor to change in bfloat16 too.
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
             weights=WeightsConfig(transport=transport, audit=self.audit, delta=self.delta or ("auto" if self.changing else "off")),
-            observe=ObserveConfig(probe_every=0, tensorboard=False),
+            observe=ObserveConfig(probe_every=0, tensorboard=False, rollouts_per_step=0),
             timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), collective_s=DEADLINE_S + 1, weights_s=self.weights_s),
             run_dir=self.folder,
         )
