@@ -11,7 +11,6 @@ COMPILED_BYTES = 1 << 20  # size of values above which a compiled loop pays, as 
 PUT_BYTES = 1 << 12  # and of changed values
 
 # How many there are in each block, int32 [blocks]; where in its block each is, 16 bits as int16 [count].
-# How many there are in each block, int32 [blocks]; where in its block each is, 16 bits as int16 [count].
 Places = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -1,30 +1,19 @@
-"""Which prompts begin, which finished groups make a batch, what is rejected: pure logic, against random schedules."""
+"""Which prompts begin, which groups make a batch, what is rejected: pure logic. (Random schedules: test_buffer_schedules.py.)"""
 
 from __future__ import annotations
-
-import heapq
-import random
-from collections import Counter
-from itertools import chain
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_schedules import ready
 
 from megarl.config.schema import AsyncConfig
-from megarl.data.curriculum import Curriculum
-from megarl.data.mixture import Mixture
-from megarl.data.prompts import Sources
 from megarl.messaging.messages import GroupReady
 from megarl.plan.asynchrony import run_ahead
 from megarl.rollouts.admission import Admission
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.ledger import Consumed, Ledger
-
-
-def ready(ordinal: int, oldest: int = 0, dropped: bool = False, outside: bool = False) -> GroupReady:
-    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [], dropped, outside)
 
 
 def filled(buffer: RolloutBuffer, *groups: tuple[int, int]) -> RolloutBuffer:
@@ -219,198 +208,3 @@ def test_a_dropped_prompt_is_replaced_at_once_and_the_run_ends_later():
     assert again.begin(1) == [4], "there is one more place"
     again.finish()
     assert again.begin(1) == [5] and again.exhausted
-
-
-class Simulation:
-    """A run without engines: rollouts take random times, the trainer trains, both ends by the real rules. Killed and resumed at will.
-
-    Old weights can live on in a rollout (in flight) or not (block): `mixed` says whether an update waits for running rollouts.
-    An `eager` generator also begins what is bound to be rejected. A finished group is dropped with the probability `dropping`. Its prompt
-    is of one of the sources of `mixture`; if these have `rows`, it is outside the curriculum's band with the probability `outside`.
-    """
-
-    def __init__(
-        self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False, dropping=0.0,
-        mixture=Mixture(), rows=None, rest_epochs=1, outside=0.5,
-    ):  # fmt: skip
-        self.random, self.dropping = random.Random(seed), dropping
-        self.mixture, self.outside, self.rest_epochs = mixture, outside, rest_epochs
-        self.sources = Sources([range(count) for count in rows], "order", True, mixture) if rows else None
-        self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
-        self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
-        self.trained, self.dropped, self.ages, self.rejected = [], [], [], 0
-        self.start(Ledger(), 0)
-
-    def start(self, ledger: Ledger, step: int) -> None:
-        self.now, self.step, self.running = 0.0, step, []
-        self.trained, self.dropped = self.trained[:step], self.dropped[:step]
-        self.curriculum = Curriculum(self.sources.place, self.rest_epochs) if self.sources else None
-        self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger, mixture=self.mixture)
-        end = self.per_step * self.steps
-        self.admission = Admission(self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum)
-        held = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
-        self.admission.generate_from(ledger.consumed_below, held, [*ledger.dropped, *ledger.rested])
-        if self.curriculum:
-            self.curriculum.resume(ledger.outside, frozenset(ledger.rejected))
-        self.saved = (ledger, step)
-
-    def run(self, kill_at: int | None = None) -> None:
-        """Until `kill_at` steps, or all. Every wait must end by itself."""
-        while self.step < self.steps and self.step != kill_at:
-            if not self.mixed:  # block
-                while self.running:
-                    self.finish_one()
-            self.begin()
-            while self.random.random() < 0.5 and self.running:
-                self.finish_one()
-                self.begin()
-            self.train()
-
-    def begin(self) -> None:
-        ordinals = self.admission.begin(self.step)
-        self.buffer.rest(self.admission.take_rested())
-        self.buffer.begin(ordinals, self.step)
-        for ordinal in ordinals:
-            length = self.random.expovariate(1.0) if self.random.random() < 0.8 else 20.0
-            heapq.heappush(self.running, (self.now + length, ordinal, self.step))
-
-    def finish_one(self) -> None:
-        self.now, ordinal, version = heapq.heappop(self.running)
-        dropped = bool(self.dropping) and self.random.random() < self.dropping
-        self.admission.drop(ordinal) if dropped else self.admission.finish()
-        outside = self.curriculum is not None and self.random.random() < self.outside
-        if self.curriculum:
-            self.curriculum.finish(ordinal, outside)
-        self.buffer.finish(ready(ordinal, version, dropped, outside))
-
-    def train(self) -> None:
-        while True:
-            if stale := self.buffer.reject(self.step):
-                self.rejected += len(stale)
-                self.admission.again(stale)
-                self.begin()
-            batch = self.buffer.take(self.step)
-            if batch is not None:
-                break
-            assert self.running, f"a deadlock: {self.buffer}"
-            self.finish_one()
-            self.begin()
-        assert not any(group.dropped for group in batch)
-        self.trained.append([group.ordinal for group in batch])
-        self.dropped.append([group.ordinal for group in self.buffer.report_dropped()])
-        self.ages += [self.step - group.oldest for group in batch]
-        self.step += 1
-        if self.random.random() < 0.5:
-            self.saved = (msgspec.msgpack.decode(self.buffer.ledger().encode(), type=Ledger), self.step)
-
-    def kill_and_resume(self) -> None:
-        self.start(*self.saved)
-
-
-some_or_none = st.one_of(st.none(), st.integers(0, 5))
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    per_step=st.integers(1, 6),
-    capacity=some_or_none,
-    max_staleness=some_or_none,
-    in_flight=st.integers(1, 20),
-    mixed=st.booleans(),
-    eager=st.booleans(),
-    kills=st.lists(st.integers(0, 14), max_size=3),
-    dropping=st.sampled_from((0.0, 0.0, 0.1, 0.5, 0.9)),
-)
-def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happens(
-    seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping
-):
-    steps = 15
-    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping)
-    for kill_at in sorted(kills):
-        run.run(kill_at)
-        run.kill_and_resume()
-    run.run()
-    assert [len(batch) for batch in run.trained] == [per_step] * steps
-    prompts = per_step * steps + sum(map(len, run.dropped))
-    assert Counter(chain(*run.trained, *run.dropped)) == Counter(range(prompts)), "each is trained on or reported as dropped"
-    assert run.dropping or prompts == per_step * steps
-    assert run.admission.exhausted and not run.running and not run.buffer.ledger().untold, "nothing is left over"
-    if max_staleness is not None:
-        assert max(run.ages) <= max_staleness
-    if not mixed and run.capacity is not None:
-        assert max(run.ages) <= run.capacity, "an update that waits for rollouts bounds their age by the capacity"
-    if run.capacity == 0:
-        in_order = [ordinal for step in zip(run.trained, run.dropped) for ordinal in sorted(chain(*step))]
-        assert in_order == list(range(prompts)), "the synchronous loop"
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    per_step=st.integers(1, 6),
-    capacity=some_or_none,
-    max_staleness=st.sampled_from((None, 0, 1, 2)),
-    in_flight=st.integers(1, 20),
-    mixed=st.booleans(),
-    eager=st.booleans(),
-    kills=st.lists(st.integers(0, 14), max_size=3),
-    dropping=st.sampled_from((0.0, 0.0, 0.5)),
-    shares=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    rows=st.lists(st.integers(1, 12), min_size=3, max_size=3),
-    rest_epochs=st.integers(1, 3),
-    outside=st.sampled_from((0.0, 0.5, 0.9, 1.0)),
-)
-def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_should(
-    seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping, shares, rows, rest_epochs, outside
-):
-    """Each step has its share of each source, whatever happens; and which prompts rest follows from the scores alone, as the ledger has
-    them at the end, whatever the order of events, and wherever the run was killed."""
-    steps, mixture = 15, Mixture(shares, list("abc"[: len(shares)]))
-    rows = rows[: len(shares)]
-    run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping, mixture, rows, rest_epochs, outside)
-    for kill_at in sorted(kills):
-        run.run(kill_at)
-        run.kill_and_resume()
-    run.run()
-    for step, batch in enumerate(run.trained):
-        found = Counter(mixture.source(ordinal) for ordinal in batch)
-        assert [found[source] for source in range(len(shares))] == mixture.counts(step * per_step, (step + 1) * per_step)
-    ledger = run.buffer.ledger()
-    every = Counter(chain(*run.trained, *run.dropped, ledger.rested))
-    assert set(every.values()) == {1} and every.keys() == {*range(ledger.consumed_below), *ledger.consumed_beyond}
-    assert ledger.trained() == {*chain(*run.trained)} and not ledger.groups and not ledger.untold
-    for source in range(len(shares)):
-        draws = sorted(mixture.draw(ordinal) for ordinal in every if mixture.source(ordinal) == source)
-        assert draws == list(range(len(draws))), "a source leaves nothing out"
-    out = {run.sources.place(ordinal) for ordinal in ledger.outside}
-    for ordinal in every:
-        source, epoch, row = run.sources.place(ordinal)
-        rests = any((source, before, row) in out for before in range(epoch - rest_epochs, epoch))
-        assert (ordinal in ledger.rested) == rests
-
-
-def test_rejection_of_everything_is_no_deadlock():
-    """All that a resumed run holds is too old: it is generated again, and the run goes on."""
-    run = Simulation(1, 4, 3, 3, 8, 10, True)
-    groups = [ready(ordinal, 0) for ordinal in range(20, 32)]
-    run.start(Ledger(20, [], groups), 5)
-    run.trained = [[] for _ in range(5)]
-    run.run()
-    assert run.rejected == 12
-    assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(20, 40))
-
-
-def test_an_eager_generator_is_rejected_often_and_gets_there():
-    run = Simulation(2, 4, 6, 1, 8, 40, False, eager=True)
-    run.run()
-    assert run.rejected > 100
-    assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(160))
-
-
-def test_long_rollouts_are_trained_on_as_often_as_short_ones():
-    """One prompt in five takes twenty times as long; none is dropped for it, and none is late beyond the limit."""
-    run = Simulation(3, 8, None, 2, 16, 60, True)
-    run.run()
-    assert run.rejected == 0 and max(run.ages) == 2
-    assert sorted(ordinal for batch in run.trained for ordinal in batch) == list(range(480))

@@ -1,5 +1,5 @@
 """Prompts whose samples all have the same reward: when they are dropped, what is said of them. (That each is dropped or trained on exactly
-once: test_buffer.py, and whole runs in tests/cpu/test_run_dynamic_sampling.py.)"""
+once: test_buffer_schedules.py, and whole runs in tests/cpu/test_run_dynamic_sampling.py.)"""
 
 from __future__ import annotations
 

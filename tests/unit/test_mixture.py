@@ -1,4 +1,4 @@
-"""Mixtures of sources: counts at every prefix, quotas, what is refused. (Exactly once, and each step's counts: test_buffer.py.)"""
+"""Mixtures of sources: counts at every prefix, quotas, what is refused. (Exactly once, each step: test_buffer_schedules.py.)"""
 
 from __future__ import annotations
 

@@ -1,0 +1,63 @@
+"""Fleets of fake engines, which answer when a test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from loops import DEADLINE_S
+
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import Completion
+from megarl.generator.fleet import Fleet
+
+
+@dataclass
+class Engine:
+    """Answers by three tokens fewer than it is asked for, cut by an abort, if it gets one; on `finish` by all of them."""
+
+    url: str
+    hung: bool = False
+    is_fresh: bool = True
+    seen: list[tuple[int, int | None]] = field(default_factory=list)  # lengths of inputs, and versions
+    closed: bool = False
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    finish: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def complete(self, inputs, samplings, version):
+        self.seen.append((len(inputs[0]), version))
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.cut, self.finish)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if self.closed:
+            raise EngineUnreachable(self.url, "closed")
+        reason, fewer = ("length", 0) if self.finish.is_set() else ("abort", 3)
+        self.cut.clear()
+        counts = [sampling.max_tokens - fewer for sampling in samplings]
+        return [Completion([7] * count, [-0.5] * count, [version] * count, reason) for count in counts]
+
+    async def abort_all(self, timeout_s):
+        if self.hung:
+            await asyncio.sleep(timeout_s * 2)
+        self.cut.set()
+
+    async def fresh(self):
+        return self.is_fresh
+
+    async def close(self):
+        self.closed = True
+        self.cut.set()
+
+
+def of(count: int, mode: str = "in_flight") -> tuple[Fleet, list[Engine]]:
+    engines = [Engine(f"http://engine-{number}") for number in range(count)]
+    fleet = Fleet(engines, mode, elastic=True)
+    fleet.release(4)
+    return fleet, engines
+
+
+def run(body) -> None:
+    async def within():
+        async with asyncio.timeout(DEADLINE_S):
+            await body()
+
+    asyncio.run(within())

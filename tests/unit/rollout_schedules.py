@@ -1,0 +1,108 @@
+"""Runs without engines, for tests of the rules by which prompts begin and batches are made: rollouts take random times."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import msgspec
+
+from megarl.config.schema import AsyncConfig
+from megarl.data.curriculum import Curriculum
+from megarl.data.mixture import Mixture
+from megarl.data.prompts import Sources
+from megarl.messaging.messages import GroupReady
+from megarl.plan.asynchrony import run_ahead
+from megarl.rollouts.admission import Admission
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.ledger import Ledger
+
+
+def ready(ordinal: int, oldest: int = 0, dropped: bool = False, outside: bool = False) -> GroupReady:
+    return GroupReady(ordinal, oldest, 0.0, 0.0, 0.0, msgspec.Raw(b"\xc0"), msgspec.Raw(b"\xc0"), [], dropped, outside)
+
+
+class Simulation:
+    """A run without engines: rollouts take random times, the trainer trains, both ends by the real rules. Killed and resumed at will.
+
+    Old weights can live on in a rollout (in flight) or not (block): `mixed` says whether an update waits for running rollouts.
+    An `eager` generator also begins what is bound to be rejected. A finished group is dropped with the probability `dropping`. Its prompt
+    is of one of the sources of `mixture`; if these have `rows`, it is outside the curriculum's band with the probability `outside`.
+    """
+
+    def __init__(
+        self, seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager=False, dropping=0.0,
+        mixture=Mixture(), rows=None, rest_epochs=1, outside=0.5,
+    ):  # fmt: skip
+        self.random, self.dropping = random.Random(seed), dropping
+        self.mixture, self.outside, self.rest_epochs = mixture, outside, rest_epochs
+        self.sources = Sources([range(count) for count in rows], "order", True, mixture) if rows else None
+        self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
+        self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
+        self.trained, self.dropped, self.ages, self.rejected = [], [], [], 0
+        self.start(Ledger(), 0)
+
+    def start(self, ledger: Ledger, step: int) -> None:
+        self.now, self.step, self.running = 0.0, step, []
+        self.trained, self.dropped = self.trained[:step], self.dropped[:step]
+        self.curriculum = Curriculum(self.sources.place, self.rest_epochs) if self.sources else None
+        self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger, mixture=self.mixture)
+        end = self.per_step * self.steps
+        self.admission = Admission(self.per_step, self.capacity, self.in_flight, end, self.mixture, self.curriculum)
+        held = sorted([*ledger.consumed_beyond, *(g.ordinal for g in ledger.groups)])
+        self.admission.generate_from(ledger.consumed_below, held, [*ledger.dropped, *ledger.rested])
+        if self.curriculum:
+            self.curriculum.resume(ledger.outside, frozenset(ledger.rejected))
+        self.saved = (ledger, step)
+
+    def run(self, kill_at: int | None = None) -> None:
+        """Until `kill_at` steps, or all. Every wait must end by itself."""
+        while self.step < self.steps and self.step != kill_at:
+            if not self.mixed:  # block
+                while self.running:
+                    self.finish_one()
+            self.begin()
+            while self.random.random() < 0.5 and self.running:
+                self.finish_one()
+                self.begin()
+            self.train()
+
+    def begin(self) -> None:
+        ordinals = self.admission.begin(self.step)
+        self.buffer.rest(self.admission.take_rested())
+        self.buffer.begin(ordinals, self.step)
+        for ordinal in ordinals:
+            length = self.random.expovariate(1.0) if self.random.random() < 0.8 else 20.0
+            heapq.heappush(self.running, (self.now + length, ordinal, self.step))
+
+    def finish_one(self) -> None:
+        self.now, ordinal, version = heapq.heappop(self.running)
+        dropped = bool(self.dropping) and self.random.random() < self.dropping
+        self.admission.drop(ordinal) if dropped else self.admission.finish()
+        outside = self.curriculum is not None and self.random.random() < self.outside
+        if self.curriculum:
+            self.curriculum.finish(ordinal, outside)
+        self.buffer.finish(ready(ordinal, version, dropped, outside))
+
+    def train(self) -> None:
+        while True:
+            if stale := self.buffer.reject(self.step):
+                self.rejected += len(stale)
+                self.admission.again(stale)
+                self.begin()
+            batch = self.buffer.take(self.step)
+            if batch is not None:
+                break
+            assert self.running, f"a deadlock: {self.buffer}"
+            self.finish_one()
+            self.begin()
+        assert not any(group.dropped for group in batch)
+        self.trained.append([group.ordinal for group in batch])
+        self.dropped.append([group.ordinal for group in self.buffer.report_dropped()])
+        self.ages += [self.step - group.oldest for group in batch]
+        self.step += 1
+        if self.random.random() < 0.5:
+            self.saved = (msgspec.msgpack.decode(self.buffer.ledger().encode(), type=Ledger), self.step)
+
+    def kill_and_resume(self) -> None:
+        self.start(*self.saved)

@@ -1,0 +1,115 @@
+"""`megarl engines`, as the generator answers it; engines that have left. The engines are fakes; a real run is in tests/cpu."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from fake_fleets import Engine, of, run
+
+from megarl.executors import fleet_calls
+from megarl.executors.fleet_calls import FleetCalls
+from megarl.generator.client import EngineUnreachable
+from megarl.launch.engines import EngineKeeper
+from megarl.launch.processes import ProcessGroup, ProcessSpec
+from megarl.messaging.background import Background
+from megarl.messaging.departures import Departures, note_departure
+from megarl.messaging.messages import FleetAnswer, FleetCall
+
+
+class Link:
+    """Hands out calls, and notes the answers."""
+
+    def __init__(self):
+        self.calls, self.answers = asyncio.Queue(), asyncio.Queue()
+
+    async def arrival(self, kind, timeout_s, awaited):
+        return "engines.1", await self.calls.get()
+
+    def send(self, peer, message):
+        self.answers.put_nowait(message)
+
+    async def ask(self, call: FleetCall) -> FleetAnswer:
+        self.calls.put_nowait(call)
+        return await self.answers.get()
+
+
+def with_calls(body, tmp_path, monkeypatch, on_failure="restart", fixed="", silence_s=60.0) -> None:
+    monkeypatch.setattr(fleet_calls, "engine_client", lambda plan, rendezvous, url: Engine(url))
+    monkeypatch.setattr(fleet_calls, "LOOK_S", 0.01)
+    timeouts, generator = SimpleNamespace(weights_s=1.0, silence_s=silence_s), SimpleNamespace(on_failure=on_failure)
+    plan = SimpleNamespace(config=SimpleNamespace(timeouts=timeouts, generator=generator))
+
+    async def within():
+        fleet, _ = of(2)
+        fleet.elastic = on_failure != "fail"
+        background, link = Background(), Link()
+        calls = FleetCalls(plan, SimpleNamespace(key_file=str(tmp_path / "key")), link, fleet, background, lambda: fixed)
+        background.start(calls.serve(), "calls")
+        background.start(calls.watch(), "watch")
+        await background.beside(body(fleet, link))
+        await background.close()
+
+    run(within)
+
+
+def test_engines_are_added_listed_and_removed_by_calls(tmp_path, monkeypatch):
+    async def body(fleet, link):
+        joined = await link.ask(FleetCall("join", urls=["http://a", "http://b"]))
+        assert [engine.number for engine in joined.engines] == [2, 3]
+        absent = await link.ask(FleetCall("leave", engines=[1, 4]))
+        assert absent.error == "engine 4: there is none; there are 0, 1, 2, 3"
+        assert (await link.ask(FleetCall("leave", engines=[0, 1]))).error.startswith("one engine at least must go on serving")
+        assert [engine.number for engine in (await link.ask(FleetCall("leave", count=1))).engines] == [3], "the newest"
+        assert (await link.ask(FleetCall("leave", engines=[0]))).error == ""
+        told = {engine.number: (engine.serving, engine.gone, engine.text) for engine in (await link.ask(FleetCall("list"))).engines}
+        assert told[0] == (False, True, "has left: by command") and told[2][2] == "joins: it is starting" and told[1][0]
+        departures = Departures(tmp_path)
+        while not {"engine.0", "engine.3.1"} <= {name for name in ("engine.0", "engine.1", "engine.3.1") if name in departures}:
+            departures = Departures(tmp_path)
+            await asyncio.sleep(0.01)
+        assert "engine.1" not in departures and "trainer.0" not in departures
+
+    with_calls(body, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "on_failure, fixed, why", [("fail", "", "generator.on_failure=fail"), ("restart", "weights go by gloo", "by gloo")]
+)
+def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, why, tmp_path, monkeypatch):
+    async def body(fleet, link):
+        for call in (FleetCall("join", urls=["http://a"]), FleetCall("leave", engines=[1])):
+            assert why in (await link.ask(call)).error
+        assert not (await link.ask(FleetCall("list"))).error and fleet.members == [0, 1]
+
+    with_calls(body, tmp_path, monkeypatch, on_failure, fixed)
+
+
+@pytest.mark.parametrize("on_failure, silence_s, why", [("restart", 0.1, "no sign of life"), ("drop", 60.0, "it was lost")])
+def test_a_lost_engine_that_nobody_starts_again_has_left(on_failure, silence_s, why, tmp_path, monkeypatch):
+    """Its launcher is silent, or drops it. One of the run's own launcher is lost until that ends the run."""
+
+    async def body(fleet, link):
+        await link.ask(FleetCall("join", urls=["http://a"]))
+        fleet.come_back(2)
+        fleet.take_back([2], 4)
+        for number in (0, 2):
+            fleet.lose(EngineUnreachable(fleet.engines[number].url, "gone"))
+        await fleet.pulse.until(lambda: bool(fleet.gone))
+        assert fleet.gone.keys() == {2} and why in fleet.gone[2] and fleet.lost.keys() == {0}
+
+    with_calls(body, tmp_path, monkeypatch, on_failure, silence_s=silence_s)
+
+
+def test_launchers_end_an_engine_that_has_left_and_do_not_start_it_again(tmp_path, capsys):
+    with ProcessGroup(tmp_path) as group:
+        keeper = EngineKeeper(group, "restart", 3, 60, 60, Departures(tmp_path))
+        for name in ("engine.1", "engine.1.1", "engine.10"):
+            group.start(ProcessSpec(name, ["sleep", "60"]))
+        assert not keeper.names, "the death of any would end the run"
+        note_departure(tmp_path, "engine.1")
+        keeper._departures = Departures(tmp_path)
+        assert keeper.names == {"engine.1", "engine.1.1"}
+        keeper.poll()
+        assert group.names == {"engine.10"} and "engine.1.1 has left the run, and is ended" in capsys.readouterr().out
