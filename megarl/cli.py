@@ -25,6 +25,7 @@ from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
 from megarl.launch import engine_commands
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.report import command as report
+from megarl.starter import command as init
 
 DESCRIPTION = """\
 Asynchronous reinforcement learning for large language models.
@@ -41,6 +42,7 @@ COMMANDS = {
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
 }
 EXAMPLES = {
+    "init": init.EXAMPLES,
     "sft": ["megarl sft configs/quickstart.yaml"],
     "reward-model": ["megarl reward-model configs/examples/reward_model.yaml"],
     "train": [
@@ -67,7 +69,7 @@ EXAMPLES = {
     "bench": bench.EXAMPLES,
 }
 WITH_JSON = ("eval", "plan", "reshard")
-WITHOUT_CONFIG = {"engines": engine_commands, "report": report, "bench": bench}
+WITHOUT_CONFIG = {"init": init, "engines": engine_commands, "report": report, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,6 +48,7 @@ TIERS = {
     "estimate": 6,
     "executors": 6,
     "report": 6,
+    "starter": 6,
     "launch": 7,
     "bench": 8,
     "cli": 9,

@@ -1,0 +1,59 @@
+"""`megarl init`: writes a folder with a run to begin with, which trains as it stands and says which of its lines to make one's own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.outputs import folder_problems
+from megarl.data.synthetic import Chain
+
+DESCRIPTION = "write a folder to begin with: a commented run.yaml, a reward function, some rows and a small model"
+EXAMPLES = ["megarl init first"]
+FILES = Path(__file__).parent / "files"
+ROWS = {"train": 2000, "eval": 128}
+
+FIRST_STEPS = """\
+{folder}: {listed}
+
+First steps, about five minutes on two cores:
+  cd {quoted}
+  megarl sft run.yaml       # a supervised warm start: the model has no weights yet
+  megarl train run.yaml     # reinforcement learning by the reward in graders.py
+  megarl report runs/first  # one page of curves, times and samples
+Then change the lines marked OWN in run.yaml: your model, your data, your reward."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="where to write; nothing that is there already is changed")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError, before anything is written, if a file is there already or the folder cannot be written to."""
+    folder = Path(arguments.folder)
+    texts = {str(path.relative_to(FILES)): path.read_text() for path in sorted(FILES.rglob("*.*"))}
+    texts |= {f"{split}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows(split)) for split in ROWS}
+    problems = list(folder_problems("FOLDER ", arguments.folder))
+    problems += [f"{folder / name}: is there already, and is not overwritten; remove it, or name another folder" for name in texts
+                 if not problems and (folder / name).exists()]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(folder / name, "x") as file:
+            file.write(text)
+    told = [f"{split}.jsonl ({count} rows)" for split, count in ROWS.items()]
+    listed = ", ".join(["run.yaml", "graders.py", *told, "model/ (0.8 million parameters, no weights yet)"])
+    print(FIRST_STEPS.format(folder=folder, quoted=shlex.quote(str(folder)), listed=listed))
+
+
+def rows(split: str) -> Iterator[dict[str, str]]:
+    """Expressions of the synthetic task `chain`, with all running totals as the answer."""
+    noisy, right = Chain(split, seed=0), Chain(split, seed=0, clamp_probability=0.0)
+    for index in range(ROWS[split]):
+        answer, demonstration = str(right[index].demonstration), str(noisy[index].demonstration)
+        yield {"prompt": right[index].prompt, "answer": answer, "demonstration": demonstration}

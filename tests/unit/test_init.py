@@ -1,0 +1,65 @@
+"""What megarl init writes: it is whole, its rows and its reward are right, and nothing that is there is changed."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+
+ROOT = Path(__file__).parents[2]
+WRITTEN = {"run.yaml", "graders.py", "train.jsonl", "eval.jsonl", "model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch, capsys) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "deep/my first"]) == 0
+    assert "cd 'deep/my first'" in capsys.readouterr().out
+    return tmp_path / "deep/my first"
+
+
+def test_all_of_it_is_there_and_the_run_can_be_planned(folder: Path, monkeypatch, capsys) -> None:
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == WRITTEN
+    monkeypatch.chdir(folder)
+    assert main(["train", "run.yaml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "2,000 rows of train.jsonl, all read" in out and "all prompts leave room" in out
+
+
+def test_answers_are_the_running_totals_and_no_prompt_is_in_both_files(folder: Path) -> None:
+    rows = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "eval")}
+    for row in rows["train"] + rows["eval"]:
+        expression = row["prompt"].removesuffix("=")
+        totals = [eval(expression[:end]) % 10 for end in range(1, len(expression) + 1, 2)]
+        assert row["answer"] == ",".join(map(str, totals))
+    prompts = [{row["prompt"] for row in rows[name]} for name in rows]
+    assert not prompts[0] & prompts[1] and len(prompts[1]) == 128
+    wrong = sum(row["demonstration"] != row["answer"] for row in rows["train"])
+    assert 0.6 < wrong / len(rows["train"]) < 0.8, "reinforcement learning would have nothing to find"
+
+
+def test_its_reward_is_the_share_of_right_totals(folder: Path) -> None:
+    share_right = runpy.run_path(str(folder / "graders.py"))["share_right"]
+    assert share_right("7,7,6,7,2", "7,7,6,7,2") == {"score": 1.0, "all_right": True}
+    assert share_right(" 7,7,9\n", "7,7,6,7,2") == {"score": 0.4, "all_right": False}
+    assert share_right("7,7,6,7,2,0,0,0,0,0", "7,7,6,7,2")["score"] == 0.5, "more numbers than asked for must not pay"
+    assert share_right("", "7,7,6,7,2")["score"] == 0
+
+
+def test_nothing_is_overwritten_and_then_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "graders.py").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "."]) == 2
+    assert capsys.readouterr().err == "megarl: graders.py: is there already, and is not overwritten; remove it, or name another folder\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["graders.py"] and (tmp_path / "graders.py").read_text() == "mine"
+    assert main(["init", "graders.py/first"]) == 2
+    assert "is a file, must be a folder" in capsys.readouterr().err
+
+
+def test_its_model_is_the_quickstarts() -> None:
+    for path in (ROOT / "megarl/starter/files/model").iterdir():
+        assert path.read_bytes() == (ROOT / "configs/models/tiny-llama" / path.name).read_bytes()
