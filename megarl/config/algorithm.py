@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.config.limits import IMPORT_PATH, above, at_least, between, one_of, setting
+from megarl.config.limits import IMPORT_PATH, MODULE, above, at_least, between, one_of, setting
 
 NAMES = (
     *("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg", "ppo"),
@@ -38,7 +38,8 @@ class AlgorithmConfig:
     name: str = setting(
         "aipo",
         "the algorithm; see docs/algorithms.md",
-        one_of(*NAMES, or_like=IMPORT_PATH, written="package.module:rule"),
+        one_of(*NAMES, or_like=IMPORT_PATH, written="package.module:rule, ./file.py:rule"),
+        MODULE,
     )
     rho: float | None = setting(
         None,

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from megarl.config.limits import above, at_least, between, one_of, setting
+from megarl.config.limits import INPUT, above, at_least, between, one_of, setting
 
 
 @dataclass
 class SourceConfig:
     """What all datasets have: where rows come from, and their prompts."""
 
-    source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name")
+    source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name", path=INPUT)
     split: str = setting("train", "which split of the source")
     subset: str | None = setting(None, 'hub configuration name, such as "main" of gsm8k')
     prompt_key: str | None = setting(
@@ -78,7 +78,7 @@ MIXED = "sources"  # as source
 class MixtureConfig(DatasetConfig):
     """One dataset, or several that are mixed."""
 
-    source: str = setting(MIXED, "as that of any dataset (see data.eval.source), and must be set; sources: those of `sources`")
+    source: str = setting(MIXED, "as that of any dataset (see data.eval.source), and must be set; sources: those of `sources`", path=INPUT)
     sources: dict[str, MixedConfig | None] = field(
         default_factory=dict,
         metadata={"meaning": "several datasets, by name, whose prompts are mixed (docs/data.md); NAME=null removes one"},

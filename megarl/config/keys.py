@@ -31,6 +31,7 @@ class Setting:
     default: Any
     meaning: str
     limit: Limit | None
+    path: str  # INPUT, OUTPUT or MODULE of megarl.config.limits, if it is one
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _walk(cls: type, prefix: str) -> Iterator[Setting | Section]:
         else:
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
-            yield Setting(key, hint, optional, default, meaning, field.metadata.get("limit"))
+            yield Setting(key, hint, optional, default, meaning, field.metadata.get("limit"), field.metadata.get("path", ""))
 
 
 def _without_optional(hint: Any) -> tuple[Any, bool]:

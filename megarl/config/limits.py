@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+IMPORT_PATH = r"(?:[A-Za-z_][\w.]*|/.*\.py):[A-Za-z_]\w*"  # of a function or class: package.module:name, or /folder/file.py:name
+INPUT, OUTPUT, MODULE = "input", "output", "module"  # settings that name what is read, what is written, and Python
 _LONGEST_S = 2_000_000
 
 
@@ -57,6 +58,6 @@ def one_of(*values: Any, or_like: str | None = None, written: str = "", spelled:
     return Limit(text, accepts, spelled)
 
 
-def setting(default: Any, meaning: str, limit: Limit | None = None) -> Any:
-    """A field of a config dataclass that carries its meaning and its limit."""
-    return field(default=default, metadata={"meaning": meaning, "limit": limit})
+def setting(default: Any, meaning: str, limit: Limit | None = None, path: str = "") -> Any:
+    """A field of a config dataclass that carries its meaning and its limit, and if it is a path, whether of an INPUT, OUTPUT or MODULE."""
+    return field(default=default, metadata={"meaning": meaning, "limit": limit, "path": path})

@@ -18,6 +18,7 @@ from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue
 
 from megarl.config.errors import ConfigError
 from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings, yaml_text
+from megarl.config.paths import located
 from megarl.config.roles import flat
 from megarl.config.schema import RunConfig
 
@@ -56,7 +57,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Like `load_config`, but leaves out settings with problems and goes on. Raises ConfigError for a file that cannot be read."""
     problems: list[str] = []
-    assignments = [*_read_file(Path(path), problems), *_read_overrides(overrides, problems)]
+    assignments = [(key, located(key, value, Path(path), problems)) for key, value in _read_file(Path(path), problems)]
+    assignments += [(key, located(key, value, None, problems)) for key, value in _read_overrides(overrides, problems)]
     tree: DictConfig = pickle.loads(_defaults())
     blamed, meant = set(), set()
     for key, value in assignments:

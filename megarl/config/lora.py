@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.config.limits import Limit, above, between, one_of, setting
+from megarl.config.limits import INPUT, Limit, above, between, one_of, setting
 
 
 @dataclass
@@ -39,6 +39,7 @@ class LoraConfig:
         None,
         "folder of a PEFT adapter that a run begins with; null: A is drawn by `seed`, B is zero. The reference model of the KL penalty, "
         "unless `roles` has one, is the model without adapters in any case",
+        path=INPUT,
     )
     sync: str = setting(
         "merge",

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.limits import above, at_least, between, one_of, seconds, setting
+from megarl.config.limits import INPUT, above, at_least, between, one_of, seconds, setting
 
 CRITIC, REWARD_MODEL, JUDGE, TEACHER, REFERENCE = "critic", "reward_model", "judge", "teacher", "reference"
 TRAINER, ENGINES = "trainer", "engines"
@@ -23,7 +23,9 @@ class RoleConfig:
     """Which keys belong to which role is said in docs/rewards.md."""
 
     role: str | None = setting(None, "what the model does; null: NAME itself", one_of(*PLACES))
-    path: str = setting(MISSING, "HF checkpoint: local folder or hub name. A critic may begin with a reward model or a causal model")
+    path: str = setting(
+        MISSING, "HF checkpoint: local folder or hub name. A critic may begin with a reward model or a causal model", path=INPUT
+    )
     on: str | None = setting(
         None,
         "where the model is. trainer: on the trainer's ranks (critic, reference, teacher); engines: on SGLang engines of its own, frozen "

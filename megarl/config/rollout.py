@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.limits import IMPORT_PATH, Limit, above, at_least, between, one_of, seconds, setting
+from megarl.config.limits import IMPORT_PATH, MODULE, Limit, above, at_least, between, one_of, seconds, setting
 from megarl.kept_sets import MOST_KEPT
 
 
@@ -14,7 +14,8 @@ class RolloutConfig:
     name: str = setting(
         "single_turn",
         "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md)",
-        one_of("single_turn", "tool_calls", or_like=IMPORT_PATH, written="package.module:function"),
+        one_of("single_turn", "tool_calls", or_like=IMPORT_PATH, written="package.module:function, ./file.py:function"),
+        MODULE,
     )
     args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
     prompts_per_step: int = setting(

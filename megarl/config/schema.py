@@ -13,7 +13,7 @@ from omegaconf import MISSING
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.data import DataConfig, DatasetConfig
-from megarl.config.limits import IMPORT_PATH, at_least, between, one_of, seconds, setting
+from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, at_least, between, one_of, seconds, setting
 from megarl.config.lora import LoraConfig
 from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
 from megarl.config.roles import RoleConfig
@@ -30,10 +30,15 @@ class ModelConfig:
     path: str = setting(
         MISSING,
         "HF checkpoint: local folder or hub name. A run begins with these weights, or with their warm start in sft.output if it exists",
+        path=INPUT,
     )
-    spec: str | None = setting(None, "config.json to plan with when the checkpoint is not on this machine; null: the one in `path`")
-    tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the one in `path`")
-    family: str | None = setting(None, "a module of your own that knows the tensors of another architecture; null: one of megarl/models")
+    spec: str | None = setting(
+        None, "config.json to plan with when the checkpoint is not on this machine; null: the one in `path`", path=INPUT
+    )
+    tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the one in `path`", path=INPUT)
+    family: str | None = setting(
+        None, "a module of your own that knows the tensors of another architecture; null: one of megarl/models", path=MODULE
+    )
     dtype: str = setting("bfloat16", "dtype of the trainer's parameters and of weights on the wire", one_of("float32", "bfloat16"))
     random_init: bool = setting(False, "megarl sft starts from random weights; `path` then only needs config and tokenizer")
 
@@ -152,12 +157,18 @@ class AsyncConfig:
     )
 
 
-_REWARDS = one_of("math", "last_number", UNSCORED, or_like=rf"{IMPORT_PATH}|roles\.[\w-]+", written="package.module:function, roles.NAME")
+_REWARDS = one_of(
+    "math",
+    "last_number",
+    UNSCORED,
+    or_like=rf"{IMPORT_PATH}|roles\.[\w-]+",
+    written="package.module:function, ./file.py:function, roles.NAME",
+)
 
 
 @dataclass
 class PartConfig:
-    name: str = setting(MISSING, "how this part is scored, as reward.name", _REWARDS)
+    name: str = setting(MISSING, "how this part is scored, as reward.name", _REWARDS, MODULE)
     weight: float = setting(1.0, "what the part's score is multiplied by in the sum", between(-MAX_REWARD, MAX_REWARD))
     failed_score: float | None = setting(
         None, "the part's score if scoring failed; null: reward.failed_score", between(-MAX_REWARD, MAX_REWARD)
@@ -172,6 +183,7 @@ class RewardConfig:
         "number of a list does; none: nothing is scored, for a run that learns from teachers alone; a function of your own "
         "(docs/own_run.md); or a model of `roles` (docs/rewards.md)",
         _REWARDS,
+        MODULE,
     )
     parts: dict[str, PartConfig | None] = field(
         default_factory=dict,
@@ -214,7 +226,17 @@ class WeightsConfig:
         "auto",
         "how weights reach the engines. auto: for each pair of ranks the first that works of cuda_ipc or shared_memory (on one host), "
         "mooncake (RDMA with GPUs and InfiniBand, else TCP), nccl, gloo",
-        one_of("auto", "shared_memory", "cuda_ipc", "mooncake", "nccl", "gloo", or_like=IMPORT_PATH, written="package.module:Class"),
+        one_of(
+            "auto",
+            "shared_memory",
+            "cuda_ipc",
+            "mooncake",
+            "nccl",
+            "gloo",
+            or_like=IMPORT_PATH,
+            written="package.module:Class, ./file.py:Class",
+        ),
+        MODULE,
     )
     relay: str = setting(
         "auto",
@@ -307,4 +329,5 @@ class RunConfig:
         "runs/default",
         "folder that the run writes to; if missing, it is created, accessible to this user only. A run continues from its last checkpoint "
         "there",
+        path=OUTPUT,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.data import DatasetConfig, MixtureConfig, PreferenceConfig
-from megarl.config.limits import above, at_least, between, each, one_of, setting
+from megarl.config.limits import OUTPUT, above, at_least, between, each, one_of, setting
 
 
 @dataclass
@@ -68,6 +68,7 @@ class SftConfig:
         "${run_dir}/sft/hf",
         "folder of the HF checkpoint that megarl sft makes. megarl train and megarl eval begin with it if it exists and was made from the "
         "same model.path; a resumed run keeps to what it began with",
+        path=OUTPUT,
     )
 
 
@@ -92,4 +93,4 @@ class RewardModelConfig:
     data: PreferenceConfig | None = setting(None, "the pairs of responses to learn from")
     eval: PreferenceConfig | None = setting(None, "held-out pairs, scored before the first and after the last step; null: none")
     every: int = setting(0, "steps between further evaluations of the held-out pairs; 0: none", at_least(0))
-    output: str = setting("${run_dir}/reward_model/hf", "folder of the HF checkpoint that megarl reward-model makes")
+    output: str = setting("${run_dir}/reward_model/hf", "folder of the HF checkpoint that megarl reward-model makes", path=OUTPUT)

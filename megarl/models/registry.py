@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.named import find_module
+from megarl.config.named import find_module, import_module
 from megarl.hub import HubError, hub_file
 from megarl.models.spec import ModelSpec
 
@@ -95,11 +95,11 @@ def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path"
 
 def family(spec: ModelSpec) -> ModuleType:
     """The module that knows the tensors of `spec`."""
-    return importlib.import_module(spec.family if is_own(spec) else f"megarl.models.{spec.family}")
+    return import_module(spec.family) if is_own(spec) else importlib.import_module(f"megarl.models.{spec.family}")
 
 
 def is_own(spec: ModelSpec) -> bool:
-    """Whether its family is outside this package; `spec.family` is then the module's full name."""
+    """Whether its family is outside this package; `spec.family` is then the module's full name, or its file."""
     return spec.family not in _modules()
 
 

@@ -5,7 +5,6 @@ megarl.rewards.pool starts it, and kills it when an answer takes too long.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from megarl.config.named import attribute
 from megarl.rewards.score import Score, score_of
 from megarl.sandbox import process
 from megarl.sandbox.mistakes import own_line
@@ -59,8 +59,7 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
 def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str, Any] | str]:
     """Wraps the user's function: takes the values of `parameters`, returns a Score, or its mistake as text. ValueError is not a mistake
     and is raised."""
-    module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = attribute(path)
 
     def reward(*values: Any) -> dict[str, Any] | str:
         try:

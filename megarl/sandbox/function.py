@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
+from megarl.config.named import attribute
 from megarl.sandbox import process
 
 
 def main(path: str, memory_mib: str, timeout_s: str, parent: str) -> None:
     """Serves until standard input closes."""
     process.prepare(parent)
-    module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = attribute(path)
     process.limit_resources(memory_mib, files_writable=True)
     process.serve(function, timeout_s)

@@ -21,11 +21,10 @@ FIRST_STEPS = """\
 {folder}: {listed}
 
 First steps, about five minutes on two cores:
-  cd {quoted}
-  megarl sft run.yaml       # a supervised warm start: the model has no weights yet
-  megarl train run.yaml     # reinforcement learning by the reward in graders.py
-  megarl report runs/first  # one page of curves, times and samples
-Then change the lines marked OWN in run.yaml: your model, your data, your reward."""
+  megarl sft {run}    # a supervised warm start: the model has no weights yet
+  megarl train {run}  # reinforcement learning by the reward in graders.py
+  megarl report {run_dir}  # one page of curves, times and samples
+Then change the lines marked OWN in {run}: your model, your data, your reward."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError, before anything is written, if a file is there already or the folder cannot be written to."""
     folder = Path(arguments.folder)
-    texts = {str(path.relative_to(FILES)): path.read_text() for path in sorted(FILES.rglob("*.*"))}
+    found = (path for path in sorted(FILES.rglob("*.*")) if "__" not in str(path.relative_to(FILES)))  # no __init__.py, no __pycache__
+    texts = {str(path.relative_to(FILES)): path.read_text() for path in found}
     texts |= {f"{split}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows(split)) for split in ROWS}
     problems = list(folder_problems("FOLDER ", arguments.folder))
     problems += [f"{folder / name}: is there already, and is not overwritten; remove it, or name another folder" for name in texts
@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
             file.write(text)
     told = [f"{split}.jsonl ({count} rows)" for split, count in ROWS.items()]
     listed = ", ".join(["run.yaml", "graders.py", *told, "model/ (0.8 million parameters, no weights yet)"])
-    print(FIRST_STEPS.format(folder=folder, quoted=shlex.quote(str(folder)), listed=listed))
+    paths = {name: shlex.quote(str(folder / path)) for name, path in (("run", "run.yaml"), ("run_dir", "runs/first"))}
+    print(FIRST_STEPS.format(folder=folder, listed=listed, **paths))
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:

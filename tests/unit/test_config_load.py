@@ -127,9 +127,12 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
             "async.partial_rollout=wait",
             "async.partial_rollout=wait: must be one of block, in_flight, retract, abort, resume",
         ),
-        ("algorithm.name=ppoo", f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule"),
+        ("algorithm.name=ppoo", f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule, ./file.py:rule"),
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
-        ("reward.name=vibes", "reward.name=vibes: must be one of math, last_number, none, package.module:function, roles.NAME"),
+        (
+            "reward.name=vibes",
+            "reward.name=vibes: must be one of math, last_number, none, package.module:function, ./file.py:function, roles.NAME",
+        ),
         ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),
         ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
@@ -138,7 +141,8 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("rollout.min_p=1", "rollout.min_p=1.0: must be in [0, 1)"),
         (
             "weights.transport=pigeon",
-            "weights.transport=pigeon: must be one of auto, shared_memory, cuda_ipc, mooncake, nccl, gloo, package.module:Class",
+            "weights.transport=pigeon: must be one of auto, shared_memory, cuda_ipc, mooncake, nccl, gloo, package.module:Class, "
+            "./file.py:Class",
         ),
         ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
         ("eval.every=-5", "eval.every=-5: must be at least 0"),

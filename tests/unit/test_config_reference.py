@@ -27,5 +27,5 @@ def test_every_key_has_a_meaning_and_an_allowed_default(setting: Setting) -> Non
 
 
 def test_allowed_algorithms_are_those_that_exist() -> None:
-    for key, there in (("algorithm.name", [*RULES, "package.module:rule"]), ("algorithm.advantage", ADVANTAGES)):
+    for key, there in (("algorithm.name", [*RULES, "package.module:rule", "./file.py:rule"]), ("algorithm.advantage", ADVANTAGES)):
         assert settings()[key].limit.text == "one of " + ", ".join(there)

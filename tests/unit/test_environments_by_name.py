@@ -61,7 +61,11 @@ class NotCallable:
         ("tool_calls", {**MARKS, "call_close": "</call>"}, f"rollout.args.call_close=</call>: must be one token of {TINY}"),
         ("tool_calls", {**MARKS, "call_open": "\u00e9"}, "rollout.args.call_open=\u00e9: must be one token"),
         ("tool_calls", {**MARKS, "result": "{}"}, "rollout.args.result={}: must contain {result} once"),
-        ("tool_calls", {**MARKS, "tool": "abacus"}, "rollout.args.tool=abacus: must be calculator, package.module:function"),
+        (
+            "tool_calls",
+            {**MARKS, "tool": "abacus"},
+            "rollout.args.tool=abacus: must be calculator, package.module:function, ./file.py:function",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(name: str, arguments: dict[str, Any], problem: str):

@@ -11,23 +11,30 @@ import pytest
 from megarl.cli import main
 
 ROOT = Path(__file__).parents[2]
-WRITTEN = {"run.yaml", "graders.py", "train.jsonl", "eval.jsonl", "model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"}
+WRITTEN = {
+    "run.yaml",
+    "graders.py",
+    "train.jsonl",
+    "eval.jsonl",
+    "model/config.json",
+    "model/tokenizer.json",
+    "model/tokenizer_config.json",
+}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch, capsys) -> Path:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "deep/my first"]) == 0
-    assert "cd 'deep/my first'" in capsys.readouterr().out
+    assert "megarl train 'deep/my first/run.yaml' " in capsys.readouterr().out
     return tmp_path / "deep/my first"
 
 
-def test_all_of_it_is_there_and_the_run_can_be_planned(folder: Path, monkeypatch, capsys) -> None:
+def test_all_of_it_is_there_and_the_run_can_be_planned(folder: Path, capsys) -> None:
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == WRITTEN
-    monkeypatch.chdir(folder)
-    assert main(["train", "run.yaml", "--dry-run"]) == 0
+    assert main(["train", "deep/my first/run.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "2,000 rows of train.jsonl, all read" in out and "all prompts leave room" in out
+    assert f"2,000 rows of {folder}/train.jsonl, all read" in out and "all prompts leave room" in out
 
 
 def test_answers_are_the_running_totals_and_no_prompt_is_in_both_files(folder: Path) -> None:

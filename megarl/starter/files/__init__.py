@@ -1,0 +1,1 @@
+"""What megarl init writes, besides this file."""
