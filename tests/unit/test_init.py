@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,14 @@ WRITTEN = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch, capsys) -> Path:
+def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("graders", None)  # of another test's folder: a process has one module of a name
     assert main(["init", "deep/my first"]) == 0
     assert "megarl train 'deep/my first/run.yaml' " in capsys.readouterr().out
-    return tmp_path / "deep/my first"
+    yield tmp_path / "deep/my first"
+    sys.modules.pop("graders", None)
 
 
 def test_all_of_it_is_there_and_the_run_can_be_planned(folder: Path, capsys) -> None:

@@ -97,12 +97,13 @@ def test_a_model_that_does_not_fit_is_refused(settings: list[str], problem: str,
     assert problems_of(tmp_path, path, *more, *settings) == [problem]
 
 
-def test_a_missing_model_is_missed_by_a_run_alone(tmp_path: Path) -> None:
+def test_a_missing_model_is_missed_by_a_run_alone(tmp_path: Path, monkeypatch) -> None:
     """One that megarl sft or reward-model will make has the shape of model.path."""
+    monkeypatch.chdir(tmp_path)  # from where ./ on the command line counts
     missing = ["roles.rm.role=reward_model", "roles.rm.path=./nowhere", "reward.name=roles.rm"]
     assert resolve(config(tmp_path, *missing)).served == ()
     assert [problem.partition(" in ")[0] for problem in problems_of(tmp_path, *missing, command="plan")] == [
-        "roles.rm.path=./nowhere: no such folder"
+        f"roles.rm.path={tmp_path}/nowhere: no such folder"
     ]
     made = [*missing, "roles.rm.path=${reward_model.output}"]
     [role] = resolve(config(tmp_path, *made), "plan").served
