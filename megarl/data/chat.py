@@ -18,6 +18,8 @@ CHAT = "chat"  # as prompt_template: use the model's chat template
 _NONCE = secrets.token_hex(8)  # so that no message can hold the marks
 _OPEN, _CLOSE = f"\ue000{_NONCE}", f"\ue001{_NONCE}"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+_REWRITES = "writes what is before or in it otherwise once more follows; learn=last learns the last turn alone"
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 Message = dict[str, Any]
 
 
@@ -39,18 +41,25 @@ class ChatTemplate:
 
         A turn is learned with the end-of-text token behind it, by which a model ends it in a rollout, and without what the template puts in
         front of it, which a rollout's prompt has. Where the template marks the assistant's turns ({% generation %}), that says where they
-        are; marks that touch are one. Otherwise a turn is what the template adds to the prompt that it makes of the messages before, and
-        both must be how the whole conversation begins. A template that rewrites earlier turns once others follow, as Qwen3's does with
-        thinking, fails this.
+        are; marks that touch are one. Otherwise a turn is what the template adds to the prompt that it makes of the messages before, which
+        must be how the whole conversation begins. In both cases the conversation up to the turn must begin alike. A template that rewrites
+        earlier turns once others follow, as Qwen3's does with thinking, fails this.
         """
         marked = self._marked(messages, tools, True)
         whole = _unmarked(marked)
         spans = self._marked_spans(marked, messages) if self.marks_turns else None
         found, end = [], 0
         for place in sorted(learned):
-            first, last = spans[place] if spans else self._prefix_span(whole, messages, tools, place)
+            if spans:
+                first, last = spans[place]
+                if place < len(messages) - 1 and not self.render(messages[: place + 1], tools, answered=True).startswith(whole[:last]):
+                    raise ValueError(f"message {place + 1}: the chat template {_REWRITES}")
+            else:
+                first, last = self._prefix_span(whole, messages, tools, place)
             last = self._ended(whole, first, last, place)
             check_shown([messages[place]], whole[first:last], place)
+            if any(thought not in whole[first:last] for thought in _thoughts(messages[place])):
+                raise ValueError(f"message {place + 1}: the chat template leaves out what the assistant thinks")
             found += [whole[end:first], whole[first:last]]
             end = last
         return found
@@ -84,8 +93,7 @@ class ChatTemplate:
         ended = ended[: min(self._ends(ended, len(prompt), len(ended)), default=len(ended))]
         if not (whole.startswith(ended) and ended.startswith(prompt)):
             alone = "the prompt that it makes for it is not how the conversation begins"
-            others = "it writes what is before or in it otherwise once more follows; learn=last learns the last turn alone"
-            why = alone if place == len(messages) - 1 else others
+            why = alone if place == len(messages) - 1 else f"it {_REWRITES}"
             raise ValueError(f"message {place + 1}: what the assistant wrote cannot be told from the chat template: {why}")
         return len(prompt), len(ended)
 
@@ -110,12 +118,13 @@ class ChatTemplate:
         """Behind each end-of-text token's first place."""
         return [found + len(token) for token in self.ends if (found := text.find(token, first, last)) >= 0]
 
-    def check(self, messages: Sequence[Message]) -> None:
+    def check(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
         """Raises ValueError for a text that holds the name of a special token: it could end a turn or open another."""
-        for number, message in enumerate(messages, start=1):
-            for text in _texts(message):
-                if found := next((token for token in (*self.special_tokens, *self.ends) if token in text), None):
-                    raise ValueError(f"message {number}: holds the special token {found!r}, which could end a turn or open another")
+        for kind, values in (("message", messages), ("tool", tools or ())):
+            for number, value in enumerate(values, start=1):
+                for text in _texts(value):
+                    if found := next((token for token in (*self.special_tokens, *self.ends) if token in text), None):
+                        raise ValueError(f"{kind} {number}: holds the special token {found!r}, which could end a turn or open another")
 
 
 def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
@@ -128,6 +137,12 @@ def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
             if not any(form in text for form in (word, json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1])):
                 what = "the call of" if word in names else "what it says, up to"
                 raise ValueError(f"message {number}: the chat template leaves out {what} {word[:60]!r}")
+
+
+def _thoughts(message: Message) -> list[str]:
+    """What an assistant's message thinks: in a key of its own, or in front of each </think>."""
+    inside = [text.rpartition("<think>")[2] for text in message["content"].split("</think>")[:-1]]
+    return [text.strip() for text in (*(message.get(key) for key in _THOUGHTS), *inside) if isinstance(text, str)]
 
 
 def name_of(call: Any) -> Any:

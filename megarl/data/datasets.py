@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -214,7 +215,7 @@ def _rendered(
     """What is `made` with the template and the row's tools. The template must show these and all messages. Raises RowProblem."""
     template, tools = chat(), tools_of(record, config.tools_key)
     try:
-        template.check(messages)
+        template.check(messages, tools)
         if tools and template.render(messages, tools, answered=True) == template.render(messages, answered=True):
             raise RowProblem(f"field {config.tools_key!r} has tools, but the model's chat template shows none")
         check_shown(messages, template.render(messages, tools, answered=True))
@@ -241,12 +242,19 @@ def _last(messages: list[Any], field: str) -> str:
 def _whole_answer(record: dict[str, Any], field: str) -> str:
     """Text as it is; anything else, such as a list of test cases, as JSON."""
     value = _dig(record, field)
-    return json.dumps(value) if isinstance(value, (list, dict, bool)) else _text(record, field, numbers=True)
+    if not isinstance(value, (list, dict, bool)):
+        return _text(record, field, numbers=True)
+    try:
+        return json.dumps(value)
+    except TypeError as error:  # parquet has more kinds of values than JSON
+        raise RowProblem(f"field {field!r} holds what cannot be written as JSON: {error}") from error
 
 
 def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
     value = _dig(record, field)
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, float) and not math.isfinite(value):  # what pandas writes for a value that is missing
+            raise RowProblem(f"field {field!r} must be a finite number, not {value}")
         return str(value)
     if not isinstance(value, str):
         raise RowProblem(f"field {field!r} must be text, not {_kind(value)}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megarl.config.data import DatasetConfig
 from megarl.data.chat import Message, name_of
+from megarl.data.records import parsed
 from megarl.data.rows import RowProblem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -80,9 +80,9 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(inner.get("arguments"), str):
         return call
     try:
-        made = {**inner, "arguments": json.loads(inner["arguments"])}
-    except json.JSONDecodeError as error:
-        raise RowProblem(f"{where}: the arguments of its tool call are no JSON: {error}") from error
+        made = {**inner, "arguments": parsed(inner["arguments"].encode())}
+    except RowProblem as problem:
+        raise RowProblem(f"{where}: the arguments of its tool call are no JSON: {problem}") from problem
     return {**call, "function": made} if inner is not call else made
 
 
@@ -91,9 +91,9 @@ def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
     tools = record.get(field)
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowProblem(f"field {field!r} is neither a list of tools nor JSON of one: {error}") from error
+            tools = parsed(tools.encode())
+        except RowProblem as problem:
+            raise RowProblem(f"field {field!r} is neither a list of tools nor JSON of one: {problem}") from problem
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowProblem(f"field {field!r} must be a list of tools")
     return tools or None

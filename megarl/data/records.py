@@ -56,20 +56,29 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                record: Any = json.loads(line.decode().rstrip())
-                if _SURROGATE.search(line):
-                    json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeDecodeError as error:
-                record = RowProblem(f"not UTF-8 at byte {error.start}")
-            except json.JSONDecodeError as error:
-                record = RowProblem(f"malformed JSON at column {error.colno}: {error.msg}")
-            except UnicodeEncodeError as error:
-                record = RowProblem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character")
-            except RecursionError:
-                record = RowProblem("JSON that is nested too deeply")
-            except ValueError:  # the only one that is left
-                record = RowProblem("a number of too many digits")
+                record = parsed(line)
+            except RowProblem as problem:
+                record = problem
             yield f"{path}, line {number}", record
+
+
+def parsed(text: bytes) -> Any:
+    """JSON. Raises RowProblem."""
+    try:
+        found = json.loads(text.decode().rstrip())
+        if _SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeDecodeError as error:
+        raise RowProblem(f"not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise RowProblem(f"malformed JSON at column {error.colno}: {error.msg}") from error
+    except UnicodeEncodeError as error:
+        raise RowProblem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character") from error
+    except RecursionError as error:
+        raise RowProblem("JSON that is nested too deeply") from error
+    except ValueError as error:  # the only one that is left
+        raise RowProblem("a number of too many digits") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

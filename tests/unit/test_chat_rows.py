@@ -34,8 +34,9 @@ MARKED = (
     + TAIL
 )
 SHORT = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}{{ eos_token }}")
-# As Qwen3's: thinking is left out of turns before the last.
-FORGETFUL = PLAIN.replace("{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1] }}")
+# As Qwen3's and Nemotron 3's: thinking is left out of turns before the last.
+FORGETTING = ("{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1] }}")
+FORGETFUL = PLAIN.replace(*FORGETTING)
 
 
 def say(role: str, content: str | None, **more: Any) -> dict[str, Any]:
@@ -141,10 +142,27 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone
     )
     row = load(tmp_path, {"messages": talk}, template=FORGETFUL, learn="last")
     assert learned(row) == ["<think>6</think>6<eos>"] and "#assistant\n1<eos>" in row.prompt
+    assert problem(tmp_path, {"messages": talk}, template=MARKED.replace(*FORGETTING)) == (
+        "field 'messages': message 2: the chat template writes what is before or in it otherwise once more follows; learn=last learns the "
+        "last turn alone"
+    )
+    assert learned(load(tmp_path, {"messages": talk}, template=MARKED.replace(*FORGETTING), learn="last")) == ["<think>6</think>6<eos>"]
     forced = PLAIN.replace("#assistant\n{% endif %}", "#assistant\n<think>{% endif %}")
     assert "the prompt that it makes for it is not how the conversation begins" in problem(
         tmp_path, {"messages": TALK[:3]}, template=forced
     )
+
+
+def test_thinking_that_a_template_does_not_show_is_not_learned_without(tmp_path: Path) -> None:
+    without = PLAIN.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
+    shows = PLAIN.replace("{{ message.content }}", "{{ message.reasoning_content | trim }}={{ message.content }}")
+    apart = [say("user", "1+1?"), say("assistant", "2", reasoning_content="\n1 and 1\n")]
+    assert learned(load(tmp_path, {"messages": apart}, template=shows)) == ["1 and 1=2<eos>"]
+    inside = [*TALK[:4], say("assistant", "<think>2 by 3</think>6")]
+    for talk, template in ((inside, without), (apart, PLAIN), (apart, MARKED)):
+        told = problem(tmp_path, {"messages": talk}, template=template)
+        assert told == f"field 'messages': message {len(talk)}: the chat template leaves out what the assistant thinks"
+        assert load(tmp_path, {"messages": [*talk, say("user", "9?")]}, "unused", template=template).prompt.endswith("#assistant\n")
 
 
 def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
@@ -170,6 +188,9 @@ def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
     assert of(user, say("assistant", "", tool_calls=[broken])).startswith(
         "field 'messages', message 2: the arguments of its tool call are no JSON"
     )
+    for arguments in ("[" * 100_000, "1" * 5000, '"\\ud800"'):
+        broken = {"function": {"name": "add", "arguments": arguments}}
+        assert "message 2: the arguments of its tool call are no JSON: " in of(user, say("assistant", "", tool_calls=[broken]))
     assert of() == "field 'messages' has no messages"
     assert problem(tmp_path, {"messages": "hi"}) == "field 'messages' must be a list of messages, not text"
     assert of(user, assistant, prompt_template="Q: {prompt}") == (
@@ -178,6 +199,10 @@ def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
     tools = {"messages": TALK, "tools": TOOLS}
     assert problem(tmp_path, tools, template=PLAIN.replace("tools", "nothing")) == (
         "field 'tools' has tools, but the model's chat template shows none"
+    )
+    named = [{"type": "function", "function": {"name": "add", "description": "<eos>"}}]
+    assert problem(tmp_path, {"messages": TALK, "tools": named}) == (
+        "field 'messages': tool 1: holds the special token '<eos>', which could end a turn or open another"
     )
     assert problem(tmp_path, {"messages": TALK, "tools": "add"}).startswith("field 'tools' is neither a list of tools nor JSON of one")
     uneven = problem(tmp_path, {"messages": TALK}, template=MARKED.replace("message.role == 'assistant'", "loop.last"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,8 @@ def test_every_problem_is_reported_with_its_line(tmp_path: Path):
         "[1, 2]",
         {"question": "x", "answer": "\\boxed{"},
         {"question": "x", "answer": True},
+        {"question": "x", "answer": math.nan},
+        '{"question": "x", "answer": -1e400}',
     )
     assert problems(source) == [
         f"{source}, line 2: malformed JSON at column 14: Unterminated string starting at",
@@ -86,6 +90,8 @@ def test_every_problem_is_reported_with_its_line(tmp_path: Path):
         f"{source}, line 7: a row must be an object with fields, not a list",
         f"{source}, line 8: field 'answer' has no final answer of 1 to 512 characters (\\boxed{{}}, after ####, or the whole text)",
         f"{source}, line 9: field 'answer' must be text, not true or false",
+        f"{source}, line 10: field 'answer' must be a finite number, not nan",
+        f"{source}, line 11: field 'answer' must be a finite number, not -inf",
     ]
 
 
@@ -189,6 +195,10 @@ def test_what_of_the_answer_is_read(tmp_path: Path):
     assert row.demonstration == "Once upon a time. " * 100
     with pytest.raises(ConfigError, match="no column 'answer' .data.train.answer_key."):
         load_rows(DatasetConfig(source=plain), "data.train", 0, "whole")
+    dates = tmp_path / "dates.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": "q", "answer": [datetime.date(2026, 1, 1)]}]), dates)
+    with pytest.raises(ConfigError, match="row 1: field 'answer' holds what cannot be written as JSON: Object of type date"):
+        load_rows(DatasetConfig(source=str(dates)), "data.train", 0, "whole")
 
 
 TEMPLATE = """{%- if messages[0]['role'] == 'system' %}
