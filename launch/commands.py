@@ -19,6 +19,7 @@ from megarl.launch.node import Node, this_node
 from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_checkpoint, latest_checkpoint
 from megarl.launch.room import check_room_for_weights
 from megarl.launch.stopping import Stopped
+from megarl.launch.tracking import Trackers
 from megarl.observe.evaluations import sets
 from megarl.observe.metrics import METRICS_FILE, check_lines
 from megarl.observe.progress import Doings, Progress
@@ -209,12 +210,19 @@ def _launch_showing(
         launch(plan, job, node, prepare, resume=resume)
         return
     progress = Progress(run_dir, steps)
+    trackers = Trackers(plan.config, run_dir, progress.warn)
 
     def prepare_to_show(folder: Path) -> None:
         clear_statuses(run_dir)
         prepare(folder)
+        trackers.start(folder / "config.yaml", resume.step)
+
+    def poll() -> None:
+        progress.poll()
+        trackers.poll()
 
     try:
-        launch(plan, job, node, prepare_to_show, progress.poll, resume)
+        launch(plan, job, node, prepare_to_show, poll, resume)
     finally:
         progress.close()
+        trackers.close()

@@ -13,6 +13,7 @@ from megarl.data.check import Checked, check_data
 from megarl.data.tokenizer import load_tokenizer
 from megarl.launch.room import check_room
 from megarl.models import ModelSpec
+from megarl.observe.trackers import check_trackers
 from megarl.plan.critic import critic_path
 from megarl.plan.resolve import RunPlan
 from megarl.plan.roles import ServedRole
@@ -29,6 +30,7 @@ COMMANDS = {
     "eval": "eval",
 }  # command → the command whose inputs it reads
 
+TRACKED = ("train", "sft", "reward-model")
 _MAY_BEGIN_RANDOM = ("sft", "reward-model")
 
 
@@ -58,6 +60,8 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
     if reads == "train" and config.algorithm.name not in RECIPES:
         checks.append(lambda: check_rule(config.algorithm.name))
+    if reads in TRACKED and not at_hand:
+        checks.append(lambda: check_trackers(config.observe.trackers))
     if plan is not None and not at_hand:
         checks.append(lambda: check_room(plan, reads))
     if problems := problems_of(*checks):

@@ -83,7 +83,7 @@ def write_run(
         "seed": seed,
     }
     (folder / "config.yaml").write_text(json.dumps(settings))
-    writer = MetricsWriter(folder, tensorboard=False)
+    writer = MetricsWriter(folder)
     samples, tokens = SamplesWriter(folder), [TokensWriter(folder, rank, piece) for rank in range(ranks)]
     for step in range(steps):
         writer.write(step, {"wall_s": STEP_S * (step + 1), **metrics(step, rng)})

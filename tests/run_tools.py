@@ -25,7 +25,7 @@ OVERRIDES = [
     "eval.limit=16",
     "checkpoint.every=2",
     "observe.probe_every=2",
-    "observe.tensorboard=false",
+    "observe.trackers=[]",
 ]
 
 

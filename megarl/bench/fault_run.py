@@ -66,7 +66,7 @@ class FaultRun:
             "rollout.args.orders": self.orders, "rollout.tool_timeout_s": TOOL_S, "reward.timeout_s": TOOL_S,
             "generator.engines": ENGINES, "generator.health_s": HEALTH_S, "generator.max_restarts": ENDLESS,
             "weights.transport": "megarl.bench.fault_hooks:FaultyTransport", "async.capacity": 2, "async.partial_rollout": "in_flight",
-            "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8, "observe.probe_every": 0, "observe.tensorboard": "false",
+            "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8, "observe.probe_every": 0, "observe.trackers": "[]",
             "observe.rollouts_per_step": 0, "trainer.optimizer.schedule": "constant",
         }  # fmt: skip
         command = [sys.executable, "-m", "megarl", "train", str(CONFIG), *(f"{key}={value}" for key, value in settings.items())]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megarl.config.limits import above, at_least, between, one_of, seconds, setting
+from megarl.config.limits import Limit, above, at_least, between, one_of, seconds, setting
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 @dataclass
@@ -39,7 +41,17 @@ class ObserveConfig:
     rollouts_per_step: int = setting(
         4, "groups of each step that are written to rollouts/, with numbers of each token that is trained on", at_least(0)
     )
-    tensorboard: bool = setting(True, "write tb/")
+    trackers: list[str] = field(
+        default_factory=lambda: ["tensorboard"],
+        metadata={
+            "meaning": "experiment trackers that are given every row of metrics.jsonl (docs/own_run.md); all but tensorboard are extras",
+            "limit": Limit(
+                f"a list of {', '.join(TRACKERS)}, each at most once",
+                lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
+            ),
+        },
+    )
+    project: str = setting("megarl", "the trackers' project (mlflow: experiment) that the run is put in")
 
 
 @dataclass
@@ -70,6 +82,7 @@ class TimeoutConfig:
     weights_s: float = setting(600.0, "any part of a weight update", seconds())
     request_s: float = setting(3600.0, "a generation request", seconds())
     samples_s: float = setting(3600.0, "all samples of a prompt, including turns, tools and scores", seconds())
+    trackers_s: float = setting(60.0, "the trackers (observe.trackers) to finish, when the run has ended", seconds())
     silence_s: float = setting(60.0, "a node's launcher without a sign of life", seconds())
 
 

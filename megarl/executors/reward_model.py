@@ -49,7 +49,7 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
     )
     begin(trainer, plan)
     scorer = PairScorer(trainer, plan)
-    metrics = MetricsWriter(run_dir, config.observe.tensorboard) if rank == 0 else None
+    metrics = MetricsWriter(run_dir) if rank == 0 else None
     started = time.monotonic()
     for step in range(steps):
         status.set(f"step {step}")

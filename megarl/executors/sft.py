@@ -49,7 +49,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     held_out, lowest = sft_held_out(config, plan.spec), math.inf
     best = f"{config.sft.output}.best"
     record = {WARM_START: warm_start_record(config)}
-    metrics = MetricsWriter(run_dir, config.observe.tensorboard) if rank == 0 else None
+    metrics = MetricsWriter(run_dir) if rank == 0 else None
     started = time.monotonic()
     for step, sequences in enumerate(sft_batches(config, plan.spec)):
         status.set(f"step {step}")

@@ -97,7 +97,7 @@ class TrainerExecutor:
         elif self.critic is not None:
             begin_critic(self.critic, self.plan)
         self.curr_step = self.rendezvous.start_step
-        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, resume_step=self.curr_step) if self.rank == 0 else None
+        self.metrics = MetricsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
         self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
         self.samples = SamplesWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
         self.tokens: TokensWriter | None = None  # made when there is something to write: few ranks have any

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, in whole lines; the numbers also go to TensorBoard."""
+"""metrics.jsonl: one JSON object per step, in whole lines. Trackers follow it (megarl.observe.tracking)."""
 
 from __future__ import annotations
 
@@ -22,37 +22,20 @@ class Histogram(NamedTuple):
     edges: Sequence[float]  # [n]
     counts: Sequence[int]  # [n + 1] of values below, between and above the edges
 
-    def raw(self) -> dict[str, Any]:
-        """As TensorBoard takes it. Values count as the middles of their bins, those beyond the edges as the next edge."""
-        limits = np.array([self.edges[0], *self.edges, self.edges[-1]])
-        counts, middles = np.array(self.counts, dtype=np.float64), (limits[1:] + limits[:-1]) / 2
-        return {
-            "min": self.edges[0],
-            "max": self.edges[-1],
-            "num": int(counts.sum()),
-            "sum": float(counts @ middles),
-            "sum_squares": float(counts @ middles**2),
-            "bucket_limits": [*self.edges, math.nextafter(self.edges[-1], math.inf)],
-            "bucket_counts": counts.tolist(),
-        }
-
 
 class MetricsWriter:
-    """Appends rows to `run_dir`/metrics.jsonl, and mirrors them to `run_dir`/tb/. Only one process of a run may have one.
+    """Appends rows to `run_dir`/metrics.jsonl. Only one process of a run may have one.
 
     A resumed run passes the first step it will write as `resume_step`: the lines of that step and later ones, and a line left incomplete,
     are cut off.
     """
 
-    def __init__(self, run_dir: Path | str, tensorboard: bool, resume_step: int = 0):
+    def __init__(self, run_dir: Path | str, resume_step: int = 0):
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         cut_from(path, resume_step)
         self._file = open(path, "ab", buffering=0)  # unbuffered: a line is one write, so readers see it whole
-        self._board = None
-        if tensorboard:
-            self._board = summary_writer(run_dir, purge_step=resume_step)
 
     def write(
         self,
@@ -63,21 +46,12 @@ class MetricsWriter:
     ) -> None:
         """Appends one line. None means that the key has no value on this step, and is left out; NaN and infinities become null.
 
-        TensorBoard draws `distributions` as histograms; the line has their quantiles. It has the counts of `histograms`.
+        The line has the quantiles of `distributions`, and the counts of `histograms`.
         """
         known = {key: value for key, value in values.items() if value is not None}
         for key, sample in distributions.items():
             known |= quantiles(key, sample)
         self._file.write(_line(step, {**known, **{key: histogram.counts for key, histogram in histograms.items()}}))
-        if self._board is not None:
-            for key, value in known.items():
-                self._board.add_scalar(key, float(value), step)
-            for key, sample in distributions.items():
-                if len(sample):
-                    self._board.add_histogram(key, np.asarray(sample, dtype=np.float64), step)
-            for key, histogram in histograms.items():
-                self._board.add_histogram_raw(key, **histogram.raw(), global_step=step)
-            self._board.flush()
 
     def sync(self) -> None:
         """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
@@ -85,8 +59,6 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
@@ -108,21 +80,11 @@ def add_to_last_row(run_dir: Path | str, values: Mapping[str, float]) -> None:
     begin, end, row = last
     step = row.pop("step")
     write_whole(path, (data[:begin] + _line(step, {**row, **values}) + data[end:]).decode(errors="replace"))
-    if (Path(run_dir) / "tb").is_dir():
-        with summary_writer(Path(run_dir)) as board:
-            for key, value in values.items():
-                board.add_scalar(key, float(value), step)
 
 
 def _line(step: int, values: Mapping[str, float | int | bool | Sequence[int]]) -> bytes:
     row = {"step": step} | {key: _finite_or_none(value) for key, value in values.items()}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
-
-
-def summary_writer(run_dir: Path, **options: Any) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # not at the top: a second of imports
-
-    return SummaryWriter(str(run_dir / "tb"), **options)
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -135,18 +97,24 @@ def cut_from(path: Path, step: int) -> None:
     if not path.exists():
         return
     data = path.read_bytes()
-    if not data.endswith(b"\n") and parse_row(data.rpartition(b"\n")[2]) is not None:
-        data += b"\n"
+    keep = kept_bytes(data, step)
+    if keep > len(data):
         with open(path, "ab") as file:
             file.write(b"\n")
-    keep_bytes = 0
-    for end, row in parse_lines(data):
+    else:
+        os.truncate(path, keep)
+
+
+def kept_bytes(data: bytes, step: int) -> int:
+    """How much of a metrics file `cut_from` keeps: one more than there is if the last line lacks only its newline."""
+    keep = 0
+    for end, row in parse_lines(data if data.endswith(b"\n") else data + b"\n"):
         if row is None:
             continue
         if row["step"] >= step:
             break
-        keep_bytes = end
-    os.truncate(path, keep_bytes)
+        keep = end
+    return keep
 
 
 def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Row | None]]:

@@ -119,6 +119,10 @@ class Progress:
             self._refreshed = now
             self._live.update(self._render(), refresh=True)
 
+    def warn(self, text: str) -> None:
+        """Prints what no metric says."""
+        self._line(f"! {text}")
+
     def close(self) -> None:
         """Shows the last state and releases the terminal."""
         self.poll()
@@ -241,7 +245,7 @@ def _starting(run_dir: Path) -> list[str]:
     """What engines say last in their logs: which weights they load, what they compile, and how much of it is left."""
     found = []
     for log in sorted((run_dir / "logs").glob("*.log")):
-        if not log.name.startswith(("trainer.", "generator.", "reward.")) and log.stat().st_size:
+        if not log.name.startswith(("trainer.", "generator.", "reward.", "tracker.")) and log.stat().st_size:
             with open(log, "rb") as file:
                 file.seek(max(0, log.stat().st_size - PRINTED_BYTES))
                 lines = escape(re.sub(r"[\r\n]+", "\n", file.read().decode(errors="replace"))).splitlines()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from corrupting_transport import TENSOR
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
+from tracker_stores import curves_of, read_tensorboard
 
 from megarl.observe.rollouts import format_group
 from megarl.plan.checkpoints import complete_checkpoints
@@ -37,6 +38,7 @@ def arguments(model, run_dir, *more: str) -> list[str]:
 
 
 SEVERAL = ["trainer.minibatches=2", "trainer.epochs=2", "algorithm.ratio=decoupled", "trainer.optimizer.schedule=cosine"]
+TRACKED = "observe.trackers=[tensorboard]"
 STREAMING = ["async.capacity=null", "async.max_staleness=2", "async.partial_rollout=in_flight"]
 
 
@@ -60,7 +62,7 @@ def resumed(model, tmp_path_factory):
     four optimizer steps."""
     folder = tmp_path_factory.mktemp("resumed")
     run_dir = folder / "run"
-    first = start(arguments(model, run_dir, *SEVERAL), folder / "first.log")
+    first = start(arguments(model, run_dir, *SEVERAL, TRACKED), folder / "first.log")
     try:
         wait_until(lambda: len(rows(run_dir)) >= 3 and complete_checkpoints(run_dir), first, "third step and a checkpoint")
         children = descendants(first)
@@ -69,7 +71,7 @@ def resumed(model, tmp_path_factory):
     _gone, alive = psutil.wait_procs(children, timeout=10)
     before = rows(run_dir)
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
-    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *SEVERAL, *STREAMING, "checkpoint.hf_every=4")))
+    return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *SEVERAL, *STREAMING, TRACKED, "checkpoint.hf_every=4")))
 
 
 def trained_ordinals(run_dir: Path) -> list[list[int]]:
@@ -185,6 +187,11 @@ def test_every_step_reports_itself(resumed):
         "eval/version_000006.json",
     ):
         assert (resumed.run_dir / name).stat().st_size > 0, name
+
+
+def test_a_tracker_has_the_curves_of_all_starts(resumed):
+    assert "tracker" not in resumed.second.stdout
+    assert read_tensorboard(resumed.run_dir, "") == curves_of(resumed.run_dir)
 
 
 def test_trainer_and_generator_agree_on_log_probs(resumed):

@@ -132,7 +132,7 @@ def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_
     run_dir = tmp_path / "run"
     sft = {"steps": 30, "batch_size": 10, "every": 2, "optimizer.lr": 0.01, "data.source": learned, "eval.source": held_out}
     settings = [f"sft.{key}={value}" for key, value in sft.items()]
-    base = ["configs/quickstart.yaml", f"model.path={tmp_path}/model", f"run_dir={run_dir}", "observe.tensorboard=false", *settings]
+    base = ["configs/quickstart.yaml", f"model.path={tmp_path}/model", f"run_dir={run_dir}", "observe.trackers=[]", *settings]
     ended = run(["sft", *base])
     assert ended.returncode == 0, ended.stderr
     measured = {row["step"]: row["eval/loss"] for row in rows(run_dir / "sft") if "eval/loss" in row}

@@ -71,7 +71,7 @@ class Job(msgspec.Struct, frozen=True):
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
             weights=WeightsConfig(transport=transport, audit=self.audit, delta=self.delta or ("auto" if self.changing else "off")),
-            observe=ObserveConfig(probe_every=0, tensorboard=False, rollouts_per_step=0),
+            observe=ObserveConfig(probe_every=0, rollouts_per_step=0),
             timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), collective_s=DEADLINE_S + 1, weights_s=self.weights_s),
             run_dir=self.folder,
         )

@@ -16,6 +16,8 @@ from megarl.observe.advisories import advisories
 from megarl.observe.agreement import AGES, HISTOGRAM_EDGES, describe_agreement
 from megarl.observe.metrics import MetricsWriter, Row
 from megarl.observe.probe import DIFFERENCE, LIMIT
+from megarl.observe.trackers import Beginning, open_tracker
+from megarl.observe.tracking import send
 from megarl.trainer.agreement import Tally
 
 
@@ -84,13 +86,16 @@ def test_histograms_are_written_and_drawn(tmp_path) -> None:
     tally = Tally(torch.device("cpu"))
     tally.add(*microbatch(np.random.default_rng(2), [3, 50], 0.1))
     totals = tally.totals(True)
-    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer = MetricsWriter(tmp_path)
     writer.write(7, totals.metrics(), histograms=totals.histograms())
     writer.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert sum(row["agreement/histogram"]) == row["agreement/tokens"] and len(row["agreement/histogram"]) == len(HISTOGRAM_EDGES) + 1
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    board = open_tracker("tensorboard", Beginning(tmp_path, project="", name="", config={}))
+    send(board, row)
+    board.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     (drawn,) = events.Histograms("agreement/histogram")
     assert drawn.histogram_value.num == row["agreement/tokens"] and drawn.histogram_value.bucket == row["agreement/histogram"]

@@ -13,7 +13,7 @@ def row_keys(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path: Path) -> None:
-    writer, new = MetricsWriter(tmp_path, tensorboard=True), NewEvaluations(tmp_path, -1)
+    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path, -1)
     for step, evaluated in enumerate(([0], [], [1, 2], [])):
         for version in evaluated:
             write_result(tmp_path, version, {"pass@1": version / 4, "suites": {"hard": {"pass@1": 0.0, "reward/mean": 0.25}}})
@@ -29,15 +29,6 @@ def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path:
         complete_metrics(tmp_path)
         assert row_keys(tmp_path) == [at_zero, {}, at_two, {"eval/version": 4, "eval/pass@1": 1.0}]
     assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
-    assert scalars(tmp_path, "eval/pass@1") == [(0, 0.0), (2, 0.5), (3, 1.0)]
-
-
-def scalars(run_dir: Path, key: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(run_dir / "tb"))
-    board.Reload()
-    return [(event.step, event.value) for event in board.Scalars(key)]
 
 
 def test_a_resumed_run_forgets_what_is_to_be_evaluated_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines, cut on resume, followed while it grows; the same numbers in TensorBoard."""
+"""metrics.jsonl: whole lines, cut on resume, followed while it grows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.observe.metrics import MetricsTail, MetricsWriter, damaged_lines, pa
 
 
 def write_steps(run_dir: Path, steps: range, resume_step: int = 0, mark: str = "first") -> None:
-    writer = MetricsWriter(run_dir, tensorboard=False, resume_step=resume_step)
+    writer = MetricsWriter(run_dir, resume_step=resume_step)
     for step in steps:
         writer.write(step, {"loss": step / 4, mark: 1})
     writer.close()
 
 
 def test_a_line_is_strict_json_with_the_values_given(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write(3, {"loss": math.nan, "reward/mean": 0.25, "sync/audit_ok": True, "sync/bytes": 7, "absent": None, "grad_norm": math.inf})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # readable before the writer is closed
 
@@ -75,7 +75,7 @@ def test_damaged_lines_are_left_out_and_known(damage: bytes, tmp_path: Path) -> 
         file.write(damage)
     tail = MetricsTail(path)
     assert tail.poll() == 2
-    writer = MetricsWriter(tmp_path, tensorboard=False, resume_step=2)
+    writer = MetricsWriter(tmp_path, resume_step=2)
     assert path.read_bytes().endswith(b'"first": 1}\n') and damaged_lines(path) == [], "what comes after the last step that is kept goes"
     writer.close()
     whole = path.read_bytes()
@@ -111,36 +111,17 @@ def test_tail_follows_growth_half_lines_and_a_resumed_run(tmp_path: Path) -> Non
         assert tail.poll() == 0
         file.write(b': 3, "loss": 0}\n')
     assert tail.poll() == 1
-    MetricsWriter(tmp_path, tensorboard=False, resume_step=2).close()
+    MetricsWriter(tmp_path, resume_step=2).close()
     assert tail.poll() == 0 and [row["step"] for row in tail.rows] == [0, 1]
     write_steps(tmp_path, range(2, 4), resume_step=2, mark="second")
     assert tail.poll() == 2 and tail.rows == read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for first, resume_step in ((0.0, 0), (100.0, 2)):
-        writer = MetricsWriter(tmp_path, tensorboard=True, resume_step=resume_step)
-        for step in range(resume_step, 4):
-            writer.write(step, {"reward/mean": first + step, "sync/audit_ok": True, "absent": None})
-        writer.close()
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    assert sorted(board.Tags()["scalars"]) == ["reward/mean", "sync/audit_ok"]
-    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 1.0), (2, 102.0), (3, 103.0)]
-
-
-def test_distributions_are_quantiles_in_the_line_and_histograms_in_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    writer = MetricsWriter(tmp_path, tensorboard=True)
+def test_distributions_are_quantiles_in_the_line(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
     writer.write(0, {"reward/mean": 0.5}, {"reward": [0.0, 1.0, 0.25], "response_tokens": []})
     writer.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row == pytest.approx({
         "step": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/p10": 0.05, "reward/p50": 0.25, "reward/p90": 0.85, "reward/max": 1.0
     })  # fmt: skip
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    assert board.Histograms("reward")[0].histogram_value.num == 3

@@ -28,7 +28,7 @@ def values(step: int) -> dict[str, float]:
 
 
 def run_steps(run_dir: Path, first: int, last: int, make=values) -> None:
-    writer = MetricsWriter(run_dir, tensorboard=False, resume_step=first)
+    writer = MetricsWriter(run_dir, resume_step=first)
     for step in range(first, last):
         writer.write(step, make(step))
     writer.close()
@@ -57,7 +57,7 @@ def test_a_resumed_run_is_continued_not_printed_again(tmp_path: Path) -> None:
     run_steps(tmp_path, 0, 8)
     console = plain()
     progress = Progress(tmp_path, 10, console)
-    MetricsWriter(tmp_path, tensorboard=False, resume_step=6).close()
+    MetricsWriter(tmp_path, resume_step=6).close()
     progress.poll()
     run_steps(tmp_path, 6, 10)
     progress.close()

@@ -24,7 +24,7 @@ from megarl.types import Group, GroupSummary, GroupTexts, Prompt, Sample
 
 
 def write_run(run_dir: Path, steps: int) -> None:
-    writer = MetricsWriter(run_dir, tensorboard=False)
+    writer = MetricsWriter(run_dir)
     for step in range(steps):
         values = {"reward/mean": step / 100, "loss": math.nan, "staleness/mean": 1.0, "staleness/max": 1 + (step == 3)}
         values |= {"time/step_s": 0.2 + step / 1000, "time/train_s": 0.1, "samples_per_s": float(step), "tokens_per_s": 5.0}
@@ -61,7 +61,7 @@ def test_summary_has_a_line_for_each_score_of_each_held_out_set(tmp_path: Path) 
 
 
 def test_turns_are_reported_where_there_are_any(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     for step in range(20):
         writer.write(step, {"reward/mean": 0.5, "turns/mean": 1 + (step >= 10), "environment_tokens/fraction": step / 100})
     writer.close()
@@ -205,7 +205,7 @@ def test_ordinals_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> No
 def test_agreement_is_drawn_and_summed_up_where_it_was_measured(tmp_path: Path) -> None:
     write_run(tmp_path / "without", 3)
     assert not plot_agreement(tmp_path / "without").exists()
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     for step in range(40):
         values = {"agreement/tokens": 10, "agreement/abs_diff_mean": 0.02 if step < 20 else 0.04, "agreement/ess": 0.9}
         values |= {"agreement/abs_diff_p99": 0.3, "agreement/abs_diff_max": 0.5, "logprob/limit": 0.05, "reward/mean": 0.5}

@@ -194,7 +194,7 @@ def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: 
         tokens.write(
             0, number, 0, SimpleNamespace(ids=np.arange(4), positions=np.arange(6, 10), logprobs=zeros, mu_logprobs=zeros, advantages=zeros)
         )
-    writer = MetricsWriter(folder, tensorboard=False, resume_step=1)
+    writer = MetricsWriter(folder, resume_step=1)
     writer.write(1, {**metrics(1, rng), HOSTILE[0]: 1.0, "eval/" + HOSTILE[0] + "/pass@1": 1.0})
     writer.close()
     trace = folder / "trace" / "launcher.0.jsonl"
@@ -270,13 +270,13 @@ def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         tab.open(server.url)
-        rng, writer = np.random.default_rng(5), MetricsWriter(folder, tensorboard=False, resume_step=5)
+        rng, writer = np.random.default_rng(5), MetricsWriter(folder, resume_step=5)
         for step in range(5, 9):
             writer.write(step, metrics(step, rng))
         tab.until("view.runs[0].steps.length === 9")
         assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == 9
         writer.close()
-        MetricsWriter(folder, tensorboard=False, resume_step=2).close()  # a run that has gone back to a checkpoint
+        MetricsWriter(folder, resume_step=2).close()  # a run that has gone back to a checkpoint
         tab.until("view.runs[0].steps.length === 2")
         assert tab.messages == []
         server.shutdown()

@@ -139,14 +139,14 @@ def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) 
     assert first["samples"]["index"]["step"] == [step for step in range(7) for _ in range(2)]  # of the last, some ranks may still write
     empty = reader.read(follow=True)
     assert not empty["afresh"] and not (empty["steps"] or empty["lanes"] or empty["marks"] or empty["samples"]["chunks"])
-    writer = MetricsWriter(tmp_path, tensorboard=False, resume_step=8)
+    writer = MetricsWriter(tmp_path, resume_step=8)
     writer.write(8, {"loss": 1.0, "new": 2.0})
     samples = SamplesWriter(tmp_path, resume_step=8)
     samples.write(8, [(summary(each), texts(each)) for each in [group(8, 8, 2, np.random.default_rng(0))]])
     new = reader.read(follow=True)
     assert new["steps"] == [8] and new["metrics"]["new"] == [2.0] and new["samples"]["index"]["step"] == [7, 7]
     writer.close()
-    writer = MetricsWriter(tmp_path, tensorboard=False, resume_step=3)
+    writer = MetricsWriter(tmp_path, resume_step=3)
     for step in range(3, 12):
         writer.write(step, {"loss": -1.0})
     again = reader.read(follow=True)

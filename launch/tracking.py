@@ -1,0 +1,105 @@
+"""The trackers of a launch (observe.trackers): a process for each, beside the run's own, whose failure is told and changes nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from megarl.config.schema import RunConfig
+from megarl.files import log_tail
+from megarl.launch.environment import one_thread
+from megarl.launch.processes import inherited
+from megarl.observe.evaluations import complete_metrics
+from megarl.observe.metrics import METRICS_FILE
+from megarl.observe.tracking import Stale, Tracked
+
+LOOK_S = 1.0
+KILLED_S = 5.0
+
+
+class Trackers:
+    """Processes that follow `folder`/metrics.jsonl. Start them before the run's own; call `poll` now and then, and `close` at the end."""
+
+    def __init__(self, config: RunConfig, folder: Path, tell: Callable[[str], None]):
+        self._folder, self._tell, self._deadline_s = folder, tell, config.timeouts.trackers_s
+        self._names = config.observe.trackers
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._told: set[str] = set()
+        self._looked = 0.0
+
+    def start(self, config_path: Path, first: int) -> None:
+        """`first`: the first step of this start. The processes read `config_path`, and end when this process does."""
+        logs = self._folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        stale = json.dumps(asdict(Stale.of(self._folder / METRICS_FILE, first)))
+        for name in self._names:
+            replace(Tracked.load(self._folder, name), failures=0, problem="", ended=False).save(self._folder, name)
+            options = ["--title", str(self._folder), "--deadline", str(self._deadline_s)]
+            where = [str(self._folder), str(config_path), str(first), stale]
+            argv = [sys.executable, "-m", "megarl.observe.tracking", name, *where, *options]
+            with open(logs / f"tracker.{name}.log", "wb") as log:
+                self._processes[name] = subprocess.Popen(
+                    argv,
+                    env={**inherited(), **one_thread()},
+                    stdin=subprocess.PIPE,  # whose end is the order to finish
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
+    def poll(self) -> None:
+        """Says once of each tracker that it has failed, and why."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        for name, process in self._processes.items():
+            if name in self._told:
+                continue
+            if process.poll() is not None:
+                self._say(name, f"its process ended ({process.returncode}); {self._last_line(name)}")
+            elif problem := Tracked.load(self._folder, name).problem:
+                self._say(name, f"{problem}; it is tried again")
+
+    def close(self) -> None:
+        """Lets every tracker finish within timeouts.trackers_s, all at once, and says which could not. No process of the run may be
+        writing any more."""
+        if self._processes:
+            try:
+                complete_metrics(self._folder)
+            except OSError as error:  # such as a full disk, which may be why the run has ended
+                self._tell(f"{METRICS_FILE} lacks the last evaluation: {error}")
+        deadline = time.monotonic() + self._deadline_s
+        try:
+            for process in self._processes.values():
+                if process.stdin:
+                    process.stdin.close()
+            for name, process in self._processes.items():
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    self._say(name, f"it was not done {self._deadline_s:g} s after the run (timeouts.trackers_s)")
+            for name in self._processes:
+                tracked = Tracked.load(self._folder, name)
+                if not tracked.ended:
+                    why = f": {tracked.problem}" if tracked.problem else ""
+                    self._say(name, f"it may lack steps{why}; the next start of the run sends them")
+                elif tracked.failures:
+                    self._say(name, f"it failed {tracked.failures} times ({tracked.problem}), and has all steps now")
+        finally:
+            for process in self._processes.values():
+                if process.poll() is None:
+                    process.kill()
+                    process.wait(KILLED_S)
+
+    def _say(self, name: str, text: str) -> None:
+        self._told.add(name)
+        self._tell(f"tracker {name}: {text} (its log is {self._folder / 'logs' / f'tracker.{name}.log'})")
+
+    def _last_line(self, name: str) -> str:
+        return log_tail(self._folder / "logs" / f"tracker.{name}.log", lines=1) or "its log is empty"

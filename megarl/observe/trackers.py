@@ -1,0 +1,243 @@
+"""Experiment trackers, each by its own library (observe.trackers). A tracker keeps what metrics.jsonl says: see `megarl.observe.tracking`.
+
+A library is imported when its tracker is opened, and keeps its files in the run's folder unless the user's environment says where (its own
+variables: WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megarl.config.errors import ConfigError
+from megarl.observe.agreement import HISTOGRAM_EDGES
+
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "swanlab": "swanlab", "trackio": "trackio"}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a tracker is opened with."""
+
+    folder: Path  # that has metrics.jsonl
+    project: str
+    name: str  # of the run
+    config: Mapping[str, Any]  # all settings, nested
+    run: str = ""  # the tracker's own id of the run to go on with; empty: a new run
+
+
+class Tracker(Protocol):
+    run: str  # the id to go on with
+
+    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+        """Adds values to a step: a new one, or the last one again with other keys."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError for trackers whose packages are not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        command = shlex.join([sys.executable, "-m", "pip", "install", *(part for name in missing for part in _requirements(name))])
+        raise ConfigError(
+            f"observe.trackers=[{', '.join(names)}]: {' and '.join(missing)} cannot be imported here; install with: {command}"
+        )
+
+
+def _requirements(name: str) -> list[str]:
+    """Of the extra `name` of this package."""
+    found = [line.partition(";") for line in importlib.metadata.requires("megarl") or ()]
+    wanted = [requirement.strip() for requirement, _, marker in found if re.search(rf"extra == ['\"]{name}['\"]", marker)]
+    return wanted or [_PACKAGES[name]]
+
+
+def _library(name: str) -> Any:
+    """Not by a statement, whose names would have types only where the extra is installed."""
+    return importlib.import_module(name)
+
+
+def open_tracker(name: str, beginning: Beginning) -> Tracker:
+    return _KINDS[name](beginning)
+
+
+class _TensorBoard:
+    """Event files in tb/, written without torch. A new run takes the place of older files."""
+
+    def __init__(self, beginning: Beginning):
+        event, summary = (_library(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary"))
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = beginning.folder / "tb"
+        if not beginning.run:
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+        self.run, self._event, self._summary, self._writer = "tb", event.Event, summary.Summary, EventFileWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+        found = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+        for key, counts in histograms.items():
+            if len(counts) == len(HISTOGRAM_EDGES) + 1:
+                found.append(self._summary.Value(tag=key, histo=_histogram(HISTOGRAM_EDGES, counts)))
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=found)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _histogram(edges: np.ndarray, counts: Sequence[int]) -> Any:
+    """[n + 1] counts of values below, between and above [n] edges. Values count as the middles of their bins, those beyond the edges as
+    the next edge."""
+    limits, weights = np.array([edges[0], *edges, edges[-1]]), np.array(counts, dtype=np.float64)
+    middles = (limits[1:] + limits[:-1]) / 2
+    return _library("tensorboard.compat.proto.histogram_pb2").HistogramProto(
+        min=edges[0],
+        max=edges[-1],
+        num=weights.sum(),
+        sum=weights @ middles,
+        sum_squares=weights @ middles**2,
+        bucket_limit=[*edges, math.nextafter(edges[-1], math.inf)],
+        bucket=weights.tolist(),
+    )
+
+
+class _Wandb:
+    """Without an API key it keeps the run in wandb/, which `wandb sync` sends."""
+
+    def __init__(self, beginning: Beginning):
+        wandb = _library("wandb")
+
+        self.run = beginning.run or secrets.token_hex(8)
+        offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False)
+        self._run = wandb.init(
+            **({"mode": "offline"} if offline else {}),
+            project=beginning.project,
+            name=beginning.name,
+            group=beginning.name,
+            id=self.run,
+            resume="allow",
+            dir=str(beginning.folder),
+            config=dict(beginning.config),
+            settings=wandb.Settings(console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    """Without MLFLOW_TRACKING_URI the store is mlflow.db. MLflow allows no @ in a key: pass@1 is pass_at_1 there."""
+
+    _PARAMS = 100  # the most that it takes at once
+    _OTHER = re.compile(r"[^\w.\- :/]")
+
+    def __init__(self, beginning: Beginning):
+        client, entities = _library("mlflow").MlflowClient, _library("mlflow.entities")
+        local = f"sqlite:///{(beginning.folder / 'mlflow.db').resolve()}"
+        self._client, self._metric, self._when = client(os.environ.get("MLFLOW_TRACKING_URI") or local), entities.Metric, (-1, 0)
+        if beginning.run:
+            self.run = beginning.run
+            self._client.update_run(self.run, "RUNNING")
+            return
+        known = self._client.get_experiment_by_name(beginning.project)
+        experiment = known.experiment_id if known else self._client.create_experiment(beginning.project)
+        self.run = self._client.create_run(experiment, run_name=beginning.name).info.run_id
+        params = [entities.Param(self._OTHER.sub("_", key), text[:6000]) for key, text in _flat(beginning.config)]
+        for first in range(0, len(params), self._PARAMS):
+            self._client.log_batch(self.run, params=params[first : first + self._PARAMS])
+
+    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+        if self._when[0] != step:
+            self._when = step, int(time.time() * 1000)  # the same if it is sent again, which then changes nothing
+        self._client.log_batch(self.run, metrics=[self._metric(self.key(key), value, self._when[1], step) for key, value in values.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self.run)
+
+    @classmethod
+    def key(cls, key: str) -> str:
+        return cls._OTHER.sub("_", key.replace("@", "_at_"))
+
+
+class _Swanlab:
+    """Without an API key it keeps the run in swanlog/, which `swanlab sync` sends."""
+
+    def __init__(self, beginning: Beginning):
+        swanlab = _library("swanlab")
+
+        self.run = beginning.run or secrets.token_hex(10)
+        offline = "SWANLAB_MODE" not in os.environ and not swanlab.Settings().api_key
+        self._run = swanlab.init(
+            **({"mode": "offline"} if offline else {}),
+            project=beginning.project,
+            name=beginning.name,
+            group=beginning.name,
+            id=self.run,
+            resume="allow",
+            log_dir=str(beginning.folder / "swanlog"),
+            config=dict(beginning.config),
+            settings=swanlab.Settings.model_validate({"interactive": False, "probe": {"monitor": False}}),  # no curves of the host's load
+        )
+
+    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    """Without TRACKIO_DIR and without a server of its own the store is trackio/."""
+
+    def __init__(self, beginning: Beginning):
+        if not any(name in os.environ for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")):
+            os.environ["TRACKIO_DIR"] = str(beginning.folder / "trackio")  # read when it is imported
+        trackio = _library("trackio")
+
+        self.run = beginning.run or f"{beginning.name} {secrets.token_hex(4)}"  # it finds runs by their names
+        self._run = trackio.init(
+            project=beginning.project,
+            name=self.run,
+            group=beginning.name,
+            resume="allow",
+            config=dict(beginning.config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+_KINDS: dict[str, type] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow, "swanlab": _Swanlab, "trackio": _Trackio}

@@ -1,0 +1,198 @@
+"""Feeds a tracker from metrics.jsonl, in a process of its own: `python -m megarl.observe.tracking` (launch/tracking.py starts it).
+
+The file is the truth and the queue: no step waits for a tracker, and rows that a tracker could not take wait in the file. What a tracker
+has is in trackers/NAME.json. When a run resumes, the tracker goes on with its own run, after the rows that it lacks. If the run goes back
+to a step that the tracker has already, or if the tracker's process was killed, so that nobody knows what it has, it gets a new run with all
+rows from step 0: trackers cannot take back a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from megarl.files import write_whole
+from megarl.observe.metrics import METRICS_FILE, Row, kept_bytes, parse_lines, read_metrics
+from megarl.observe.trackers import Beginning, Tracker, open_tracker
+
+POLL_S = 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after a failure
+
+
+@dataclass
+class Tracked:
+    """What is known of a tracker (trackers/NAME.json)."""
+
+    run: str = ""  # its own id of the run
+    next_step: int = 0  # the first that it does not have; meant only if `closed`
+    closed: bool = False
+    failures: int = 0  # since the last start
+    problem: str = ""  # the first of them
+    ended: bool = False  # whether all rows of the last start are in it
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Tracked:
+        try:
+            return cls(**json.loads(_path(folder, name).read_text()))
+        except (OSError, ValueError, TypeError):  # none yet, or damaged: then it gets a new run
+            return cls()
+
+    def save(self, folder: Path, name: str) -> None:
+        _path(folder, name).parent.mkdir(exist_ok=True)
+        write_whole(_path(folder, name), json.dumps(asdict(self)))
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / "trackers" / f"{name}.json"
+
+
+@dataclass(frozen=True)
+class Stale:
+    """The end of a metrics file that an earlier start has left, and that the writer will cut off."""
+
+    offset: int  # bytes of what is kept
+    length: int
+    digest: str
+
+    @classmethod
+    def of(cls, path: Path, first: int) -> Stale:
+        """What there is of step `first` and later. To be called before the run's processes start."""
+        data = path.read_bytes() if path.exists() else b""
+        offset = kept_bytes(data, first)
+        return cls(offset, len(data[offset:]), _digest(data[offset:]))
+
+    def is_there(self, data: bytes) -> bool:
+        return self.length > 0 and _digest(data[: self.length]) == self.digest
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class NewRows:
+    """The rows of a metrics file, from the first one on, while another process writes it; what is `stale` does not count."""
+
+    def __init__(self, path: Path, stale: Stale):
+        self._path, self._stale, self._offset = path, stale, stale.offset
+        data = path.read_bytes() if path.exists() else b""
+        self.rows: list[Row] = [row for end, row in parse_lines(data + b"\n") if row is not None and end <= self._offset]
+        self._waits = stale.length > 0
+
+    def poll(self) -> None:
+        """Adds what is new to `rows`."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        if self._waits and self._stale.is_there(data):
+            return
+        self._waits = False
+        new = list(parse_lines(data, self._offset))
+        self._offset = new[-1][0] if new else self._offset
+        self.rows += [row for _, row in new if row is not None]
+
+
+def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Callable[[float], bool]) -> None:
+    """Sends rows until `ended(seconds)`, which waits for so long at most, says that there will be no more, and all are sent."""
+    folder, tracked = beginning.folder, Tracked.load(beginning.folder, name)
+    goes_on = tracked.closed and bool(tracked.run) and tracked.next_step <= first
+    if not goes_on:
+        tracked.run, tracked.next_step = "", 0
+    tracked = Tracked(tracked.run, tracked.next_step)
+    tracked.save(folder, name)
+    tracker: Tracker | None = None
+    sent = sum(row["step"] < tracked.next_step for row in rows.rows)
+    pause_s, over = POLL_S, False
+    while True:
+        over = over or ended(pause_s)
+        rows.poll()
+        try:
+            tracker = tracker or open_tracker(name, Beginning(**{**vars(beginning), "run": tracked.run}))
+            tracked.run = tracker.run
+            while sent < len(rows.rows):
+                send(tracker, rows.rows[sent])
+                sent += 1
+            if over:
+                _complete(tracker, rows, beginning.folder)
+                tracker.close()
+                break
+            pause_s = POLL_S
+        except Exception as error:  # whatever a tracker raises, the run goes on, and this tries again
+            traceback.print_exc()
+            tracked.failures += 1
+            tracked.problem = tracked.problem or f"{type(error).__name__}: {error}".splitlines()[0]
+            tracked.save(folder, name)
+            pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            if over:
+                time.sleep(pause_s)
+    tracked.next_step = rows.rows[-1]["step"] + 1 if rows.rows else 0
+    tracked.closed = tracked.ended = True
+    tracked.save(folder, name)
+
+
+def send(tracker: Tracker, row: Row) -> None:
+    """Values that are not finite have no place in a curve."""
+    values = {key: float(value) for key, value in row.items() if key != "step" and not isinstance(value, list)}
+    histograms = {key: value for key, value in row.items() if isinstance(value, list)}
+    tracker.log(row["step"], {key: value for key, value in values.items() if math.isfinite(value)}, histograms)
+
+
+def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
+    """Sends what the last row has got since (evaluations.complete_metrics)."""
+    last = read_metrics(folder / METRICS_FILE)[-1:]
+    if rows.rows and last and last[0]["step"] == rows.rows[-1]["step"]:
+        before, rows.rows[-1] = rows.rows[-1], last[0]
+        if new := {key: value for key, value in last[0].items() if key not in before}:
+            send(tracker, {"step": last[0]["step"], **new})
+
+
+def main() -> None:
+    """Follows until standard input is at its end, and then for `--deadline` seconds at most."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("first", type=int)
+    parser.add_argument("stale", type=json.loads)
+    parser.add_argument("--title", default="")
+    parser.add_argument("--deadline", type=float, default=60.0)
+    arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the launcher, after which this ends
+        signal.signal(number, signal.SIG_IGN)
+    lock = open(_path(arguments.folder, arguments.name).with_suffix(".lock"), "a")
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # the tracker of a launch that was killed may still be finishing
+    rows = NewRows(arguments.folder / METRICS_FILE, Stale(**arguments.stale))
+
+    def ended(seconds: float) -> bool:
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            return False
+        threading.Timer(arguments.deadline, lambda: os._exit(1)).start()
+        return True
+
+    config = yaml.safe_load(arguments.config.read_text())
+    beginning = Beginning(arguments.folder, config["observe"]["project"], arguments.title or str(arguments.folder), config)
+    follow(arguments.name, beginning, rows, arguments.first, ended)
+    sys.stdout.flush()
+    os._exit(0)  # what a library still does at its exit must not hold up the run's
+
+
+if __name__ == "__main__":
+    main()

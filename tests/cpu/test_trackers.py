@@ -1,0 +1,161 @@
+"""Every tracker, by its own library, against what metrics.jsonl says: read back from the library's local store, also after resumes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tracker_stores import READERS, Curves, curves_of, read_tensorboard
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import dump_config
+from megarl.config.schema import ModelConfig, RunConfig
+from megarl.launch.tracking import Trackers
+from megarl.observe.evaluations import write_result
+from megarl.observe.metrics import METRICS_FILE, MetricsWriter, add_to_last_row
+from megarl.observe.trackers import Beginning, check_trackers
+from megarl.observe.tracking import NewRows, Stale, Tracked, follow
+
+WAIT_S = 240.0  # an import of a library alone may take a minute on a busy machine
+
+
+def config_of(name: str) -> RunConfig:
+    config = RunConfig(model=ModelConfig(path="none"))
+    config.observe.trackers, config.timeouts.trackers_s = [name], WAIT_S
+    return config
+
+
+def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> list[str]:
+    """A start of a run that writes `steps`: the trainer opens its file after the tracker has been started."""
+    told: list[str] = []
+    config_path = folder / "settings.yaml"
+    folder.mkdir(exist_ok=True)
+    config_path.write_text(dump_config(config_of(name)))
+    trackers = Trackers(config_of(name), folder, told.append)
+    trackers.start(config_path, first)
+    writer = MetricsWriter(folder, resume_step=first)
+    for step in steps:
+        values = {"loss": mark + step / 4, "pass@1": 0.5, "sync/audit_ok": True, "grad_norm": float("nan"), "reward/mean": step}
+        writer.write(step, values, {"response_tokens": [1.0, 2.0]})
+    writer.close()
+    trackers.close()
+    return told
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
+def test_curves_are_those_of_metrics_jsonl_after_every_resume(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    for variable in [key for key in os.environ if key.startswith(("WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_"))]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no one's credentials
+    (tmp_path / "home").mkdir()
+    folder = tmp_path / "run"
+
+    def curves() -> Curves:
+        tracked = Tracked.load(folder, name)
+        assert tracked.closed and tracked.ended and not tracked.failures
+        return READERS[name](folder, tracked.run)
+
+    assert launch(folder, name, 0, range(4), mark=0.0) == []
+    assert curves() == curves_of(folder, name)
+    run = Tracked.load(folder, name).run
+    write_result(folder, 6, {"pass@1": 0.75, "suites": {"hard": {"pass@1": 0.25}}})  # of the last weights: it comes into the last row
+    assert launch(folder, name, 4, range(4, 6), mark=0.0) == []
+    assert curves_of(folder)["eval/hard/pass@1"] == [(5, 0.25)]
+    assert (Tracked.load(folder, name).run, curves()) == (run, curves_of(folder, name))
+    assert launch(folder, name, 3, range(3, 8), mark=100.0) == []  # back to a checkpoint: steps 3 to 5 are made again
+    assert curves() == curves_of(folder, name) and curves_of(folder)["loss"][2:4] == [(2, 0.5), (3, 100.75)]
+
+
+def test_a_killed_tracker_is_told_of_once_and_made_anew(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "settings.yaml").write_text(dump_config(config_of("tensorboard")))
+    trackers = Trackers(config_of("tensorboard"), tmp_path, told.append)
+    trackers.start(tmp_path / "settings.yaml", 0)
+    writer = MetricsWriter(tmp_path)
+    writer.write(0, {"loss": 1.0})
+    (process,) = trackers._processes.values()
+    process.kill()
+    process.wait()
+    for _ in range(3):
+        trackers._looked = 0.0
+        trackers.poll()
+    assert len(told) == 1 and told[0].startswith("tracker tensorboard: its process ended (-9)")
+    trackers.close()
+    assert "may lack steps; the next start of the run sends them" in told[1]
+    writer.close()
+    assert launch(tmp_path, "tensorboard", 1, range(1, 3), mark=0.0) == []
+    assert read_tensorboard(tmp_path, "") == curves_of(tmp_path)
+
+
+def test_a_tracker_that_cannot_be_opened_costs_nothing_but_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "tb").write_text("a file where its folder should be")
+    told: list[str] = []
+    config = config_of("tensorboard")
+    config.timeouts.trackers_s = 6.0
+    (tmp_path / "settings.yaml").write_text(dump_config(config))
+    trackers = Trackers(config, tmp_path, told.append)
+    trackers.start(tmp_path / "settings.yaml", 0)
+    writer = MetricsWriter(tmp_path)
+    writer.write(0, {"loss": 1.0})
+    writer.close()
+    deadline = time.monotonic() + WAIT_S
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.2)
+        trackers.poll()
+    trackers.close()
+    assert "it is tried again" in told[0] and any("may lack steps: " in text for text in told[1:])
+    assert Tracked.load(tmp_path, "tensorboard").failures > 0
+    (tmp_path / "tb").unlink()
+    assert launch(tmp_path, "tensorboard", 1, range(1, 2), mark=0.0) == []
+    assert read_tensorboard(tmp_path, "") == curves_of(tmp_path)
+
+
+def test_what_the_last_row_gets_at_the_end_is_added_to_its_step(tmp_path: Path) -> None:
+    rows, calls = NewRows(tmp_path / METRICS_FILE, Stale.of(tmp_path / METRICS_FILE, 0)), []
+    writer = MetricsWriter(tmp_path)
+
+    def ended(_: float) -> bool:
+        calls.append(len(read_tensorboard(tmp_path, "").get("loss", ())))
+        if len(calls) <= 2:
+            writer.write(len(calls), {"loss": 0.5})
+        elif len(calls) == 4:
+            add_to_last_row(tmp_path, {"eval/version": 2})
+        return len(calls) == 4
+
+    follow("tensorboard", Beginning(tmp_path, "project", "name", {}), rows, 0, ended)
+    writer.close()
+    assert calls == [0, 1, 2, 2]
+    assert read_tensorboard(tmp_path, "") == {"loss": [(1, 0.5), (2, 0.5)], "eval/version": [(2, 2.0)]}
+
+
+def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(tmp_path: Path) -> None:
+    launch_rows = [(step, mark) for step, mark in ((0, 0.0), (1, 0.0), (2, 0.0))]
+    writer = MetricsWriter(tmp_path)
+    for step, mark in launch_rows:
+        writer.write(step, {"loss": mark})
+    writer.close()
+    rows = NewRows(tmp_path / METRICS_FILE, Stale.of(tmp_path / METRICS_FILE, 1))
+    rows.poll()
+    assert [row["step"] for row in rows.rows] == [0]
+    writer = MetricsWriter(tmp_path, resume_step=1)
+    for step in (1, 2, 3):  # more than were there before, seen at once
+        writer.write(step, {"loss": 9.0})
+    writer.close()
+    rows.poll()
+    assert [(row["step"], row["loss"]) for row in rows.rows] == [(0, 0.0), (1, 9.0), (2, 9.0), (3, 9.0)]
+
+
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_trackers(["tensorboard"])
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    with pytest.raises(
+        ConfigError, match=r"observe.trackers=\[tensorboard, wandb\]: wandb cannot be imported here; .* -m pip install .*wandb"
+    ):
+        check_trackers(["tensorboard", "wandb"])

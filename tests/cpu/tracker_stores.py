@@ -1,0 +1,103 @@
+"""Reads the curves of a run back from each tracker's own local store, and what they are to be from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megarl.observe.metrics import METRICS_FILE, read_metrics
+
+Curves = dict[str, list[tuple[int, float]]]
+
+
+def curves_of(folder: Path, name: str = "tensorboard") -> Curves:
+    """Of metrics.jsonl, as the tracker `name` is to have them. TensorBoard keeps float32."""
+    kept = np.float32 if name == "tensorboard" else float
+    found: Curves = {}
+    for row in read_metrics(folder / METRICS_FILE):
+        for key, value in row.items():
+            if key != "step" and not isinstance(value, list) and value == value:  # not NaN
+                found.setdefault(key, []).append((row["step"], float(kept(value))))
+    return found
+
+
+def read_tensorboard(folder: Path, run: str) -> Curves:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    if not (folder / "tb").exists():
+        return {}
+    board = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0}).Reload()
+    return {key: [(event.step, event.value) for event in board.Scalars(key)] for key in board.Tags()["scalars"]}
+
+
+def read_wandb(folder: Path, run: str) -> Curves:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: Curves = {}
+    for path in sorted(folder.glob(f"wandb/offline-run-*/run-{run}.wandb")):
+        for data in log_records(path):
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                add(found, record.history.step.num, {key: value for key, value in items.items() if not key.startswith("_")})
+    return found
+
+
+def read_mlflow(folder: Path, run: str) -> Curves:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    assert client.get_run(run).data.params["model.path"] == "none"
+    keys = {key.replace("_at_", "@"): key for key in client.get_run(run).data.metrics}
+    return {key: sorted((metric.step, metric.value) for metric in client.get_metric_history(run, theirs)) for key, theirs in keys.items()}
+
+
+def read_swanlab(folder: Path, run: str) -> Curves:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    found: Curves = {}
+    for path in sorted(folder.glob(f"swanlog/run-*{run}/run-{run}.swanlab")):
+        for data in log_records(path):
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == "scalar":
+                add(found, record.scalar.step, {record.scalar.key: record.scalar.value.number})
+    return found
+
+
+def read_trackio(folder: Path, run: str) -> Curves:
+    import sqlite3
+
+    (path,) = folder.glob("trackio/*.db")
+    found: Curves = {}
+    for step, values in sqlite3.connect(path).execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (run,)):
+        add(found, step, json.loads(values))
+    return found
+
+
+def add(found: Curves, step: int, values: dict[str, float]) -> None:
+    for key, value in values.items():
+        found.setdefault(key, []).append((step, float(value)))
+
+
+def log_records(path: Path) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: blocks of 32 KiB; records with checksum, length, type (full, first, middle, last)."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+READERS = {
+    "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "swanlab": read_swanlab, "trackio": read_trackio
+}  # fmt: skip
