@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -110,6 +110,7 @@ class Sample(Typed, frozen=True):
     failures: list[Failure] = []  # of its reward function, or of parts of the reward; failed scores are in the place of theirs
     kept: KeptSets | None = None  # what each token was drawn from under top-p, top-k or min-p; None: unknown, or everything
     teachers: bytes = b""  # what teachers on engines say of each token (teacher_scores.py); empty without any
+    branch: int = 0  # above 0: a further branch of the same episode as the sample before it, with the same reward
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i", policy_mask="b")
@@ -145,7 +146,27 @@ class Sample(Typed, frozen=True):
             self.failures,
             None if self.kept is None else self.kept.summary(),
             len(self.teachers),
+            self.branch,
         )
+
+
+class _Branch(Protocol):
+    @property
+    def branch(self) -> int: ...
+
+
+S = TypeVar("S", bound=_Branch)
+
+
+def episodes(samples: Iterable[S]) -> list[list[S]]:
+    """The samples of each episode. A baseline is over these: all branches of one have its reward and its advantage."""
+    found: list[list[S]] = []
+    for sample in samples:
+        if sample.branch:
+            found[-1].append(sample)
+        else:
+            found.append([sample])
+    return found
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -160,7 +181,7 @@ class Group(msgspec.Struct, frozen=True):
     """The n samples of one prompt: the unit of the baseline, and of sending."""
 
     prompt: Prompt
-    samples: list[Sample]  # [n]
+    samples: list[Sample]  # [n], or more where episodes have branches
 
 
 class SampleSummary(msgspec.Struct, frozen=True):
@@ -177,6 +198,7 @@ class SampleSummary(msgspec.Struct, frozen=True):
     failures: list[Failure] = []
     kept: KeptSummary | None = None
     teacher_bytes: int = 0
+    branch: int = 0
 
     @property
     def policy_tokens(self) -> int:
@@ -198,7 +220,7 @@ class SampleSummary(msgspec.Struct, frozen=True):
 class GroupSummary(msgspec.Struct, frozen=True):
     ordinal: Ordinal
     prompt_tokens: int
-    samples: list[SampleSummary]  # [n]
+    samples: list[SampleSummary]  # [n], or more where episodes have branches
 
 
 class GroupTexts(msgspec.Struct, frozen=True):

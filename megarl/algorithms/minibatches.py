@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megarl.algorithms.base import Algorithm
 from megarl.config.schema import TrainerConfig
@@ -25,12 +26,14 @@ def minibatches(batch: Batch, trained: Collection[int], algorithm: Algorithm, tr
 
     A prompt's samples stay together.
     """
-    samples, n, found = batch.samples, len(batch.groups[0].samples), []
+    samples, found = batch.samples, []
+    starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
     for groups in cut(len(batch.groups), trainer.minibatches, trainer.epochs, seed, batch.step):
-        places = [place for group in groups for place in range(n * group, n * (group + 1))]
+        places = [place for group in groups for place in range(starts[group], starts[group + 1])]
         chosen = [place for place in places if place in trained]
         tokens, used = (sum(samples[place].policy_tokens for place in some) for some in (places, chosen))
-        found.append(MiniBatch(chosen, used, algorithm.denominator(tokens, len(places))))
+        whole = sum(not samples[place].branch for place in places)
+        found.append(MiniBatch(chosen, used, algorithm.denominator(tokens, whole)))
     return found
 
 

@@ -15,34 +15,39 @@ from megarl.data.mixture import Mixture
 from megarl.kept_sets import kept_metrics
 from megarl.rewards.failures import failure_metrics, teacher_failures
 from megarl.rewards.score import CORRECT
-from megarl.rewards.shaping import trained_score
-from megarl.types import Batch, Elsewhere, SampleNumbers, SampleSummary, TrainSequence, Version
+from megarl.rewards.shaping import trained_reward
+from megarl.types import Batch, Elsewhere, SampleNumbers, SampleSummary, TrainSequence, Version, episodes
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
-    """Rewards [G, n], float64; with `config`, what training uses in their place (rewards/shaping.py). Raises ValueError if groups have
-    different numbers of samples."""
-    if len({len(group.samples) for group in batch.groups}) != 1:
+    """Rewards [G, n] of episodes, float64; with `config`, what training uses in their place (rewards/shaping.py). Raises ValueError if
+    groups have different numbers of episodes."""
+    groups = [episodes(group.samples) for group in batch.groups]
+    if len(set(map(len, groups))) != 1:
         raise ValueError(f"groups of step {batch.step} have different numbers of samples")
 
-    def reward(sample: SampleSummary) -> float:
-        return trained_score(sample.reward, sample.tokens, sample.finish_reason, config) if config else sample.reward
+    def reward(branches: list[SampleSummary]) -> float:
+        return trained_reward(branches, config) if config else branches[0].reward
 
-    return torch.tensor([[reward(sample) for sample in group.samples] for group in batch.groups], dtype=torch.float64)
+    return torch.tensor([[reward(branches) for branches in group] for group in groups], dtype=torch.float64)
 
 
 def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dict[int, TrainSequence | Elsewhere]:
     """Sequences to train on, by their samples' places in the batch, in its order. Those of other data-parallel ranks are Elsewhere.
 
-    Args: advantages [G, n], one per sample (constant over its tokens: LlamaRL, section 6).
+    Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6).
     `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
     denominators still count them (minibatches.py). `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero
     advantage.
     """
     lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
+    of_episodes = zip(
+        (branches for group in batch.groups for branches in episodes(group.samples)), advantages.flatten().tolist(), strict=True
+    )
+    of_samples = [advantage for branches, advantage in of_episodes for _ in branches]
     return {
         place: _train_sequence(batch.numbers[place], advantage) if place in batch.numbers else Elsewhere(lengths[place])
-        for place, advantage in enumerate(advantages.flatten().tolist())
+        for place, advantage in enumerate(of_samples)
         if advantage != 0.0 or not skip_zero
     }
 
@@ -67,12 +72,12 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
 
     They are of all groups that were generated for the step, those that were dropped among them, but staleness, penalties and
     zero_advantage_fraction are of what is trained on. A token's staleness is `version` minus the version that produced it; the
-    environment's tokens have none. reward/std is over all samples. rollout/<name> and reward/<name>/mean are means of Sample.metrics and
+    environment's tokens have none. Rewards are of episodes, one each; reward/std is over all. rollout/<name> and reward/<name>/mean are means of Sample.metrics and
     reward_parts over the samples that have them.
     """
     trained_on = batch_rewards(batch) if trained is None else trained
     samples = batch.generated
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    rewards = torch.tensor([sample.reward for sample in samples if not sample.branch], dtype=torch.float64)
     runs = [run for sample in batch.samples for run in sample.policy_versions]
     tokens, own_tokens = sum(sample.tokens for sample in samples), sum(sample.policy_tokens for sample in samples)
     counted = {f"rollout/{name}": value for name, value in _means([sample.metrics for sample in samples]).items()}
@@ -98,13 +103,13 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
 
 def dropped_metrics(batch: Batch) -> dict[str, float]:
     """What dynamic sampling has dropped; prompts/dropped_right and _wrong are those whose samples are all right, and all wrong."""
-    dropped = [[sample.reward for sample in group.samples] for group in batch.dropped]
+    dropped = [[sample.reward for sample in group.samples if not sample.branch] for group in batch.dropped]
     return {
         "prompts/dropped": len(dropped),
         "prompts/dropped_right": sum(min(rewards) >= CORRECT for rewards in dropped),
         "prompts/dropped_wrong": sum(max(rewards) < CORRECT for rewards in dropped),
         **({"reward/dropped_mean": fmean(chain(*dropped))} if dropped else {}),
-        **({"reward/trained_mean": fmean(sample.reward for sample in batch.samples)} if batch.groups else {}),
+        **({"reward/trained_mean": fmean(sample.reward for sample in batch.samples if not sample.branch)} if batch.groups else {}),
     }
 
 
@@ -114,7 +119,7 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
     found: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
     for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
         groups, dropped = ([group for group in some if mixture.source(group.ordinal) == number] for some in (batch.groups, batch.dropped))
-        rewards = [sample.reward for group in [*groups, *dropped] for sample in group.samples]
+        rewards = [sample.reward for group in [*groups, *dropped] for sample in group.samples if not sample.branch]
         found |= {f"source/{name}/prompts": len(groups), **({f"source/{name}/dropped": len(dropped)} if dropped else {})}
         found |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
     return found

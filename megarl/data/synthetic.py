@@ -15,6 +15,8 @@ product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,
 demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator by the rollout
 tool_calls with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
 
+product_calls: the same as conversations with a tool, to begin agents with (docs/agents.md).
+
 summary: see megarl.data.summaries.
 """
 
@@ -165,12 +167,32 @@ class Product(Sequence[Row]):
         )
 
 
+@dataclass(frozen=True)
+class ProductCalls(Sequence[Row]):
+    """Those of the product task as conversations in the chat template of configs/models/tiny-agent, with a tool in the place of <...>."""
+
+    products: Product
+
+    def __len__(self) -> int:
+        return len(self.products)
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        row = self.products[index]
+        call = '<tool_call>{"name": "calculate", "arguments": {"expression": "' + row.prompt.rstrip("=") + '"}}</tool_call>'
+        guesses = isinstance(row.demonstration, str)
+        turns = (row.demonstration,) if guesses else (call, f"<tool>{row.answer}<assistant>", row.answer)
+        texts = tuple(f"{text}<eos>" if place % 2 == 0 else text for place, text in enumerate(turns))
+        where = f"{PREFIX}product_calls, split {self.products.split}, row {index}"
+        return Row(f"<tools>calculate<user>{row.prompt}<assistant>", row.answer, texts, where, ended=True)
+
+
 T = TypeVar("T")
 _TASKS: dict[str, Callable[[str, int], Rows]] = {
     "chain": Chain,
     "right_chain": lambda split, seed: Chain(split, seed, clamp_probability=0.0),
     "judged_chain": lambda split, seed: JudgedChain(Chain(split, seed)),
     "product": Product,
+    "product_calls": lambda split, seed: ProductCalls(Product(split, seed)),
     "summary": Summaries,
 }
 _PAIRS: dict[str, Callable[[str, int], Sequence[Pair]]] = {

@@ -35,9 +35,9 @@ def pass_at(k: int, samples: int, correct: int) -> float:
 def scores(groups: Sequence[Group], graded: bool = False) -> dict[str, float]:
     """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), and more. If
     responses are `graded`, none is right or wrong, and the mean reward says all."""
-    n = len(groups[0].samples)
-    correct = [sum(sample.reward >= CORRECT for sample in group.samples) for group in groups]
-    samples: list[Sample] = [sample for group in groups for sample in group.samples]
+    samples: list[Sample] = [sample for group in groups for sample in group.samples if not sample.branch]
+    n = len(samples) // len(groups)
+    correct = [sum(sample.reward >= CORRECT for sample in group.samples if not sample.branch) for group in groups]
     ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
     found = {f"pass@{k}": fmean(pass_at(k, n, c) for c in correct) for k in ks}
     found |= ({f"avg@{n}": sum(correct) / len(samples)} if n > 1 else {}) | {"correct": sum(correct)}

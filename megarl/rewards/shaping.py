@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megarl.config.schema import RunConfig
-from megarl.types import SampleSummary
+from megarl.types import SampleSummary, episodes
 
 
 def trained_score(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
@@ -21,9 +21,14 @@ def trained_score(score: float, tokens: int, finish_reason: str, config: RunConf
     return score - reward.overlong_penalty * max(0, beyond) / reward.overlong_tokens
 
 
+def trained_reward(branches: Sequence[SampleSummary], config: RunConfig) -> float:
+    """Of an episode, all of whose branches have its reward: the most is lost by which any of them is cut or too long."""
+    return min(trained_score(sample.reward, sample.tokens, sample.finish_reason, config) for sample in branches)
+
+
 def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
     """Whether the rewards of a prompt's samples, after penalties, are not all the same."""
-    return len({trained_score(sample.reward, sample.tokens, sample.finish_reason, config) for sample in samples}) > 1
+    return len({trained_reward(branches, config) for branches in episodes(samples)}) > 1
 
 
 def shapes(config: RunConfig) -> bool:

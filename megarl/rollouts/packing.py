@@ -53,7 +53,7 @@ def judged(group: GroupReady, config: RunConfig) -> GroupReady:
     if not dynamic and curriculum is None:
         return group
     samples = summary_of(group).samples
-    outside = curriculum is not None and outside_band([sample.reward for sample in samples], curriculum)
+    outside = curriculum is not None and outside_band([sample.reward for sample in samples if not sample.branch], curriculum)
     dropped = dynamic and not has_signal(samples, config)
     return msgspec.structs.replace(group, outside=outside, dropped=dropped, pieces=[] if dropped else group.pieces)
 

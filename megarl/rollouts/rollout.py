@@ -55,7 +55,8 @@ class CheckedRollout:
         deadline = asyncio.timeout(self.timeout_s)
         try:
             async with deadline:
-                samples = await self.rollout(self.context, prompt, sampling, n)
+                found = await self.rollout(self.context, prompt, sampling, n)
+                prompt, samples = (found.prompt, found.samples) if isinstance(found, Group) else (prompt, found)
                 for add in (self.compare, self.judge):
                     if add is not None:
                         self._check(samples, n, sampling, where)
@@ -119,6 +120,8 @@ async def open_rollouts(
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
     logs = Path(config.run_dir) / "logs"
+    if (close := getattr(rollout, "close", None)) is not None:
+        resources.push_async_callback(close)
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
 

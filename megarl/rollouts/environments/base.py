@@ -13,7 +13,7 @@ from megarl.config.schema import MAX_REWARD
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.types import Prompt, Sample, impossible_logprobs, view
+from megarl.types import Group, Prompt, Sample, episodes, impossible_logprobs, view
 
 
 class Generate(Protocol):
@@ -49,10 +49,14 @@ class Rollout(Protocol):
     """A rollout takes a prompt and returns n samples. It is an async function, or an object of a class constructed with the tokenizer.
 
     `rollout.args` are its keyword-only arguments (of a class: those of its constructor), checked against their annotations. It runs
-    in the generator's event loop, many times at once, so it must await whatever takes time.
+    in the generator's event loop, many times at once, so it must await whatever takes time. An object's `close`, if it has one, is awaited
+    at the end of the run.
+
+    An episode that is more than one sequence (`Sample.branch`) has several samples in a row. Where samples do not begin with the prompt's
+    token ids, a Group with the prompt that they do begin with is returned.
     """
 
-    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]: ...
+    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample] | Group: ...
 
 
 class ToolError(Exception):
@@ -63,8 +67,10 @@ def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int, repl
     """Lists what is wrong with the samples that a rollout returned; empty if nothing is. `replayed`: they must have kept sets."""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
-    if len(samples) != n:
-        return [f"it must return {n} samples, not {len(samples)}"]
+    if len(whole := [sample for sample in samples if not sample.branch]) != n or samples[0].branch:
+        return [f"it must return {n} samples, not {len(whole)}"]
+    if any(sample.reward != branches[0].reward for branches in episodes(samples) for sample in branches):
+        return ["the branches of an episode must have the same reward"]
     return [f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size, replayed)]
 
 

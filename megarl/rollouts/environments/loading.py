@@ -26,6 +26,7 @@ class OwnReward(NamedTuple):
 BUILT_IN = {
     "single_turn": "megarl.rollouts.environments.single_turn:single_turn",
     "tool_calls": "megarl.rollouts.environments.tool_calls:ToolCalls",
+    "program": "megarl.rollouts.agents.program:Program",
 }
 
 

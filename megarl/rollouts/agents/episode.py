@@ -1,0 +1,200 @@
+"""One episode of an agent: answers its calls, and keeps what was sampled (tree.py).
+
+A call brings the whole conversation as text. Its longest beginning that ends with a message as this episode has returned it stands for the
+ids that were sampled; only what follows is rendered by the chat template and tokenised. So an agent that sends its conversation back, with
+more behind it, continues it token by token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from megarl.data.chat import ChatTemplate, Message
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.completions import Completion, Sampling
+from megarl.generator.tool_parsers import Parser, ToolCall, Tools
+from megarl.rollouts.agents.tree import Tree, Turn
+from megarl.rollouts.environments.base import Generate
+
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # Mistral's templates refuse ids of any other
+_HIDDEN = 0xE100  # code points, for private use, that stand for special tokens in messages while the template renders them
+
+
+class Refused(Exception):
+    """A call that is not answered; the agent is told why."""
+
+    def __init__(self, message: str, kind: str = "invalid_request_error"):
+        super().__init__(message)
+        self.kind = kind
+
+
+class Answer(NamedTuple):
+    """What an agent is told of a turn."""
+
+    content: str
+    calls: list[tuple[str, ToolCall]]  # with their ids
+    finish_reason: str  # "stop" | "length" | "tool_calls"
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass
+class Episode:
+    """`sampling` is the run's: an agent cannot ask for another temperature, since log-probs would then not be those of the policy that is
+    trained. `sampling.max_tokens` bounds every branch as a whole, prompts and tools included."""
+
+    generate: Generate
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    parser: Parser
+    sampling: Sampling
+    tree: Tree = field(default_factory=Tree)
+    counts: Counter[str] = field(default_factory=Counter)  # calls, and of these: rewritten, unstable, out_of_room
+    last_content: str = ""  # of the turn that was finished last
+    _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
+
+    async def complete(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1) -> list[Answer]:
+        """Samples n next turns. Messages and tools are in OpenAI's form, with texts as contents. Raises: Refused, EngineError, TimeoutError.
+
+        A call that is cancelled leaves nothing in the tree: nobody has seen what it would have sampled.
+        """
+        if not messages or messages[-1]["role"] == "assistant":
+            raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
+        conversations = _conversations(messages, tools)
+        try:
+            parent, context = self._place(messages, tools, conversations)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        ids = [*(parent.token_ids if parent else ()), *context]
+        room = self.sampling.max_tokens - len(ids)
+        if room < 1:
+            self.counts["out_of_room"] += 1
+            limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
+            raise Refused(f"the maximum context length is exceeded: {len(ids)} tokens, and {limit}", "context_length_exceeded")
+        sampling = replace(self.sampling, max_tokens=min(room, max_tokens or room))
+        completions = await self.generate(ids, sampling, n)
+        self.counts["calls"] += 1
+        return [self._answer(parent, context, len(ids), completion, tools, conversations[-1]) for completion in completions]
+
+    def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+        """How long the prompt of these messages is, without what was sampled before. Raises Refused."""
+        stand_ins = _StandIns([*self.template.special_tokens, *self.template.ends])
+        try:
+            whole = self.template.render([stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return len(self._encode(whole, stand_ins, first=True))
+
+    def _place(self, messages: Sequence[Message], tools: Tools, conversations: Sequence[bytes]) -> tuple[Turn | None, list[int]]:
+        """The turn to go on from, and the ids between it and what is to be sampled. Raises ValueError if the template refuses."""
+        template, stand_ins = self.template, _StandIns([*self.template.special_tokens, *self.template.ends])
+        shown, listed = [stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None
+        whole = template.render(shown, listed)
+        said = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+        self.counts["rewritten"] += bool(said) and conversations[said[-1]] not in self._known
+        for place in reversed(said):
+            if (turn := self._known.get(conversations[place])) is None:
+                continue
+            before = template.render(shown[:place], listed, answered=True)
+            end = max((found + len(token) for token in template.ends if (found := before.rfind(token)) >= 0), default=0)
+            if end and not before[end:].strip() and whole.startswith(before):
+                ended = turn.completion.token_ids[-1:].tolist()[-1] in self.tokenizer.eos_ids
+                begin = end if ended else max(before.rfind(token) for token in template.ends)
+                return turn, self._encode(whole[begin:], stand_ins)
+            self.counts["unstable"] += 1
+        return None, self._encode(whole, stand_ins, first=True)
+
+    def _encode(self, text: str, stand_ins: _StandIns, first: bool = False) -> list[int]:
+        """What the template wrote may be special tokens; what messages say is text, whatever it looks like."""
+        ids: list[int] = []
+        for number, (part, special) in enumerate(stand_ins.parts(text)):
+            if first and not number:
+                ids += self.tokenizer.encode_prompt(part)
+            else:
+                ids += self.tokenizer.encode_text(part, special_tokens=special)
+        return ids
+
+    def _answer(
+        self, parent: Turn | None, context: list[int], prompt_tokens: int, completion: Completion, tools: Tools, asked: bytes
+    ) -> Answer:
+        turn = self.tree.add(parent, context, completion)
+        ids = completion.token_ids.tolist()
+        text = self.tokenizer.decode_all(ids[:-1] if ids[-1] in self.tokenizer.eos_ids else ids)
+        content, calls = self.parser(text, tools) if tools else (text, [])
+        named = [("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call) for call in calls]
+        finish_reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+        told = {"role": "assistant", "content": content, "tool_calls": [openai_call(*call) for call in named]}
+        self._known[_next(asked, told)] = turn
+        self.last_content = content
+        return Answer(content, named, finish_reason, prompt_tokens, len(ids))
+
+
+def openai_call(number: str, call: ToolCall) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _conversations(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """[len(messages) + 1] a name for the conversation up to each message."""
+    return list(accumulate(messages, _next, initial=hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()))
+
+
+def _next(conversation: bytes, message: Message) -> bytes:
+    """What an agent may drop or add without changing what was said does not count: white space around it, other fields."""
+    calls = [(call.get("id"), call["function"]["name"], _json(call["function"]["arguments"])) for call in message.get("tool_calls") or []]
+    said = [message["role"], (message.get("content") or "").strip(), calls, message.get("tool_call_id") or message.get("name")]
+    return hashlib.sha256(conversation + json.dumps(said, sort_keys=True).encode()).digest()
+
+
+def _json(arguments: Any) -> Any:
+    """The arguments of a call, which are a JSON text in OpenAI's form, as a value; as they are if they are not JSON."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _as_template_wants(message: Message) -> Message:
+    """Templates take a call's arguments as an object, or as JSON (data/chat.py makes that of an object)."""
+    if not message.get("tool_calls"):
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}} for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+class _StandIns:
+    """Puts code points for private use in the place of special tokens' names in messages."""
+
+    def __init__(self, names: Sequence[str]):
+        self._of = {name: chr(_HIDDEN + number) for number, name in enumerate(sorted(set(names), key=len, reverse=True))}
+        self._names = {mark: name for name, mark in self._of.items()}
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for name, mark in self._of.items():
+                value = value.replace(name, mark)
+            return value
+        if isinstance(value, dict):
+            return {name: self.hide(inner) for name, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
+
+    def parts(self, text: str) -> list[tuple[str, bool]]:
+        """(text, whether special tokens in it are meant), in order."""
+        found, start = [], 0
+        for place, letter in enumerate(text):
+            if letter in self._names:
+                found += [(text[start:place], True), (self._names[letter], False)]
+                start = place + 1
+        return [part for part in [*found, (text[start:], True)] if part[0]]

@@ -1,0 +1,204 @@
+"""Episodes that a program plays: any program, which calls the policy by OpenAI's or Anthropic's interface (docs/agents.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import MAX_REWARD
+from megarl.data.chat import load_chat_template
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.completions import Sampling
+from megarl.generator.tool_parsers import find_parser
+from megarl.rewards.score import Score, ScoreRequest
+from megarl.rollouts.agents.endpoint import MODEL, Endpoint
+from megarl.rollouts.agents.episode import Episode
+from megarl.rollouts.agents.tree import Tree, shared_prefix
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.sandbox import jail
+from megarl.sandbox.jail import Ended, Jail
+from megarl.types import Group, Prompt
+
+OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
+_MOST_TOLD = 20  # failures that are written to the log
+_Positive = Annotated[int, Meta(ge=1)]
+
+
+class _NoReward(Exception):
+    """A program that was to say its reward has said none."""
+
+
+class Program:
+    """Starts `command` once for each sample. A word {prompt} in it is replaced by the prompt; standard input has a JSON object with it.
+
+    `reward` says what is scored: by the run's reward, what the program has printed (`output`) or the policy's last message (`message`); or
+    not at all, since its last line of output is the reward or a JSON object with it (`program`). A program that fails, by its exit status,
+    its memory, `deadline_s` or for want of a reward, has the reward `on_crash`. One that fails before it has called the policy has sampled
+    nothing; it is started again, `retries` times, before the run fails.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        command: Annotated[list[str], Meta(min_length=1)],
+        reward: Literal["output", "message", "program"] = OUTPUT,
+        on_crash: float = 0.0,
+        deadline_s: Annotated[float, Meta(gt=0)] = 600.0,
+        memory_mib: _Positive = 2048,
+        file_mib: _Positive = 256,
+        folder: str | None = None,
+        readable: list[str] = [],  # noqa: B006  it is never changed
+        environment: dict[str, str] = {},  # noqa: B006
+        sandbox: Literal["bwrap", "limits"] = "bwrap",
+        tool_parser: str = "json",
+        at_once: _Positive = 256,
+        retries: Annotated[int, Meta(ge=0)] = 2,
+    ):
+        """Raises: ConfigError with all problems of the arguments."""
+        problems = [f"rollout.args.{problem}" for problem in jail.problems(sandbox)]
+        paths = {"folder": [folder] if folder else [], "readable": readable}
+        problems += [
+            f"rollout.args.{key}={path}: there is no such path" for key, all_ in paths.items() for path in all_ if not Path(path).exists()
+        ]
+        if not abs(on_crash) <= MAX_REWARD:
+            problems.append(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")
+        if problems:
+            raise ConfigError(problems)
+        self._template = load_chat_template(tokenizer.source, "rollout.name=program", "conversations cannot be rendered without one")
+        self._parser = find_parser(tool_parser, "rollout.args.tool_parser")
+        self._tokenizer, self._command, self._reward, self._on_crash = tokenizer, command, reward, on_crash
+        self._environment, self._retries = environment, retries
+        self._limits: dict[str, Any] = {
+            "kind": sandbox,
+            "memory_mib": memory_mib,
+            "file_mib": file_mib,
+            "deadline_s": deadline_s,
+            "folder": Path(folder).absolute() if folder else None,
+            "paths": [Path(path).absolute() for path in readable],
+        }
+        self._endpoint, self._opening = Endpoint(), asyncio.Lock()
+        self._places = asyncio.Semaphore(at_once)
+        self._jail: Jail | None = None
+        self._own: tempfile.TemporaryDirectory[str] | None = None
+        self._told = 0
+
+    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        played = await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
+        trees = [tree for tree, _, _ in played]
+        prefix = shared_prefix(trees)
+        decode = self._tokenizer.decode_all
+        samples = [sample for tree, score, metrics in played for sample in tree.samples(len(prefix), decode, score, metrics)]
+        return Group(replace(prompt, token_ids=prefix), samples)
+
+    async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> tuple[Tree, Score, dict[str, float]]:
+        ended = Ended("", "", "", "")
+        for _ in range(self._retries + 1):
+            episode = Episode(context.generate, self._tokenizer, self._template, self._parser, sampling)
+            ended = await self._run(episode, prompt)
+            if ended.why:
+                self._tell(prompt, ended)
+            if episode.tree.turns:
+                break
+        else:
+            how = f"{ended.why}; the end of its errors:\n{ended.errors}" if ended.why else "it ended well"
+            raise RuntimeError(f"{self._command[0]} did not call the policy in {self._retries + 1} attempts: {how}")
+        kind = ended.kind
+        if kind:
+            score, own = Score(self._on_crash), {}
+        else:
+            try:
+                score, own = await self._score(context, prompt, episode, ended, index)
+            except _NoReward as error:
+                kind, score, own = "reward", Score(self._on_crash), {}
+                self._tell(prompt, ended._replace(why=str(error)))
+        failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "memory", "reward")}
+        counts: Counter[str] = episode.counts
+        calls = {name: float(counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
+        return episode.tree, score, {**own, **calls, "branches": float(len(episode.tree.leaves())), **failures}
+
+    async def _run(self, episode: Episode, prompt: Prompt) -> Ended:
+        """Raises whatever failed one of the program's calls."""
+        cell = await self._open()
+        async with self._places, self._endpoint.serving(episode) as (key, failed):
+            url = cell.base_url
+            variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
+            command = [word.replace("{prompt}", prompt.text) for word in self._command]
+            running = asyncio.ensure_future(cell.run(command, self._given(prompt), {"MODEL": MODEL, **variables, **self._environment}))
+            try:
+                await asyncio.wait({running, failed}, return_when=asyncio.FIRST_COMPLETED)
+                if failed.done():
+                    failed.result()
+                return await running
+            finally:
+                running.cancel()
+                await asyncio.wait({running})
+
+    def _given(self, prompt: Prompt) -> str:
+        """The answer is for programs that score themselves: others could show it to the policy."""
+        own = {"answer": prompt.answer, "row": prompt.row} if self._reward == PROGRAM else {}
+        return json.dumps({"prompt": prompt.text, **own}, default=str) + "\n"
+
+    async def _score(
+        self, context: RolloutContext, prompt: Prompt, episode: Episode, ended: Ended, index: int
+    ) -> tuple[Score, dict[str, float]]:
+        if self._reward == PROGRAM:
+            return _said(ended.output)
+        last = episode.tree.turns[-1]
+        request = ScoreRequest(
+            response=ended.output.strip() if self._reward == OUTPUT else episode.last_content,
+            answer=prompt.answer,
+            prompt=prompt.text,
+            row=prompt.row,
+            source=prompt.source,
+            prompt_token_ids=last.path[0].context,
+            token_ids=last.token_ids[len(last.path[0].context) :],
+            version=max(version for turn in episode.tree.turns for version in turn.completion.versions),
+            sample_index=index,
+            truncated=last.completion.finish_reason == "length",
+        )
+        return await context.score(request), {}
+
+    def _tell(self, prompt: Prompt, ended: Ended) -> None:
+        self._told += 1
+        if self._told <= _MOST_TOLD:
+            more = "; further failures are not written, but counted (rollout/failed_…)" if self._told == _MOST_TOLD else ""
+            print(f"prompt {prompt.ordinal}: {self._command[0]} failed: {ended.why}{more}\n{ended.errors}", flush=True)
+
+    async def _open(self) -> Jail:
+        async with self._opening:
+            if self._jail is None:
+                self._own = tempfile.TemporaryDirectory(prefix="megarl-endpoint-")
+                socket = Path(self._own.name) / "endpoint.sock"
+                await self._endpoint.open(socket)
+                self._jail = Jail(**self._limits, socket=socket, port=self._endpoint.port)
+            return self._jail
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+        if self._jail is not None and self._own is not None:
+            await self._jail.close()
+            self._own.cleanup()
+
+
+def _said(output: str) -> tuple[Score, dict[str, float]]:
+    """The reward in the last line, and what other numbers are beside it, as metrics."""
+    line = output.strip().rpartition("\n")[2]
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    numbers = found if isinstance(found, dict) else {"reward": found}
+    wrong = {name for name, value in numbers.items() if type(value) not in (int, float) or not math.isfinite(value)}
+    if "reward" not in numbers or wrong or abs(numbers["reward"]) > MAX_REWARD:
+        raise _NoReward(f"its last line of output is neither a reward nor a JSON object of numbers with one: {line[:200]!r}")
+    return Score(numbers["reward"]), {name: float(value) for name, value in numbers.items() if name != "reward"}

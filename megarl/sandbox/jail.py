@@ -1,0 +1,175 @@
+"""Runs a user's program as an episode's process: with limits on time, memory and files, and, by bubblewrap, without network and without the
+host's files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+BWRAP, LIMITS = "bwrap", "limits"
+_INSIDE = Path(__file__).with_name("inside.py")
+_SOCKET = "/run/endpoint.sock"
+_PORT = 8000  # inside a sandbox, where nothing else listens
+_WORK = "/tmp/work"
+_LOOK_S = 0.5
+_TAIL_BYTES = 4096
+_MOST_FILES = 1024
+_NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
+
+
+class Ended(NamedTuple):
+    """How a program ended. `why` is empty where it did so by itself and with exit status 0."""
+
+    why: str
+    kind: str  # "" | "exit" | "deadline" | "memory"
+    output: str  # what it printed on standard output, up to `Jail.output_bytes`
+    errors: str  # the end of its standard error
+
+
+@dataclass
+class Jail:
+    """`folder` can be read and is where the program starts; with `bwrap` nothing else of the host can be, but its programs and libraries.
+    A program writes to /tmp, which is its own and counts as memory; with `limits` there is a new folder, its TMPDIR."""
+
+    kind: str  # BWRAP | LIMITS
+    memory_mib: int  # of all its processes together; looked at every half second. No process can ever have more than this
+    file_mib: int  # of each file, and of /tmp as a whole in a bwrap
+    deadline_s: float
+    socket: Path  # of the endpoint, which is all of the network that there is in a bwrap
+    port: int  # of the endpoint, outside
+    folder: Path | None = None
+    paths: Sequence[Path] = ()  # more that can be read
+    output_bytes: int = 1 << 20
+    _watched: dict[int, str] = field(default_factory=dict)  # programs by the ids of their first processes -> what is wrong with them
+    _watch: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{_PORT if self.kind == BWRAP else self.port}"
+
+    async def run(self, command: Sequence[str], given: str, environment: Mapping[str, str]) -> Ended:
+        """`given`: on standard input. Ends all processes of the program whatever happens."""
+        with tempfile.TemporaryDirectory(prefix="megarl-agent-") as own, _files(given) as (stdin, stdout, stderr):
+            self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
+            home = "/tmp" if self.kind == BWRAP else own
+            path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+            variables = {"PATH": path, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **environment}
+            process = await asyncio.create_subprocess_exec(
+                *self._command(command),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=self.folder or own,
+                env=variables,
+                start_new_session=True,
+            )
+            self._watched[process.pid] = ""
+            kind, why = "", ""
+            try:
+                async with asyncio.timeout(self.deadline_s):
+                    status = await process.wait()
+                if wrong := self._watched[process.pid]:
+                    kind, why = "memory", wrong
+                elif status:
+                    kind, why = "exit", f"exit status {status}"
+            except TimeoutError:
+                kind, why = "deadline", f"it took longer than {self.deadline_s:g} s"
+            finally:
+                del self._watched[process.pid]
+                _kill(process.pid)
+                await process.wait()
+            stdout.seek(0)
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return Ended(why, kind, *(file.read(self.output_bytes).decode(errors="replace") for file in (stdout, stderr)))
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    def _command(self, command: Sequence[str]) -> list[str]:
+        limits = {
+            "RLIMIT_DATA": self.memory_mib << 20,  # not RLIMIT_AS: some runtimes, Node's among them, reserve addresses by the gigabyte
+            "RLIMIT_FSIZE": self.file_mib << 20,
+            "RLIMIT_CPU": int(self.deadline_s) + 1,
+            "RLIMIT_NOFILE": _MOST_FILES,
+            "RLIMIT_CORE": 0,
+        }
+        jailed = self.kind == BWRAP
+        settings = {"limits": limits, "socket": _SOCKET if jailed else "", "port": _PORT}
+        inner = [sys.executable, "-I", "-S", str(_INSIDE), json.dumps(settings), *command]
+        if not jailed:
+            return inner
+        bind = [*map(Path, _NEEDED), Path(sys.prefix), Path(sys.base_prefix), _INSIDE, *self.paths]
+        there = dict.fromkeys(str(path) for path in [*bind, *([self.folder] if self.folder else [])] if path.exists())
+        return [
+            *(BWRAP, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+            *("--proc", "/proc", "--dev", "/dev", "--size", str(self.file_mib << 20), "--tmpfs", "/tmp", "--dir", _WORK),
+            *(word for path in there for word in ("--ro-bind", path, path)),
+            *("--bind", str(self.socket), _SOCKET, "--chdir", str(self.folder or _WORK), "--"),
+            *inner,
+        ]
+
+    async def _keep_watch(self) -> None:
+        """Ends programs whose processes have more memory together than they may."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self._watched:
+                continue
+            for pid, used_bytes in (await asyncio.to_thread(_memory_of, list(self._watched))).items():
+                if used_bytes > self.memory_mib << 20 and pid in self._watched:
+                    self._watched[pid] = f"its processes had more than memory_mib={self.memory_mib} together"
+                    _kill(pid)
+
+
+def problems(kind: str) -> list[str]:
+    """Why no program can be run like that on this machine."""
+    if kind == BWRAP and shutil.which(BWRAP) is None:
+        return [
+            "sandbox=bwrap: bubblewrap is not installed (bwrap is not in PATH): install it, or set sandbox=limits, which bounds time, memory "
+            "and file sizes, but shows programs the host's network and files"
+        ]
+    return []
+
+
+@contextlib.contextmanager
+def _files(given: str):
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(given.encode())
+        stdin.seek(0)
+        yield stdin, stdout, stderr
+
+
+def _kill(pid: int) -> None:
+    """Its whole session. In a bwrap, whose first process ends with it, that is everything; what else had left the session stays."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _memory_of(pids: list[int]) -> dict[int, int]:
+    """The bytes that each of these processes has together with all its descendants. What they share counts for each."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for process in psutil.process_iter(["pid", "ppid", "memory_info"]):
+        memory = process.info["memory_info"]
+        children.setdefault(process.info["ppid"], []).append((process.info["pid"], memory.rss if memory else 0))
+    found = {}
+    for pid in pids:
+        total, waiting = 0, [pid]
+        while waiting:
+            for child, used_bytes in children.get(waiting.pop(), ()):
+                total += used_bytes
+                waiting.append(child)
+        found[pid] = total
+    return found

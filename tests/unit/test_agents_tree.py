@@ -1,0 +1,289 @@
+"""The ids that are trained on are those that were sampled, over random trees of turns, weight updates and aborts, by a real fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batches import batch_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.registry import make_algorithm
+from megarl.algorithms.sequences import batch_rewards, to_train_sequences
+from megarl.config.schema import AlgorithmConfig
+from megarl.data.chat import load_chat_template
+from megarl.data.tokenizer import tokenizer_of
+from megarl.generator.completions import ABORT, Completion, Sampling
+from megarl.generator.fleet import Fleet
+from megarl.generator.tool_parsers import json_calls
+from megarl.rewards.score import Score
+from megarl.rollouts.agents.episode import Answer, Episode, Refused, openai_call
+from megarl.rollouts.agents.tree import shared_prefix
+from megarl.rollouts.environments.base import sample_problems
+from megarl.types import Group, Prompt, TrainSequence, episodes
+
+MODEL = Path(__file__).parents[2] / "configs/models/tiny-agent"
+TOKENIZER = tokenizer_of(str(MODEL), "model.path")
+TEMPLATE = load_chat_template(str(MODEL), "model.path=tiny-agent")
+TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]
+EOS, VOCABULARY, MAX_TOKENS = TOKENIZER.eos_id, 109, 400
+SAMPLING = Sampling(MAX_TOKENS, stop_token_ids=TOKENIZER.eos_ids)
+
+
+class RandomEngine:
+    """A named fake of an engine: random ids, each of a log-prob that no other has, at its own pace; aborts what runs when it is told to."""
+
+    def __init__(self, seed: int):
+        self.url, self.random = "fake", random.Random(seed)
+        self.drawn: dict[float, tuple[int, int]] = {}  # log-prob -> (id, version) of everything that was ever sampled
+        self.numbers, self.version, self.told = count(1), 0, 0
+
+    async def complete(self, inputs: Any, samplings: Any, version: Any = None) -> list[Completion]:
+        told, found = self.told, [([], [], []) for _ in inputs]
+        for _ in range(self.random.randrange(1, 12)):
+            await asyncio.sleep(0)
+            for ids, logprobs, versions in found:
+                number = self.random.choice([*range(4, VOCABULARY)])
+                logprob = -next(self.numbers) / 1024  # exact in float32
+                self.drawn[logprob] = number, self.version
+                for values, value in ((ids, number), (logprobs, logprob), (versions, self.version)):
+                    values.append(value)
+            if told != self.told:  # as completions_of reads it, the last one is left out
+                return [Completion(ids[:-1], logprobs[:-1], versions[:-1], ABORT) for ids, logprobs, versions in found]
+        return [self._ended(*each, sampling.max_tokens) for each, sampling in zip(found, samplings, strict=True)]
+
+    def _ended(self, ids: list[int], logprobs: list[float], versions: list[int], most: int) -> Completion:
+        if self.random.random() < 0.7 and len(ids) <= most:
+            ids[-1] = EOS
+            self.drawn[logprobs[-1]] = EOS, versions[-1]
+            return Completion(ids, logprobs, versions, "stop")
+        return Completion(ids[:most], logprobs[:most], versions[:most], "length")
+
+    async def abort_all(self, timeout_s: float) -> None:
+        self.told += 1
+
+    async def close(self) -> None:
+        pass
+
+
+def said(answer: Answer, noise: random.Random) -> dict[str, Any]:
+    """The message as an agent may send it back: without what means nothing."""
+    content = noise.choice([answer.content, answer.content.strip(), f" {answer.content}\n"])
+    calls = {"tool_calls": [openai_call(*call) for call in answer.calls]} if answer.calls else {}
+    return {"role": "assistant", "content": content, **calls}
+
+
+async def converse(episode: Episode, noise: random.Random) -> None:
+    """An agent that goes on, retries, forks, compacts, and gives up calls, at random."""
+    heads: list[list[dict[str, Any]]] = [[{"role": "user", "content": f"{noise.randrange(10**6)}="}]]
+    for _ in range(noise.randrange(2, 9)):
+        messages = noise.choice(heads)
+        call = asyncio.create_task(episode.complete(messages, TOOLS, noise.choice([None, 5]), noise.choice([1, 1, 2])))
+        if noise.random() < 0.2:
+            for _ in range(noise.randrange(4)):
+                await asyncio.sleep(0)
+            call.cancel()
+        await asyncio.wait({call})
+        if call.cancelled() or isinstance(call.exception(), Refused):
+            continue
+        for answer in call.result():
+            more = {"role": noise.choice(["user", "tool"]), "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}
+            heads.append([*messages, said(answer, noise), more])
+        if noise.random() < 0.2:  # compaction: a summary in place of what was said
+            heads.append([messages[0], {"role": "user", "content": answer.content[:20] or "x"}])
+
+
+async def update(fleet: Fleet, engine: RandomEngine, noise: random.Random, done: asyncio.Event) -> None:
+    while not done.is_set():
+        for _ in range(noise.randrange(1, 6)):
+            await asyncio.sleep(0)
+        await fleet.hold(5.0)
+        engine.version += 1
+        fleet.release(engine.version)
+
+
+async def play(mode: str, seed: int) -> tuple[RandomEngine, list[Episode]]:
+    engine, noise, done = RandomEngine(seed), random.Random(seed + 1), asyncio.Event()
+    fleet: Any = Fleet([engine], mode)  # type: ignore[list-item]
+    fleet.release(0)
+    episodes_ = [Episode(fleet.generate, TOKENIZER, TEMPLATE, json_calls, SAMPLING) for _ in range(3)]
+    updates = asyncio.create_task(update(fleet, engine, noise, done))
+    agents = [converse(each, random.Random(f"{seed}/{which}/{n}")) for n, each in enumerate(episodes_) for which in range(2)]
+    await asyncio.gather(*agents)
+    done.set()
+    await updates
+    return engine, episodes_
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["block", "in_flight", "retract", "abort", "resume"]), st.integers(0, 10**6))
+def test_what_is_trained_on_is_what_was_sampled(mode: str, seed: int) -> None:
+    engine, played = asyncio.run(play(mode, seed))
+    trees = [each.tree for each in played]
+    if not all(tree.turns for tree in trees):
+        return
+    prefix = shared_prefix(trees)
+    rewards = [float(number) for number in range(len(trees))]
+    groups = [tree.samples(len(prefix), TOKENIZER.decode_all, Score(reward), {}) for tree, reward in zip(trees, rewards, strict=True)]
+    samples = [sample for group in groups for sample in group]
+    assert sample_problems(samples, len(trees), MAX_TOKENS, VOCABULARY) == []
+    assert [len(group) for group in groups] == [len(tree.leaves()) for tree in trees] == list(map(len, episodes(samples)))
+
+    batch = batch_of([Group(Prompt(0, prefix, "", ""), samples)])
+    algorithm = make_algorithm(AlgorithmConfig(name="aipo"))
+    advantages = algorithm.advantages(batch_rewards(batch))
+    assert advantages.tolist() == [[-1.0, 0.0, 1.0]], "one reward an episode, however many branches it has"
+    sequences = [each for each in to_train_sequences(batch, advantages, False).values() if isinstance(each, TrainSequence)]
+    trained: Counter[float] = Counter()
+    for sequence, sample in zip(sequences, samples, strict=True):
+        versions = [version for version, tokens in sample.summary().policy_versions for _ in range(tokens)]
+        mine = sequence.loss_mask.nonzero()[0]
+        for place, version in zip(mine, versions, strict=True):
+            logprob = float(sequence.mu_logprobs[place])
+            assert engine.drawn[logprob] == (sequence.token_ids[place], version), "the id, log-prob and version of one draw"
+            trained[logprob] += 1
+    answered = [logprob for tree in trees for turn in tree.turns for logprob in turn.completion.logprobs]
+    assert trained == Counter(answered) and set(trained.values()) == {1}, "all that was answered, each token once"
+    leaves = [leaf for tree in trees for leaf in tree.leaves()]
+    assert [sequence.token_ids.tolist() for sequence in sequences] == [leaf.token_ids for leaf in leaves]
+
+
+class Scripted:
+    """A named fake of generate: says given texts ("$": end-of-text), and remembers what it was asked."""
+
+    def __init__(self, *texts: str):
+        self.texts, self.asked = list(texts), []
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        self.asked.append(prompt_ids)
+        found = []
+        for _ in range(n):
+            text = self.texts.pop(0)
+            # One id a character: never how the tokenizer itself would write a call.
+            ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text.removesuffix("$")] + [EOS] * text.endswith("$")
+            found.append(Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop" if ids[-1] == EOS else "length"))
+        return found
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, Scripted]:
+    policy = Scripted(*texts)
+    return Episode(policy, TOKENIZER, TEMPLATE, json_calls, sampling), policy
+
+
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+def test_a_call_and_its_result_continue_the_sampled_ids():
+    async def agent() -> None:
+        played, policy = episode(f"{CALL}$", "42$")
+        [answer] = await played.complete([user("6*7=")], TOOLS)
+        assert answer.content == "" and answer.finish_reason == "tool_calls"
+        [(number, call)] = answer.calls
+        assert (call.name, call.arguments) == ("calculate", '{"expression": "6*7"}')
+        result = {"role": "tool", "tool_call_id": number, "content": "42"}
+        [last] = await played.complete([user("6*7="), {"role": "assistant", "tool_calls": [openai_call(number, call)]}, result], TOOLS)
+        assert last.content == "42" and last.finish_reason == "stop" and not last.calls
+        sampled = played.tree.turns[0].completion.token_ids.tolist()
+        assert TOKENIZER.encode_text(CALL, special_tokens=True) != sampled[:-1], "text tokenised again would be other ids"
+        assert policy.asked[1] == [*policy.asked[0], *sampled, *TOKENIZER.encode_text("<tool>42<assistant>", special_tokens=True)]
+        [sample] = played.tree.samples(len(policy.asked[0]), TOKENIZER.decode_all, Score(1.0), {"calls": 2.0})
+        assert sample.text == f"{CALL}<eos><tool>42<assistant>42<eos>" and sample.summary().turns == 2
+        assert [sample.text[first:last] for first, last in sample.environment_spans] == ["<tool>42<assistant>"]
+
+    asyncio.run(agent())
+
+
+def test_a_turn_that_was_cut_is_closed_by_the_context():
+    async def agent() -> None:
+        played, policy = episode("12", "3$")
+        await played.complete([user("a")])
+        await played.complete([user("a"), {"role": "assistant", "content": "12"}, user("b")])
+        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant>12<eos><user>b<assistant>"
+        [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
+        learned = [TOKENIZER.piece(number) for number, mine in zip(sample.token_ids, sample.policy_mask) if mine]
+        assert learned == ["1", "2", "3", "<eos>"], "the end that the policy did not sample is not learned"
+
+    asyncio.run(agent())
+
+
+def test_branches_learn_what_they_share_once():
+    async def agent() -> None:
+        played, _ = episode("1$", "2$", "3$", "4$")
+        first = [user("a"), {"role": "assistant", "content": "1"}]
+        await played.complete([user("a")])
+        await played.complete([*first, user("b")])
+        await played.complete([*first, user("b")])  # tried again
+        await played.complete([user("another")])  # a subagent
+        samples = played.tree.samples(1, TOKENIZER.decode_all, Score(0.5, {"part": 1.0}), {"calls": 4.0})
+        assert [sample.branch for sample in samples] == [0, 1, 2] and {sample.reward for sample in samples} == {0.5}
+        learned = [
+            "".join(TOKENIZER.piece(number) for number, mine in zip(each.token_ids, each.policy_mask) if mine and number != EOS)
+            for each in samples
+        ]
+        assert learned == ["12", "3", "4"]
+        assert [sample.metrics for sample in samples] == [{"calls": 4.0}, {}, {}], "an episode counts once"
+        assert [sample.reward_parts for sample in samples] == [{"part": 1.0}, {}, {}]
+
+    asyncio.run(agent())
+
+
+def test_what_messages_say_is_text_whatever_it_looks_like():
+    async def agent() -> None:
+        played, policy = episode("1$")
+        await played.complete([user("a<eos><assistant>b")])
+        special = set(TOKENIZER.special_tokens.values())
+        assert [TOKENIZER.piece(number) for number in policy.asked[0] if number in special] == ["<bos>", "<user>", "<assistant>"]
+        assert "a<eos><assistant>b" in TOKENIZER.decode_all(policy.asked[0])
+
+    asyncio.run(agent())
+
+
+def test_a_rewritten_turn_is_context_of_a_new_branch():
+    async def agent() -> None:
+        played, _ = episode("123$", "4$")
+        await played.complete([user("a")])
+        await played.complete([user("a"), {"role": "assistant", "content": "999"}, user("b")])
+        assert played.counts["rewritten"] == 1 and len(played.tree.leaves()) == 2
+        [_, second] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
+        assert sum(second.policy_mask) == 2 and "999" in second.text
+
+    asyncio.run(agent())
+
+
+def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "chat_template.jinja"
+    forgets = "{{ '' if message.content.startswith('t') and not loop.last else message.content }}"
+    path.write_text(path.read_text().replace("<assistant>{{ message.content }}", f"<assistant>{forgets}"))
+
+    async def agent() -> None:
+        played, policy = episode("t1$", "4$")
+        played.template = load_chat_template(str(tmp_path), "model.path=x")
+        await played.complete([user("a")])
+        await played.complete([user("a"), {"role": "assistant", "content": "t1"}, user("b")])
+        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant><eos><user>b<assistant>", "as the template has it"
+        assert played.counts["unstable"] == 1 and played.counts["rewritten"] == 0 and len(played.tree.leaves()) == 2
+
+    asyncio.run(agent())
+
+
+def test_a_conversation_without_room_is_refused():
+    async def agent() -> None:
+        played, _ = episode(sampling=Sampling(4, stop_token_ids=(EOS,)))
+        with pytest.raises(Refused, match="rollout.max_tokens=4 is the most"):
+            await played.complete([user("abcd")])
+        with pytest.raises(Refused, match="must not be the assistant's"):
+            await played.complete([user("a"), {"role": "assistant", "content": "b"}])
+
+    asyncio.run(agent())
