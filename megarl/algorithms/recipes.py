@@ -92,6 +92,13 @@ def needs_reference(config: AlgorithmConfig) -> str | None:
     return f"algorithm.beta={beta}" if (beta := recipe_of(config).beta) else None
 
 
+def needs_one_sequence(config: AlgorithmConfig) -> str | None:
+    """The setting, with its value, for which every episode must be one sequence, without branches; None: it may have any number."""
+    if has_critic(config) or recipe_of(config).beta is not None:
+        return f"algorithm.name={config.name}"
+    return "algorithm.kl=reward" if config.kl_coef and config.kl == "reward" else None
+
+
 def problems(config: AlgorithmConfig) -> Iterator[str]:
     """Errors: bounds that the algorithm does not have, bounds with nothing between them, and ratios that it does not go with."""
     for key in _KEYS:

@@ -72,8 +72,8 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
 
     They are of all groups that were generated for the step, those that were dropped among them, but staleness, penalties and
     zero_advantage_fraction are of what is trained on. A token's staleness is `version` minus the version that produced it; the
-    environment's tokens have none. Rewards are of episodes, one each; reward/std is over all. rollout/<name> and reward/<name>/mean are means of Sample.metrics and
-    reward_parts over the samples that have them.
+    environment's tokens have none. Rewards are of episodes, one each; reward/std is over all. rollout/<name> and reward/<name>/mean are
+    means of Sample.metrics and reward_parts over the samples that have them.
     """
     trained_on = batch_rewards(batch) if trained is None else trained
     samples = batch.generated

@@ -13,8 +13,8 @@ from megarl.kept_sets import MOST_KEPT
 class RolloutConfig:
     name: str = setting(
         "single_turn",
-        "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md); program: "
-        "a program of yours that calls the policy by OpenAI's or Anthropic's interface (docs/agents.md)",
+        "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md); "
+        "program: a program of yours that calls the policy by OpenAI's or Anthropic's interface (docs/agents.md)",
         one_of("single_turn", "tool_calls", "program", or_like=IMPORT_PATH, written="package.module:function, ./file.py:function"),
         MODULE,
     )

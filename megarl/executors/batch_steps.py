@@ -16,7 +16,9 @@ from torch import Tensor
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.groups import GroupLoss, GroupWeights
 from megarl.algorithms.minibatches import MiniBatch, minibatches
+from megarl.algorithms.recipes import needs_one_sequence
 from megarl.algorithms.sequences import batch_rewards, to_train_sequences
+from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.executors.teachers import OfBatch, Sequences, Teachers
 from megarl.types import Batch, Elsewhere, TrainSequence
@@ -45,7 +47,9 @@ class BatchSteps:
     teachers: Teachers | None = field(default=None, kw_only=True)
 
     def rewards(self, batch: Batch) -> Tensor:
-        """[G, n], after penalties."""
+        """[G, n], after penalties. Raises RunError for branches that the algorithm has no use for."""
+        if (setting := needs_one_sequence(self.config.algorithm)) and any(sample.branch for sample in batch.samples):
+            raise RunError(f"{setting}: needs episodes of one sequence; rollout.name={self.config.rollout.name} made some with branches")
         return batch_rewards(batch, self.config)
 
     def assign(self, batch: Batch) -> list[list[int]]:

@@ -18,11 +18,12 @@ from megarl.data.mixture import mixture_problems
 from megarl.plan.megatron_settings import check_megatron_settings
 from megarl.plan.quantisation import check_ampere, check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
-from megarl.plan.roles import check_reward, check_roles
+from megarl.plan.roles import check_reward, check_roles, pairwise
 from megarl.plan.server_args import check_server_args
 from megarl.plan.teachers import check_distillation
 from megarl.plan.weights import check_warm_start
 from megarl.rewards import shaping
+from megarl.rewards.parts import parts_of
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 MAX_RANKS = 100_000
@@ -82,6 +83,23 @@ def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
     if config.rollout.dynamic_sampling and recipes.recipe_of(config.algorithm).advantage == "best":
         name = config.algorithm.name
         yield f"rollout.dynamic_sampling=true: {name} trains on the best sample of every prompt, also where all have the same reward"
+
+
+def check_program(config: RunConfig) -> Iterable[str]:
+    """Programs make episodes with branches. (What their arguments are like is for rollouts/environments/functions.py.)"""
+    if config.rollout.name != "program":
+        return
+    if setting := recipes.needs_one_sequence(config.algorithm):
+        yield f"{setting}: needs episodes of one sequence; those of rollout.name=program may have branches (docs/agents.md)"
+    if names := [part.setting for part in parts_of(config.reward) if pairwise(config, part)]:
+        yield f"{names[0]}: compares responses; episodes of rollout.name=program may have several (docs/agents.md)"
+    args, most_s = config.rollout.args, config.timeouts.samples_s
+    attempts, deadline_s = args.get("retries", 2) + 1 if isinstance(args.get("retries", 2), int) else 1, args.get("deadline_s", 600.0)
+    if isinstance(deadline_s, (int, float)) and deadline_s * attempts >= most_s:
+        yield (
+            f"rollout.args.deadline_s={deadline_s:g}: {attempts} attempts (rollout.args.retries) must take less than "
+            f"timeouts.samples_s={most_s:g}"
+        )
 
 
 def check_mixtures(config: RunConfig) -> Iterable[str]:
@@ -160,6 +178,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_partial_rollout,
     check_algorithm,
     check_dynamic_sampling,
+    check_program,
     check_mixtures,
     check_curriculum,
     check_shaping,

@@ -138,8 +138,8 @@ def problems(kind: str) -> list[str]:
     """Why no program can be run like that on this machine."""
     if kind == BWRAP and shutil.which(BWRAP) is None:
         return [
-            "sandbox=bwrap: bubblewrap is not installed (bwrap is not in PATH): install it, or set sandbox=limits, which bounds time, memory "
-            "and file sizes, but shows programs the host's network and files"
+            "sandbox=bwrap: bubblewrap is not installed (bwrap is not in PATH): install it, or set sandbox=limits, which bounds time, "
+            "memory and file sizes, but shows programs the host's network and files"
         ]
     return []
 

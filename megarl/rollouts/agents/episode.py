@@ -65,7 +65,7 @@ class Episode:
     _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
 
     async def complete(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1) -> list[Answer]:
-        """Samples n next turns. Messages and tools are in OpenAI's form, with texts as contents. Raises: Refused, EngineError, TimeoutError.
+        """Samples n next turns. Messages and tools are in OpenAI's form, contents are texts. Raises: Refused, EngineError, TimeoutError.
 
         A call that is cancelled leaves nothing in the tree: nobody has seen what it would have sampled.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -197,8 +196,8 @@ def _said(output: str) -> tuple[Score, dict[str, float]]:
         found = json.loads(line)
     except ValueError:
         found = None
-    numbers = found if isinstance(found, dict) else {"reward": found}
-    wrong = {name for name, value in numbers.items() if type(value) not in (int, float) or not math.isfinite(value)}
-    if "reward" not in numbers or wrong or abs(numbers["reward"]) > MAX_REWARD:
+    told: dict[str, Any] = found if isinstance(found, dict) else {"reward": found}
+    numbers = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
+    if "reward" not in numbers or len(numbers) < len(told):
         raise _NoReward(f"its last line of output is neither a reward nor a JSON object of numbers with one: {line[:200]!r}")
-    return Score(numbers["reward"]), {name: float(value) for name, value in numbers.items() if name != "reward"}
+    return Score(numbers["reward"]), {name: value for name, value in numbers.items() if name != "reward"}

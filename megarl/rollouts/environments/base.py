@@ -69,9 +69,12 @@ def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int, repl
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
     if len(whole := [sample for sample in samples if not sample.branch]) != n or samples[0].branch:
         return [f"it must return {n} samples, not {len(whole)}"]
-    if any(sample.reward != branches[0].reward for branches in episodes(samples) for sample in branches):
-        return ["the branches of an episode must have the same reward"]
-    return [f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size, replayed)]
+    found = [
+        f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size, replayed)
+    ]
+    if not found and any(sample.reward != branches[0].reward for branches in episodes(samples) for sample in branches):
+        found.append("the branches of an episode must have the same reward")
+    return found
 
 
 def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) -> list[str]:

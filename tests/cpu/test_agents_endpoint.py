@@ -1,0 +1,233 @@
+"""Agents of the official packages, as processes in the sandbox, against the real endpoint; the policy is a named fake."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.data.tokenizer import tokenizer_of
+from megarl.generator.completions import Completion, EngineError, Sampling
+from megarl.rewards.score import Score, ScoreRequest
+from megarl.rollouts.agents.program import Program
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.rollout import CheckedRollout
+from megarl.sandbox import jail
+from megarl.types import Group, Prompt, episodes
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "configs/models/tiny-agent"
+TOKENIZER = tokenizer_of(str(MODEL), "model.path")
+EOS = TOKENIZER.eos_id
+SAMPLING = Sampling(200, stop_token_ids=TOKENIZER.eos_ids)
+KINDS = [
+    pytest.param("bwrap", marks=pytest.mark.skipif(bool(jail.problems("bwrap")), reason="bubblewrap is not installed")),
+    "limits",
+]
+pytestmark = pytest.mark.timeout(250)
+
+
+class Calculating:
+    """A named fake of generate: calls the tool for what the user has asked, then copies its result. One id a character."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        self.asked.append(prompt_ids)
+        await asyncio.sleep(0.01)
+        text = TOKENIZER.decode_all(prompt_ids)
+        task, _, result = text.partition("<user>")[2].partition("=<assistant>")
+        if "<tool>" in result:
+            said = result.rpartition("<tool>")[2].removesuffix("<assistant>")
+        else:
+            said = '<tool_call>{"name": "calculate", "arguments": {"expression": "' + task + '"}}</tool_call>'
+        ids = [TOKENIZER.backend.get_vocab()[letter] for letter in said] + [EOS]
+        return [Completion(ids, [-0.25] * len(ids), [len(self.asked)] * len(ids), "stop") for _ in range(n)]
+
+
+def roll_out(generate: Any, n: int = 1, **arguments: Any) -> Group:
+    async def score(request: ScoreRequest) -> Score:
+        return Score(float(request.response == request.answer))
+
+    async def run() -> Group:
+        rollout = Program(TOKENIZER, **{"sandbox": "limits", "deadline_s": 100.0, **arguments})
+        context = RolloutContext(TOKENIZER, generate, score, None, 5.0)  # type: ignore[arg-type]
+        checked = CheckedRollout("program", rollout, context, 200.0, 112)
+        try:
+            return await checked(Prompt(0, [1, 5], "6*7=", "42"), SAMPLING, n)
+        finally:
+            await rollout.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_an_agent_of_an_official_package_as_it_is(package: str, kind: str):
+    pytest.importorskip(package)
+    policy = Calculating()
+    command = [sys.executable, f"with_{package}.py", "{prompt}"]
+    group = roll_out(policy, n=2, command=command, folder=str(ROOT / "configs/agents"), sandbox=kind)
+    assert [sample.reward for sample in group.samples] == [1.0, 1.0], [sample.text for sample in group.samples]
+    for sample in group.samples:
+        assert sample.text.endswith("</tool_call><eos><tool>42<assistant>42<eos>") and sample.summary().turns == 2
+        assert sample.metrics["calls"] == 2 and sample.metrics["branches"] == 1 and not sample.metrics["rewritten"]
+    assert TOKENIZER.decode_all(group.prompt.token_ids) == "<bos><tools>calculate<user>6*7=<assistant>"
+    second = next(ids for ids in policy.asked if len(ids) > len(group.prompt.token_ids))
+    [sample, *_] = group.samples
+    assert second == [*group.prompt.token_ids, *sample.token_ids[: len(second) - len(group.prompt.token_ids)]], "ids as they were sampled"
+
+
+SCRIPT = """
+import json, os, sys, urllib.error, urllib.request
+def call(path="/chat/completions", **body):
+    body = {"messages": [{"role": "user", "content": "6*7="}], **body}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(),
+                                     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    try:
+        return urllib.request.urlopen(request).read().decode()
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read().decode()}"
+"""
+
+
+def script(code: str) -> list[str]:
+    return [sys.executable, "-c", SCRIPT + code]
+
+
+def test_the_program_says_its_reward_and_metrics():
+    code = "task = json.loads(sys.stdin.readline()); call(); call(n=2)\nprint(json.dumps({'reward': 0.5, 'own': len(task['answer'])}))"
+    group = roll_out(Calculating(), command=script(code), reward="program")
+    [branches] = episodes(group.samples)
+    assert [sample.reward for sample in branches] == [0.5] * 3, "two calls of the same messages, one of them with two choices"
+    assert branches[0].metrics["own"] == 2.0 and branches[0].metrics["branches"] == 3.0
+
+
+def test_the_policys_last_message_is_scored():
+    assert roll_out(Calculating(), command=script("call(); print('nothing')"), reward="message").samples[0].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "kind"),
+    [
+        ("call(); sys.exit(3)", {}, "exit"),
+        ("call(); import time; time.sleep(60)", {"deadline_s": 5.0}, "deadline"),
+        ("call(); x = b'1' * (1 << 30)", {"memory_mib": 256}, "exit"),  # one process cannot have it
+        ("call(); print('no number')", {"reward": "program"}, "reward"),
+    ],
+)
+def test_a_program_that_fails_has_the_reward_that_was_asked_for(code: str, arguments: dict[str, Any], kind: str):
+    [sample] = roll_out(Calculating(), command=script(code), on_crash=-0.5, **arguments).samples
+    assert sample.reward == -0.5 and sample.metrics[f"failed_{kind}"] == 1.0
+    assert sum(sample.metrics[f"failed_{each}"] for each in ("exit", "deadline", "memory", "reward")) == 1.0
+
+
+def test_a_program_that_never_calls_ends_the_run_with_its_errors():
+    with pytest.raises(RuntimeError, match=r"did not call the policy in 2 attempts: exit status 1(.|\n)*ZeroDivisionError"):
+        roll_out(Calculating(), command=script("1 / 0"), retries=1)
+
+
+def test_an_engine_that_fails_ends_the_run():
+    async def fails(*_: Any) -> list[Completion]:
+        raise EngineError("the engine is gone")
+
+    with pytest.raises(EngineError, match="the engine is gone"):
+        roll_out(fails, command=script("call(); import time; time.sleep(60)"))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("stop=['x']", "stop: set rollout.stop"),
+        ("tool_choice='required'", "no call can be forced"),
+        ("response_format={'type': 'json_object'}", "no format can be forced"),
+        ("messages=[]", "the last message must not be"),
+        ("messages=[{'content': 'a'}]", "does not have the form it must have"),
+        ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", "only text is supported"),
+        ("messages=[{'role': 'user', 'content': 'a' * 300}]", "context_length_exceeded"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_words(body: str, told: str):
+    code = f"call(); print(json.dumps({{'reward': float({told!r} in call({body}))}}))"
+    assert roll_out(Calculating(), command=script(code), reward="program").samples[0].reward == 1.0
+
+
+def test_a_key_is_that_of_one_episode():
+    code = "call(); os.environ['OPENAI_API_KEY'] = 'sk-other'; print(json.dumps({'reward': float(call().startswith('401'))}))"
+    assert roll_out(Calculating(), command=script(code), reward="program").samples[0].reward == 1.0
+
+
+def test_a_call_that_the_program_gives_up_is_sampled_anew():
+    """It leaves nothing behind; the answer to the next one is what counts."""
+    slow = Calculating()
+    first, cancelled = asyncio.Event(), []
+
+    async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        if not first.is_set():
+            first.set()
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+        return await slow(prompt_ids, sampling, n)
+
+    code = """
+import socket, urllib.parse, time
+url = urllib.parse.urlparse(os.environ["OPENAI_BASE_URL"])
+body = json.dumps({"messages": [{"role": "user", "content": "6*7="}]})
+given_up = socket.create_connection((url.hostname, url.port))
+given_up.sendall(("POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer " + os.environ["OPENAI_API_KEY"]
+                  + "\\r\\nContent-Length: " + str(len(body)) + "\\r\\n\\r\\n" + body).encode())
+time.sleep(1)
+given_up.close()
+time.sleep(0.5)
+call()
+print(1)
+"""
+    [sample] = roll_out(generate, command=script(code), reward="program").samples
+    assert cancelled and sample.metrics["calls"] == 1 and sample.reward == 1.0
+
+
+@pytest.mark.skipif(bool(jail.problems("bwrap")), reason="bubblewrap is not installed")
+def test_a_sandbox_has_no_network_and_none_of_the_hosts_files(tmp_path: Path):
+    (tmp_path / "secret").write_text("secret")
+    code = f"""
+import socket
+call()
+reached = 0
+for address in (("1.1.1.1", 53), ("127.0.0.1", 22)):
+    try:
+        socket.create_connection(address, 1)
+        reached += 1
+    except OSError:
+        pass
+reached += os.path.exists({str(tmp_path / "secret")!r})
+try:
+    open("/usr/left", "w")
+    reached += 1
+except OSError:
+    pass
+print(json.dumps({{"reward": reached}}))
+"""
+    assert roll_out(Calculating(), command=script(code), reward="program", sandbox="bwrap").samples[0].reward == 0.0
+
+
+def test_memory_of_all_processes_together_is_bounded():
+    eater = "x = bytearray(150 << 20); x[::4096] = b'1' * len(x[::4096]); import time; time.sleep(60)"
+    code = f"call()\nimport subprocess, time\nfor _ in range(4): subprocess.Popen([sys.executable, '-c', {eater!r}])\ntime.sleep(60)"
+    [sample] = roll_out(Calculating(), command=script(code), memory_mib=300, on_crash=-1.0).samples
+    assert sample.reward == -1.0 and sample.metrics["failed_memory"] == 1.0
+
+
+def test_mistakes_in_the_arguments_are_told_together():
+    with pytest.raises(ConfigError) as error:
+        Program(TOKENIZER, command=["x"], folder="/nowhere", on_crash=float("nan"))
+    assert "rollout.args.folder=/nowhere: there is no such path" in str(error.value) and "rollout.args.on_crash=nan" in str(error.value)
+    with pytest.raises(ConfigError, match="did you mean qwen25"):
+        Program(TOKENIZER, command=["x"], tool_parser="qwen2", sandbox="limits")
