@@ -1,13 +1,33 @@
 """The first process of a sandboxed program: sets limits, leads its calls out of the sandbox, and ends with the program's exit status.
 
 It runs in the sandbox by a Python of its own choice, so it imports the standard library alone, and only this file.
-Arguments: a JSON object with `limits` (RLIMIT_… name: value), `socket` and `port`, and the command.
+Arguments: a JSON object with `limits` (RLIMIT_… name: value), `socket`, `port` and `network` (leave the host's?), and the command.
 """
 
 import asyncio
+import ctypes
+import fcntl
 import json
+import os
 import resource
+import socket
+import struct
 import sys
+
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+
+
+def _leave_network() -> None:
+    """Goes on in a network of its own, in which there is a loopback device and nothing else. Raises OSError where the kernel forbids it."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "no namespaces of users and networks")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
+        fcntl.ioctl(device, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
 
 
 def _limit(limits: dict[str, int]) -> None:
@@ -46,4 +66,7 @@ async def _main(settings: dict, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(_main(json.loads(sys.argv[1]), sys.argv[2:])))
+    own = json.loads(sys.argv[1])
+    if own["network"]:
+        _leave_network()
+    sys.exit(asyncio.run(_main(own, sys.argv[2:])))

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,11 @@ from typing import NamedTuple
 
 import psutil
 
-BWRAP, LIMITS = "bwrap", "limits"
+from megarl.config.errors import ConfigError
+
+AUTO, BWRAP, NAMESPACE, LIMITS = "auto", "bwrap", "namespace", "limits"
 _INSIDE = Path(__file__).with_name("inside.py")
+_INNER = (sys.executable, "-I", "-S", str(_INSIDE))
 _SOCKET = "/run/endpoint.sock"
 _PORT = 8000  # inside a sandbox, where nothing else listens
 _WORK = "/tmp/work"
@@ -40,14 +44,14 @@ class Ended(NamedTuple):
 
 @dataclass
 class Jail:
-    """`folder` can be read and is where the program starts; with `bwrap` nothing else of the host can be, but its programs and libraries.
-    A program writes to /tmp, which is its own and counts as memory; with `limits` there is a new folder, its TMPDIR."""
+    """`folder` can be read and is where the program starts; in a bwrap nothing else of the host can be, but its programs and libraries.
+    There a program writes to /tmp, which is its own and counts as memory; otherwise to a new folder, its TMPDIR."""
 
-    kind: str  # BWRAP | LIMITS
+    kind: str  # BWRAP | NAMESPACE: the host's files, but not its network | LIMITS: both
     memory_mib: int  # of all its processes together; looked at every half second. No process can ever have more than this
     file_mib: int  # of each file, and of /tmp as a whole in a bwrap
     deadline_s: float
-    socket: Path  # of the endpoint, which is all of the network that there is in a bwrap
+    socket: Path  # of the endpoint, which is all of the network that there is
     port: int  # of the endpoint, outside
     folder: Path | None = None
     paths: Sequence[Path] = ()  # more that can be read
@@ -57,7 +61,7 @@ class Jail:
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{_PORT if self.kind == BWRAP else self.port}"
+        return f"http://127.0.0.1:{self.port if self.kind == LIMITS else _PORT}"
 
     async def run(self, command: Sequence[str], given: str, environment: Mapping[str, str]) -> Ended:
         """`given`: on standard input. Ends all processes of the program whatever happens."""
@@ -107,10 +111,10 @@ class Jail:
             "RLIMIT_NOFILE": _MOST_FILES,
             "RLIMIT_CORE": 0,
         }
-        jailed = self.kind == BWRAP
-        settings = {"limits": limits, "socket": _SOCKET if jailed else "", "port": _PORT}
-        inner = [sys.executable, "-I", "-S", str(_INSIDE), json.dumps(settings), *command]
-        if not jailed:
+        sockets = {BWRAP: _SOCKET, NAMESPACE: str(self.socket), LIMITS: ""}
+        settings = {"limits": limits, "socket": sockets[self.kind], "port": _PORT, "network": self.kind == NAMESPACE}
+        inner = [*_INNER, json.dumps(settings), *command]
+        if self.kind != BWRAP:
             return inner
         bind = [*map(Path, _NEEDED), Path(sys.prefix), Path(sys.base_prefix), _INSIDE, *self.paths]
         there = dict.fromkeys(str(path) for path in [*bind, *([self.folder] if self.folder else [])] if path.exists())
@@ -134,14 +138,23 @@ class Jail:
                     _kill(pid)
 
 
-def problems(kind: str) -> list[str]:
-    """Why no program can be run like that on this machine."""
-    if kind == BWRAP and shutil.which(BWRAP) is None:
-        return [
-            "sandbox=bwrap: bubblewrap is not installed (bwrap is not in PATH): install it, or set sandbox=limits, which bounds time, "
-            "memory and file sizes, but shows programs the host's network and files"
-        ]
-    return []
+def kind_for(asked: str) -> str:
+    """The best that there is on this machine, if AUTO is asked for. Raises ConfigError where programs cannot be run so."""
+    if asked in (AUTO, BWRAP) and shutil.which(BWRAP) is not None:
+        return BWRAP
+    if asked == BWRAP:
+        raise ConfigError("sandbox=bwrap: bubblewrap is not installed: bwrap is not in PATH")
+    if asked == LIMITS:
+        return LIMITS
+    nothing = json.dumps({"limits": {}, "socket": "", "port": 0, "network": True})
+    tried = subprocess.run([*_INNER, nothing, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        without = "and bubblewrap is not installed: install it, or" if asked == AUTO else "so"
+        raise ConfigError(
+            f"sandbox={asked}: the kernel allows no network of a program's own ({tried.stderr.strip().splitlines()[-1]}), {without} set "
+            "sandbox=limits, which bounds time, memory and file sizes, but leaves programs the host's network and files"
+        )
+    return NAMESPACE
 
 
 @contextlib.contextmanager

@@ -58,13 +58,17 @@ class Program:
         folder: str | None = None,
         readable: list[str] = [],  # noqa: B006  it is never changed
         environment: dict[str, str] = {},  # noqa: B006
-        sandbox: Literal["bwrap", "limits"] = "bwrap",
+        sandbox: Literal["auto", "bwrap", "namespace", "limits"] = jail.AUTO,
         tool_parser: str = "json",
         at_once: _Positive = 256,
         retries: Annotated[int, Meta(ge=0)] = 2,
     ):
         """Raises: ConfigError with all problems of the arguments."""
-        problems = [f"rollout.args.{problem}" for problem in jail.problems(sandbox)]
+        problems, kind = [], sandbox
+        try:
+            kind = jail.kind_for(sandbox)
+        except ConfigError as error:
+            problems += [f"rollout.args.{problem}" for problem in error.problems]
         paths = {"folder": [folder] if folder else [], "readable": readable}
         problems += [
             f"rollout.args.{key}={path}: there is no such path" for key, all_ in paths.items() for path in all_ if not Path(path).exists()
@@ -78,7 +82,7 @@ class Program:
         self._tokenizer, self._command, self._reward, self._on_crash = tokenizer, command, reward, on_crash
         self._environment, self._retries = environment, retries
         self._limits: dict[str, Any] = {
-            "kind": sandbox,
+            "kind": kind,
             "memory_mib": memory_mib,
             "file_mib": file_mib,
             "deadline_s": deadline_s,
