@@ -67,7 +67,9 @@ def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int, repl
     """Lists what is wrong with the samples that a rollout returned; empty if nothing is. `replayed`: they must have kept sets."""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
-    if len(whole := [sample for sample in samples if not sample.branch]) != n or samples[0].branch:
+    if samples and samples[0].branch:
+        return [f"the first sample has branch={samples[0].branch}, but no sample before it is of the same episode"]
+    if len(whole := episodes(samples)) != n:
         return [f"it must return {n} samples, not {len(whole)}"]
     found = [
         f"sample {i}: {problem}" for i, sample in enumerate(samples) for problem in _problems(sample, max_tokens, vocab_size, replayed)
