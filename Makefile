@@ -78,12 +78,12 @@ gpu:
 	"$$python" -P megarl/bench/gpu/kit.py $(ARGS)
 
 # What some tests want of the system: Debian's RDMA libraries, which Mooncake's transfer engine links also for TCP; a Slurm; network
-# namespaces and traffic control; a browser for the report page. Installed where root and apt are there; elsewhere those tests are skipped and say why. No daemon is
+# namespaces and traffic control; a browser for the report page; bubblewrap for agents. Installed where root and apt are there; elsewhere those tests are skipped and say why. No daemon is
 # started: Debian asks policy-rc.d first.
 libraries:
 	@libraries=$$(/sbin/ldconfig -p) packages=()
 	there() { grep -q "^\s*$$1 " <<<"$$libraries" || PATH="$$PATH:/usr/sbin:/sbin" command -v "$$1" >/dev/null; }
-	for need in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 slurmctld:slurm-wlm tc:iproute2 chromium:chromium; do
+	for need in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 slurmctld:slurm-wlm tc:iproute2 chromium:chromium bwrap:bubblewrap; do
 	    there "$${need%%:*}" || packages+=("$${need##*:}")
 	done
 	if [ $${#packages[@]} = 0 ]; then
