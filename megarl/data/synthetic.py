@@ -179,8 +179,8 @@ class ProductCalls(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         row = self.products[index]
         call = '<tool_call>{"name": "calculate", "arguments": {"expression": "' + row.prompt.rstrip("=") + '"}}</tool_call>'
-        guesses = isinstance(row.demonstration, str)
-        turns = (row.demonstration,) if guesses else (call, f"<tool>{row.answer}<assistant>", row.answer)
+        guess = row.demonstration if isinstance(row.demonstration, str) else None
+        turns = (call, f"<tool>{row.answer}<assistant>", row.answer) if guess is None else (guess,)
         texts = tuple(f"{text}<eos>" if place % 2 == 0 else text for place, text in enumerate(turns))
         where = f"{PREFIX}product_calls, split {self.products.split}, row {index}"
         return Row(f"<tools>calculate<user>{row.prompt}<assistant>", row.answer, texts, where, ended=True)

@@ -43,11 +43,8 @@ def json_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     names = {_function(tool)["name"] for tool in tools}
     calls = []
     for found in _CALL.findall(text):
-        try:
-            call = json.loads(found)
-        except ValueError:
-            return text, []
-        if not isinstance(call, dict) or call.get("name") not in names or not isinstance(call.get("arguments"), dict):
+        call = _object(found) or {}
+        if call.get("name") not in names or not isinstance(call.get("arguments"), dict):
             return text, []
         calls.append(ToolCall(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
     return (_CALL.sub("", text).strip(), calls) if calls else (text, [])
@@ -58,11 +55,25 @@ def _of_sglang(name: str) -> Parser:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     def parse(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
-        rest, calls = FunctionCallParser([Tool(type="function", function=_function(tool)) for tool in tools], name).parse_non_stream(text)
+        parser = FunctionCallParser([Tool(type="function", function=_function(tool)) for tool in tools], name)
+        try:
+            rest, calls = parser.parse_non_stream(text)
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # of a text that is nearly a call
+            return text, []
         found = [ToolCall(call.name, call.parameters) for call in calls if call.name]
-        return (rest, found) if found else (text, [])
+        return (rest, found) if found and all(_object(call.arguments) is not None for call in found) else (text, [])
 
     return parse
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """None unless it is a JSON object that other programs can read too: without NaN, infinity and halves of characters."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _function(tool: dict[str, Any]) -> Any:

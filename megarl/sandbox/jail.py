@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import psutil
 
@@ -30,6 +30,8 @@ _WORK = "/tmp/work"
 _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
+_MOST_PROCESSES = 256
+_MOST_PRINTED_BYTES = 16 << 20
 _NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
 
 
@@ -37,9 +39,15 @@ class Ended(NamedTuple):
     """How a program ended. `why` is empty where it did so by itself and with exit status 0."""
 
     why: str
-    kind: str  # "" | "exit" | "deadline" | "memory"
-    output: str  # what it printed on standard output, up to `Jail.output_bytes`
+    kind: str  # "" | "exit" | "deadline" | "limits"
+    output: str  # what it printed on standard output; the end of it, if that is more than `Jail.output_bytes`
     errors: str  # the end of its standard error
+
+
+@dataclass
+class _Running:
+    files: Sequence[IO[bytes]]  # what it prints
+    wrong: str = ""
 
 
 @dataclass
@@ -51,19 +59,22 @@ class Jail:
     memory_mib: int  # of all its processes together; looked at every half second. No process can ever have more than this
     file_mib: int  # of each file, and of /tmp as a whole in a bwrap
     deadline_s: float
-    socket: Path  # of the endpoint, which is all of the network that there is
-    port: int  # of the endpoint, outside
     folder: Path | None = None
     paths: Sequence[Path] = ()  # more that can be read
     output_bytes: int = 1 << 20
-    _watched: dict[int, str] = field(default_factory=dict)  # programs by the ids of their first processes -> what is wrong with them
+    _watched: dict[int, _Running] = field(default_factory=dict)  # by the ids of their first processes
     _watch: asyncio.Task[None] | None = None
 
     @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port if self.kind == LIMITS else _PORT}"
+    def networked(self) -> bool:
+        """Whether programs have the host's network; otherwise there is nothing in theirs but the socket that they are run with."""
+        return self.kind == LIMITS
 
-    async def run(self, command: Sequence[str], given: str, environment: Mapping[str, str]) -> Ended:
+    def base_url(self, port: int) -> str:
+        """Where a program finds what the host has at the socket, or at this port of its own."""
+        return f"http://127.0.0.1:{port if self.networked else _PORT}"
+
+    async def run(self, command: Sequence[str], given: str, environment: Mapping[str, str], socket: Path | None) -> Ended:
         """`given`: on standard input. Ends all processes of the program whatever happens."""
         with tempfile.TemporaryDirectory(prefix="megarl-agent-") as own, _files(given) as (stdin, stdout, stderr):
             self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
@@ -71,7 +82,7 @@ class Jail:
             path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
             variables = {"PATH": path, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **environment}
             process = await asyncio.create_subprocess_exec(
-                *self._command(command),
+                *self._command(command, socket),
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -79,13 +90,13 @@ class Jail:
                 env=variables,
                 start_new_session=True,
             )
-            self._watched[process.pid] = ""
+            watched = self._watched[process.pid] = _Running((stdout, stderr))
             kind, why = "", ""
             try:
                 async with asyncio.timeout(self.deadline_s):
                     status = await process.wait()
-                if wrong := self._watched[process.pid]:
-                    kind, why = "memory", wrong
+                if watched.wrong:
+                    kind, why = "limits", watched.wrong
                 elif status:
                     kind, why = "exit", f"exit status {status}"
             except TimeoutError:
@@ -94,16 +105,14 @@ class Jail:
                 del self._watched[process.pid]
                 _kill(process.pid)
                 await process.wait()
-            stdout.seek(0)
-            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return Ended(why, kind, *(file.read(self.output_bytes).decode(errors="replace") for file in (stdout, stderr)))
+            return Ended(why, kind, _end(stdout, self.output_bytes), _end(stderr, _TAIL_BYTES))
 
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
 
-    def _command(self, command: Sequence[str]) -> list[str]:
+    def _command(self, command: Sequence[str], socket: Path | None) -> list[str]:
         limits = {
             "RLIMIT_DATA": self.memory_mib << 20,  # not RLIMIT_AS: some runtimes, Node's among them, reserve addresses by the gigabyte
             "RLIMIT_FSIZE": self.file_mib << 20,
@@ -111,8 +120,8 @@ class Jail:
             "RLIMIT_NOFILE": _MOST_FILES,
             "RLIMIT_CORE": 0,
         }
-        sockets = {BWRAP: _SOCKET, NAMESPACE: str(self.socket), LIMITS: ""}
-        settings = {"limits": limits, "socket": sockets[self.kind], "port": _PORT, "network": self.kind == NAMESPACE}
+        inside = _SOCKET if self.kind == BWRAP else str(socket or "")
+        settings = {"limits": limits, "socket": inside, "port": _PORT, "network": self.kind == NAMESPACE}
         inner = [*_INNER, json.dumps(settings), *command]
         if self.kind != BWRAP:
             return inner
@@ -122,19 +131,26 @@ class Jail:
             *(BWRAP, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
             *("--proc", "/proc", "--dev", "/dev", "--size", str(self.file_mib << 20), "--tmpfs", "/tmp", "--dir", _WORK),
             *(word for path in there for word in ("--ro-bind", path, path)),
-            *("--bind", str(self.socket), _SOCKET, "--chdir", str(self.folder or _WORK), "--"),
+            *("--bind", str(socket), _SOCKET, "--chdir", str(self.folder or _WORK), "--"),
             *inner,
         ]
 
     async def _keep_watch(self) -> None:
-        """Ends programs whose processes have more memory together than they may."""
+        """Ends programs whose processes have more memory together than they may, are too many, or print too much."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._watched:
                 continue
-            for pid, used_bytes in (await asyncio.to_thread(_memory_of, list(self._watched))).items():
-                if used_bytes > self.memory_mib << 20 and pid in self._watched:
-                    self._watched[pid] = f"its processes had more than memory_mib={self.memory_mib} together"
+            for pid, (processes, used_bytes) in (await asyncio.to_thread(_used_by, list(self._watched))).items():
+                if (running := self._watched.get(pid)) is None:
+                    continue
+                if used_bytes > self.memory_mib << 20:
+                    running.wrong = f"its processes had more than memory_mib={self.memory_mib} together"
+                elif processes > _MOST_PROCESSES:
+                    running.wrong = f"it had more than {_MOST_PROCESSES} processes"
+                elif sum(os.fstat(file.fileno()).st_size for file in running.files) > _MOST_PRINTED_BYTES:
+                    running.wrong = f"it printed more than {_MOST_PRINTED_BYTES >> 20} MiB"
+                if running.wrong:
                     _kill(pid)
 
 
@@ -171,18 +187,23 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _memory_of(pids: list[int]) -> dict[int, int]:
-    """The bytes that each of these processes has together with all its descendants. What they share counts for each."""
+def _end(file: IO[bytes], most_bytes: int) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+    return file.read(most_bytes).decode(errors="replace")
+
+
+def _used_by(pids: list[int]) -> dict[int, tuple[int, int]]:
+    """(processes, bytes) of each of these processes together with all its descendants. Memory that they share counts for each."""
     children: dict[int, list[tuple[int, int]]] = {}
     for process in psutil.process_iter(["pid", "ppid", "memory_info"]):
         memory = process.info["memory_info"]
         children.setdefault(process.info["ppid"], []).append((process.info["pid"], memory.rss if memory else 0))
     found = {}
     for pid in pids:
-        total, waiting = 0, [pid]
+        processes, total, waiting = 0, 0, [pid]
         while waiting:
             for child, used_bytes in children.get(waiting.pop(), ()):
-                total += used_bytes
+                processes, total = processes + 1, total + used_bytes
                 waiting.append(child)
-        found[pid] = total
+        found[pid] = processes, total
     return found

@@ -132,11 +132,11 @@ def test_the_policys_last_message_is_scored():
 def test_a_program_that_fails_has_the_reward_that_was_asked_for(code: str, arguments: dict[str, Any], kind: str):
     [sample] = roll_out(Calculating(), command=script(code), on_crash=-0.5, **arguments).samples
     assert sample.reward == -0.5 and sample.metrics[f"failed_{kind}"] == 1.0
-    assert sum(sample.metrics[f"failed_{each}"] for each in ("exit", "deadline", "memory", "reward")) == 1.0
+    assert sum(sample.metrics[f"failed_{each}"] for each in ("exit", "deadline", "limits", "reward")) == 1.0
 
 
 def test_a_program_that_never_calls_ends_the_run_with_its_errors():
-    with pytest.raises(RuntimeError, match=r"did not call the policy in 2 attempts: exit status 1(.|\n)*ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match=r"sampled nothing from the policy in 2 attempts: exit status 1(.|\n)*ZeroDivisionError"):
         roll_out(Calculating(), command=script("1 / 0"), retries=1)
 
 
@@ -228,7 +228,7 @@ def test_memory_of_all_processes_together_is_bounded():
     eater = "x = bytearray(150 << 20); x[::4096] = b'1' * len(x[::4096]); import time; time.sleep(60)"
     code = f"call()\nimport subprocess, time\nfor _ in range(4): subprocess.Popen([sys.executable, '-c', {eater!r}])\ntime.sleep(60)"
     [sample] = roll_out(Calculating(), command=script(code), memory_mib=300, on_crash=-1.0).samples
-    assert sample.reward == -1.0 and sample.metrics["failed_memory"] == 1.0
+    assert sample.reward == -1.0 and sample.metrics["failed_limits"] == 1.0
 
 
 def test_mistakes_in_the_arguments_are_told_together():

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.data.chat import Message
 from megarl.rollouts.agents.episode import Answer, Refused
-from megarl.rollouts.agents.openai_chat import Request, refuse, text_of
+from megarl.rollouts.agents.openai_chat import Request, refuse, text_of, whole_number
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -24,12 +24,13 @@ def read_request(body: dict[str, Any]) -> Request:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
         messages += _messages(message)
-    return Request(messages, tools, body.get("max_tokens"), 1, bool(body.get("stream")), str(body.get("model", "")))
+    return Request(messages, tools, whole_number(body, "max_tokens"), 1, bool(body.get("stream")), str(body.get("model", "")))
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if "input_schema" not in tool:
-        raise Refused(f"tools: {tool.get('name')} of type {tool.get('type')}: only tools of your own, with an input_schema, are supported")
+    if "input_schema" not in tool or not isinstance(tool["name"], str):
+        shown = f"{tool.get('name')} of type {tool.get('type')}"[:100]
+        raise Refused(f"tools: {shown}: only tools of your own, with a name and an input_schema, are supported")
     function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}
 
@@ -37,10 +38,12 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _messages(message: dict[str, Any]) -> list[Message]:
     """Results of tools are messages of their own, before what the user says beside them."""
     role, content = message["role"], message["content"]
+    if role not in ("user", "assistant"):
+        raise Refused(f"role={str(role)[:50]}: must be user or assistant")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     known = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
     if wrong := [block["type"] for block in blocks if block["type"] not in known]:
-        raise Refused(f"content of type {wrong[0]} by the {role}: only {' and '.join(known)} are supported")
+        raise Refused(f"content of type {str(wrong[0])[:50]} by the {role}: only {' and '.join(known)} are supported")
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     if role == "assistant":
         calls = [_call(block) for block in blocks if block["type"] == "tool_use"]

@@ -1,4 +1,5 @@
-"""The HTTP endpoint that agents call, in the generator's event loop. The key of a call says which episode it belongs to."""
+"""The HTTP endpoint that agents call, in the generator's event loop. What they send is hostile input: it is bounded, and every call gets
+one clear answer."""
 
 from __future__ import annotations
 
@@ -6,23 +7,35 @@ import asyncio
 import contextlib
 import json
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from megarl.rollouts.agents import anthropic_messages, openai_chat
-from megarl.rollouts.agents.episode import Episode, Refused
+from megarl.rollouts.agents.episode import MISFORMED, Episode, Refused
 from megarl.rollouts.agents.openai_chat import Request
 
 MODEL = "policy"  # the name at /v1/models; calls may name any
-_LARGEST_REQUEST_BYTES = 64 << 20
+_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 256 << 10, 64  # of a request; what is longer has no room in rollout.max_tokens
+_MOST_CONNECTIONS = 64
+_BACKLOG = 1024
+_KEEP_ALIVE_S = 30.0
+
+_Answer = Callable[[Episode, Request], Awaitable["dict[str, Any] | list[str]"]]
+"""An answer as JSON, or as the lines of a stream."""
 
 
-_Answer = Callable[[web.Request, Episode, Request], Awaitable[web.StreamResponse]]
+class Served(NamedTuple):
+    """What a program needs to call its episode."""
+
+    key: str
+    port: int  # on 127.0.0.1; 0 if it listens at a socket of the file system
+    failed: asyncio.Future[None]  # fails if the engines fail one of the episode's calls
 
 
 class _Open(NamedTuple):
@@ -31,41 +44,56 @@ class _Open(NamedTuple):
 
 
 class Endpoint:
-    """Open it in the event loop in which the episodes' calls are to run. It listens on 127.0.0.1 and at a socket of the file system."""
+    """Open it in the event loop in which the episodes' calls are to run.
+
+    Each episode has a listener and a key of its own. It may have 64 connections; further ones wait until one of them is closed.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
         self._runner: web.AppRunner | None = None
-        self.port = 0
 
-    async def open(self, socket: Path) -> None:
-        app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
+    async def open(self) -> None:
+        app = web.Application()
         app.router.add_post("/v1/chat/completions", self._handler(openai_chat, _openai))
         app.router.add_post("/v1/messages", self._handler(anthropic_messages, _anthropic))
         app.router.add_post("/v1/messages/count_tokens", self._handler(anthropic_messages, _count))
         app.router.add_get("/v1/models", _models)
+        app.router.add_route("*", "/{path:.*}", _nothing)
         # A call whose agent has hung up is cancelled: what nobody reads is not part of the episode.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEP_ALIVE_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        await web.UnixSite(self._runner, str(socket)).start()
-        self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
 
     @contextlib.asynccontextmanager
-    async def serving(self, episode: Episode) -> AsyncIterator[tuple[str, asyncio.Future[None]]]:
-        """The episode's key, which is refused afterwards, and a future that fails if the engines fail one of its calls."""
-        key, failed = f"sk-{secrets.token_hex(24)}", asyncio.get_running_loop().create_future()
-        self._open[key] = _Open(episode, failed)
-        try:
-            yield key, failed
-        finally:
-            del self._open[key]
-            failed.cancel()
+    async def serving(self, episode: Episode, path: Path | None) -> AsyncIterator[Served]:
+        """Listens at `path`, or at a port of 127.0.0.1, as long as the context lasts; afterwards its key is refused."""
+        with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as listener:
+            listener.bind(str(path) if path else ("127.0.0.1", 0))
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            key, failed = f"sk-{secrets.token_hex(24)}", asyncio.get_running_loop().create_future()
+            self._open[key] = _Open(episode, failed)
+            accepting = asyncio.create_task(self._accept(listener), name="an episode's connections")
+            accepting.add_done_callback(lambda task: task.cancelled() or _fail(failed, task.exception()))
+            try:
+                yield Served(key, 0 if path else listener.getsockname()[1], failed)
+            finally:
+                del self._open[key]
+                failed.cancel()
+                accepting.cancel()
+                await asyncio.wait({accepting})
+
+    async def _accept(self, listener: socket.socket) -> None:
+        assert self._runner is not None and self._runner.server is not None
+        loop, server, places = asyncio.get_running_loop(), self._runner.server, asyncio.Semaphore(_MOST_CONNECTIONS)
+        while True:
+            await places.acquire()
+            connection, _ = await loop.sock_accept(listener)
+            await loop.connect_accepted_socket(lambda: _Place(server(), places), connection)
 
     def _handler(self, form: ModuleType, answer: _Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         def refused(message: str, kind: str, status: int) -> web.Response:
@@ -76,45 +104,79 @@ class Endpoint:
             if found is None:
                 return refused("no such key, or its episode has ended", "invalid_api_key", 401)
             try:
-                asked = form.read_request(msgspec.json.decode(await request.read()))
-            except (LookupError, TypeError, AttributeError, ValueError) as mistake:
-                return refused(f"the request does not have the form it must have: {mistake!r}", "invalid_request_error", 400)
+                body = await _read(request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * found.episode.sampling.max_tokens)
+                asked = form.read_request(msgspec.json.decode(body))
             except Refused as refusal:
-                return refused(str(refusal), refusal.kind, 400)
+                return refused(str(refusal), refusal.kind, refusal.status)
+            except (*MISFORMED, web.RequestPayloadError) as mistake:
+                return refused(f"the request does not have the form it must have: {mistake!r}"[:500], "invalid_request_error", 400)
             try:
-                return await answer(request, found.episode, asked)
+                answered = await answer(found.episode, asked)
             except Refused as refusal:
-                return refused(str(refusal), refusal.kind, 400)
+                return refused(str(refusal), refusal.kind, refusal.status)
             except Exception as failure:  # the engine's, or a mistake of ours: the rollout fails with it
-                if not found.failed.done():
-                    found.failed.set_exception(failure)
+                _fail(found.failed, failure)
                 return refused("the call failed, and its episode with it", "server_error", 500)
+            return web.json_response(answered) if isinstance(answered, dict) else await _stream(request, answered)
 
         return handle
 
 
-async def _openai(request: web.Request, episode: Episode, asked: Request) -> web.StreamResponse:
+class _Place(asyncio.Protocol):
+    """A connection, which gives its place back when it ends."""
+
+    def __init__(self, handler: asyncio.Protocol, places: asyncio.Semaphore):
+        self._handler, self._places = handler, places
+        self.connection_made, self.data_received, self.eof_received = handler.connection_made, handler.data_received, handler.eof_received
+        self.pause_writing, self.resume_writing = handler.pause_writing, handler.resume_writing
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._places.release()
+        self._handler.connection_lost(exc)
+
+
+def _fail(failed: asyncio.Future[None], failure: BaseException | None) -> None:
+    if failure is not None and not failed.done():
+        failed.set_exception(failure)
+
+
+async def _read(request: web.Request, most_bytes: int) -> bytes:
+    body = bytearray()
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            raise Refused(f"the request has more than {most_bytes} bytes", "request_too_large", 413)
+    return bytes(body)
+
+
+async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
     answers, name = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n), secrets.token_hex(12)
     if not asked.stream:
-        return web.json_response(openai_chat.written(answers, name, asked.model))
+        return openai_chat.written(answers, name, asked.model)
     chunks = openai_chat.streamed(answers, name, asked.model, asked.usage)
-    return await _stream(request, [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"])
+    return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
 
 
-async def _anthropic(request: web.Request, episode: Episode, asked: Request) -> web.StreamResponse:
+async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
     [answer], name = await episode.complete(asked.messages, asked.tools, asked.max_tokens), secrets.token_hex(12)
     if not asked.stream:
-        return web.json_response(anthropic_messages.written(answer, name, asked.model))
+        return anthropic_messages.written(answer, name, asked.model)
     events = anthropic_messages.streamed(answer, name, asked.model)
-    return await _stream(request, [f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events])
+    return [f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events]
 
 
-async def _count(request: web.Request, episode: Episode, asked: Request) -> web.StreamResponse:
-    return web.json_response({"input_tokens": episode.count_tokens(asked.messages, asked.tools)})
+async def _count(episode: Episode, asked: Request) -> dict[str, Any]:
+    return {"input_tokens": episode.count_tokens(asked.messages, asked.tools)}
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
     return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}]})
+
+
+async def _nothing(request: web.Request) -> web.StreamResponse:
+    there = "POST /v1/chat/completions, /v1/messages, /v1/messages/count_tokens, and GET /v1/models"
+    message = f"{request.method} {request.path[:100]}: there is {there}"
+    return web.json_response(openai_chat.error(message, "not_found"), status=404)
 
 
 def _key(request: web.Request) -> str:

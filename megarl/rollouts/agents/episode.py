@@ -31,12 +31,15 @@ _ID_LENGTH = 9  # Mistral's templates refuse ids of any other
 _HIDDEN = 0xE100  # code points, for private use, that stand for special tokens in messages while the template renders them
 
 
+MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)  # what reading a call raises that is not as it must be
+
+
 class Refused(Exception):
     """A call that is not answered; the agent is told why."""
 
-    def __init__(self, message: str, kind: str = "invalid_request_error"):
+    def __init__(self, message: str, kind: str = "invalid_request_error", status: int = 400):
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.status = kind, status
 
 
 class Answer(NamedTuple):
@@ -59,9 +62,12 @@ class Episode:
     template: ChatTemplate
     parser: Parser
     sampling: Sampling
+    max_calls: int = 256  # completions, those that were given up among them
     tree: Tree = field(default_factory=Tree)
     counts: Counter[str] = field(default_factory=Counter)  # calls, and of these: rewritten, unstable, out_of_room
     last_content: str = ""  # of the turn that was finished last
+    last_refusal: str = ""
+    _begun: int = 0  # completions
     _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
 
     async def complete(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1) -> list[Answer]:
@@ -69,32 +75,45 @@ class Episode:
 
         A call that is cancelled leaves nothing in the tree: nobody has seen what it would have sampled.
         """
-        if not messages or messages[-1]["role"] == "assistant":
-            raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
-        conversations = _conversations(messages, tools)
         try:
-            parent, context = self._place(messages, tools, conversations)
-        except ValueError as error:
-            raise Refused(str(error)) from error
+            parent, context, asked = self._ready(messages, tools, n)
+        except Refused as refusal:
+            self.last_refusal = str(refusal)
+            raise
         ids = [*(parent.token_ids if parent else ()), *context]
         room = self.sampling.max_tokens - len(ids)
         if room < 1:
             self.counts["out_of_room"] += 1
             limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
-            raise Refused(f"the maximum context length is exceeded: {len(ids)} tokens, and {limit}", "context_length_exceeded")
+            self.last_refusal = f"the maximum context length is exceeded: {len(ids)} tokens, and {limit}"
+            raise Refused(self.last_refusal, "context_length_exceeded")
+        self._begun += n
         sampling = replace(self.sampling, max_tokens=min(room, max_tokens or room))
         completions = await self.generate(ids, sampling, n)
         self.counts["calls"] += 1
-        return [self._answer(parent, context, len(ids), completion, tools, conversations[-1]) for completion in completions]
+        return [self._answer(parent, context, len(ids), completion, tools, asked) for completion in completions]
 
     def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
         """How long the prompt of these messages is, without what was sampled before. Raises Refused."""
         stand_ins = _StandIns([*self.template.special_tokens, *self.template.ends])
         try:
             whole = self.template.render([stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None)
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        return len(self._encode(whole, stand_ins, first=True))
+            return len(self._encode(whole, stand_ins, first=True))
+        except MISFORMED as error:
+            raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
+
+    def _ready(self, messages: Sequence[Message], tools: Tools, n: int) -> tuple[Turn | None, list[int], bytes]:
+        """The turn to go on from, the ids between it and what is to be sampled, and a name for the conversation. Raises Refused."""
+        if not messages or messages[-1]["role"] == "assistant":
+            raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
+        if self._begun + n > self.max_calls:
+            raise Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
+        try:
+            self.parser("", tools)  # raises now, not after the policy has answered, for tools that it cannot read
+            conversations = _conversations(messages, tools)
+            return *self._place(messages, tools, conversations), conversations[-1]
+        except MISFORMED as error:
+            raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
 
     def _place(self, messages: Sequence[Message], tools: Tools, conversations: Sequence[bytes]) -> tuple[Turn | None, list[int]]:
         """The turn to go on from, and the ids between it and what is to be sampled. Raises ValueError if the template refuses."""

@@ -10,7 +10,7 @@ from megarl.data.chat import Message
 from megarl.generator.tool_parsers import ToolCall
 from megarl.rollouts.agents.episode import Answer, Refused, openai_call
 
-_ROLES = {"developer": "system"}  # templates know it by that name
+_ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # what templates call them
 _MOST_CHOICES = 128
 
 
@@ -34,16 +34,14 @@ def read_request(body: dict[str, Any]) -> Request:
     refuse(body, "stop", "set rollout.stop, for all calls of the run")
     for name in ("logprobs", "functions", "logit_bias", "audio"):
         refuse(body, name, "not supported")
-    n = body.get("n") or 1
-    if not 1 <= n <= _MOST_CHOICES:
-        raise Refused(f"n={n}: must be from 1 to {_MOST_CHOICES}")
+    n = whole_number(body, "n", _MOST_CHOICES) or 1
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        raise Refused(f"tool_choice={choice}: must be auto or none: no call can be forced upon the policy")
+        raise Refused(f"tool_choice={str(choice)[:100]}: must be auto or none: no call can be forced upon the policy")
     tools = [] if choice == "none" else body.get("tools") or []
     if wrong := [tool for tool in tools if tool.get("type") != "function" or not isinstance(tool["function"]["name"], str)]:
         raise Refused(f"tools: of type {wrong[0].get('type')}; only functions are supported")
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    most = whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens")
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     return Request([*map(_message, body["messages"])], tools, most, n, bool(body.get("stream")), str(body.get("model", "")), usage)
 
@@ -51,6 +49,14 @@ def read_request(body: dict[str, Any]) -> Request:
 def refuse(body: dict[str, Any], name: str, instead: str) -> None:
     if body.get(name):
         raise Refused(f"{name}: {instead}")
+
+
+def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | None:
+    """None where it is not set. Raises Refused if it is not a whole number from 1 to `most`."""
+    value = body.get(name)
+    if value is not None and (type(value) is not int or not 1 <= value <= most):
+        raise Refused(f"{name}={str(value)[:50]}: must be a whole number from 1 to {most}")
+    return value
 
 
 def text_of(content: Any) -> str:
@@ -63,7 +69,9 @@ def text_of(content: Any) -> str:
 
 
 def _message(message: dict[str, Any]) -> Message:
-    role = _ROLES.get(message["role"], message["role"])
+    role = _ROLES.get(message["role"])
+    if role is None:
+        raise Refused(f"role={str(message['role'])[:50]}: must be {', '.join(_ROLES)}")
     kept = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
     calls = [(call["id"], ToolCall(call["function"]["name"], call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
     if calls:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
+import resource
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -29,6 +32,8 @@ from megarl.types import Group, Prompt
 
 OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
 _MOST_TOLD = 20  # failures that are written to the log
+_MOST_METRICS = 32
+_METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _Positive = Annotated[int, Meta(ge=1)]
 
 
@@ -60,6 +65,7 @@ class Program:
         environment: dict[str, str] = {},  # noqa: B006
         sandbox: Literal["auto", "bwrap", "namespace", "limits"] = jail.AUTO,
         tool_parser: str = "json",
+        max_calls: _Positive = 256,
         at_once: _Positive = 256,
         retries: Annotated[int, Meta(ge=0)] = 2,
     ):
@@ -80,7 +86,7 @@ class Program:
         self._template = load_chat_template(tokenizer.source, "rollout.name=program", "conversations cannot be rendered without one")
         self._parser = find_parser(tool_parser, "rollout.args.tool_parser")
         self._tokenizer, self._command, self._reward, self._on_crash = tokenizer, command, reward, on_crash
-        self._environment, self._retries = environment, retries
+        self._environment, self._retries, self._max_calls = environment, retries, max_calls
         self._limits: dict[str, Any] = {
             "kind": kind,
             "memory_mib": memory_mib,
@@ -92,7 +98,6 @@ class Program:
         self._endpoint, self._opening = Endpoint(), asyncio.Lock()
         self._places = asyncio.Semaphore(at_once)
         self._jail: Jail | None = None
-        self._own: tempfile.TemporaryDirectory[str] | None = None
         self._told = 0
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
@@ -104,17 +109,18 @@ class Program:
         return Group(replace(prompt, token_ids=prefix), samples)
 
     async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> tuple[Tree, Score, dict[str, float]]:
-        ended = Ended("", "", "", "")
+        ended, refused = Ended("", "", "", ""), ""
         for _ in range(self._retries + 1):
-            episode = Episode(context.generate, self._tokenizer, self._template, self._parser, sampling)
-            ended = await self._run(episode, prompt)
+            episode = Episode(context.generate, self._tokenizer, self._template, self._parser, sampling, self._max_calls)
+            ended, refused = await self._run(episode, prompt), episode.last_refusal
             if ended.why:
                 self._tell(prompt, ended)
             if episode.tree.turns:
                 break
         else:
             how = f"{ended.why}; the end of its errors:\n{ended.errors}" if ended.why else "it ended well"
-            raise RuntimeError(f"{self._command[0]} did not call the policy in {self._retries + 1} attempts: {how}")
+            how = f"its last call was refused: {refused}; {how}" if refused else how
+            raise RuntimeError(f"{self._command[0]} sampled nothing from the policy in {self._retries + 1} attempts: {how}")
         kind = ended.kind
         if kind:
             score, own = Score(self._on_crash), {}
@@ -124,7 +130,7 @@ class Program:
             except _NoReward as error:
                 kind, score, own = "reward", Score(self._on_crash), {}
                 self._tell(prompt, ended._replace(why=str(error)))
-        failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "memory", "reward")}
+        failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "limits", "reward")}
         counts: Counter[str] = episode.counts
         calls = {name: float(counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
         return episode.tree, score, {**own, **calls, "branches": float(len(episode.tree.leaves())), **failures}
@@ -132,11 +138,16 @@ class Program:
     async def _run(self, episode: Episode, prompt: Prompt) -> Ended:
         """Raises whatever failed one of the program's calls."""
         cell = await self._open()
-        async with self._places, self._endpoint.serving(episode) as (key, failed):
-            url = cell.base_url
+        async with self._places, contextlib.AsyncExitStack() as context:
+            own = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
+            path = None if cell.networked else Path(own) / "socket"
+            key, port, failed = await context.enter_async_context(self._endpoint.serving(episode, path))
+            url = cell.base_url(port)
             variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
             command = [word.replace("{prompt}", prompt.text) for word in self._command]
-            running = asyncio.ensure_future(cell.run(command, self._given(prompt), {"MODEL": MODEL, **variables, **self._environment}))
+            running = asyncio.ensure_future(
+                cell.run(command, self._given(prompt), {"MODEL": MODEL, **variables, **self._environment}, path)
+            )
             try:
                 await asyncio.wait({running, failed}, return_when=asyncio.FIRST_COMPLETED)
                 if failed.done():
@@ -180,17 +191,16 @@ class Program:
     async def _open(self) -> Jail:
         async with self._opening:
             if self._jail is None:
-                self._own = tempfile.TemporaryDirectory(prefix="megarl-endpoint-")
-                socket = Path(self._own.name) / "endpoint.sock"
-                await self._endpoint.open(socket)
-                self._jail = Jail(**self._limits, socket=socket, port=self._endpoint.port)
+                _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of programs, each with files and connections
+                await self._endpoint.open()
+                self._jail = Jail(**self._limits)
             return self._jail
 
     async def close(self) -> None:
         await self._endpoint.close()
-        if self._jail is not None and self._own is not None:
+        if self._jail is not None:
             await self._jail.close()
-            self._own.cleanup()
 
 
 def _said(output: str) -> tuple[Score, dict[str, float]]:
@@ -198,10 +208,12 @@ def _said(output: str) -> tuple[Score, dict[str, float]]:
     line = output.strip().rpartition("\n")[2]
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     told: dict[str, Any] = found if isinstance(found, dict) else {"reward": found}
     numbers = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
-    if "reward" not in numbers or len(numbers) < len(told):
-        raise _NoReward(f"its last line of output is neither a reward nor a JSON object of numbers with one: {line[:200]!r}")
+    named = len(told) <= _MOST_METRICS and all(map(_METRIC.fullmatch, told))
+    if "reward" not in numbers or len(numbers) < len(told) or not named:
+        form = f"a JSON object of numbers with one, with at most {_MOST_METRICS} names of letters, digits and _"
+        raise _NoReward(f"its last line of output is neither a reward nor {form}: {line[:200]!r}")
     return Score(numbers["reward"]), {name: value for name, value in numbers.items() if name != "reward"}

@@ -1,0 +1,240 @@
+"""What agents send and print is hostile input: it is bounded, and gets one clear answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from test_agents_endpoint import EOS, SAMPLING, TOKENIZER, Calculating, can, roll_out, script
+
+from megarl.data.chat import load_chat_template
+from megarl.generator.completions import Completion, Sampling
+from megarl.generator.tool_parsers import find_parser, json_calls
+from megarl.rollouts.agents.endpoint import Endpoint, Served
+from megarl.rollouts.agents.episode import Episode
+
+TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")
+USER = {"role": "user", "content": "6*7="}
+OPENAI, ANTHROPIC = "chat/completions", "messages"
+pytestmark = pytest.mark.timeout(250)
+
+
+@contextlib.asynccontextmanager
+async def served(generate: Any, count: int = 1, **more: Any) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[Served]]]:
+    """An endpoint with so many episodes."""
+    endpoint = Endpoint()
+    await endpoint.open()
+    episodes = [Episode(generate, TOKENIZER, TEMPLATE, json_calls, SAMPLING, **more) for _ in range(count)]
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(endpoint.close)
+        yield (
+            await stack.enter_async_context(aiohttp.ClientSession()),
+            episodes,
+            [await stack.enter_async_context(endpoint.serving(each, None)) for each in episodes],
+        )
+
+
+async def post(client: aiohttp.ClientSession, to: Served, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{to.port}/v1/{path}"
+    async with client.post(url, data=data, headers={"Authorization": f"Bearer {to.key}", **headers}) as answer:
+        return answer.status, await answer.json()
+
+
+def deep(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": arguments}}]}
+
+
+TOO_LONG = b'{"messages": "' + b"x" * (1 << 20) + b'"}'
+BAD: list[tuple[str, Any, int, str]] = [
+    (OPENAI, b"{", 400, "does not have the form"),
+    (OPENAI, b"[]", 400, "does not have the form"),
+    (OPENAI, b"\xff\xfe", 400, "does not have the form"),
+    (OPENAI, deep(10_000), 400, "does not have the form"),
+    (OPENAI, TOO_LONG, 413, "more than 274944 bytes"),
+    (OPENAI, {}, 400, "does not have the form"),
+    (OPENAI, {"messages": [USER], "n": 1.5}, 400, "n=1.5: must be a whole number from 1 to 128"),
+    (OPENAI, {"messages": [USER], "n": 1000}, 400, "n=1000: must be a whole number from 1 to 128"),
+    (OPENAI, {"messages": [USER], "max_tokens": -1}, 400, "max_tokens=-1: must be a whole number"),
+    (OPENAI, {"messages": [USER], "max_tokens": "9"}, 400, "max_tokens=9: must be a whole number"),
+    (OPENAI, {"messages": [{"role": "root", "content": "x"}]}, 400, "role=root: must be"),
+    (OPENAI, {"messages": [{"role": ["user"], "content": "x"}]}, 400, "does not have the form"),
+    (OPENAI, {"messages": [{"role": "user", "content": {"a": 1}}]}, 400, "does not have the form"),
+    (OPENAI, {"messages": [USER], "tools": [{"type": "function", "function": {"name": ["x"]}}]}, 400, "tools: of type"),
+    (OPENAI, {"messages": [USER, call("[" * 50_000), USER]}, 400, "cannot be rendered"),
+    (OPENAI, {"messages": [USER, call(r'{"a": "\ud800"}'), USER]}, 400, "cannot be rendered"),
+    (ANTHROPIC, {"messages": [USER], "max_tokens": 1.5}, 400, "max_tokens=1.5: must be a whole number"),
+    (ANTHROPIC, {"messages": [{"role": "system", "content": "x"}]}, 400, "role=system: must be user or assistant"),
+    (ANTHROPIC, {"messages": [USER], "tools": [{"name": ["x"], "input_schema": {}}]}, 400, "only tools of your own"),
+    (ANTHROPIC, {"messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "only tools of your own"),
+    (f"{ANTHROPIC}/count_tokens", {"messages": [{"role": "user", "content": [7]}]}, 400, "does not have the form"),
+    ("embeddings", {}, 404, "there is POST /v1/chat/completions"),
+]
+
+
+def test_what_is_wrong_with_a_request_is_its_answer() -> None:
+    policy = Calculating()
+
+    async def agent() -> None:
+        async with served(policy) as (client, [episode], [to]):
+            for path, body, status, told in BAD:
+                found = await post(client, to, path, body)
+                assert found[0] == status and told in found[1]["error"]["message"], (path, body if len(str(body)) < 200 else "", found)
+            assert not policy.asked and not episode.tree.turns and not to.failed.done(), "nothing of it has reached the policy"
+            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200, "and the next call is answered"
+
+    asyncio.run(agent())
+
+
+def test_compressed_bodies_are_bounded_as_they_unfold() -> None:
+    async def agent() -> None:
+        async with served(Calculating()) as (client, _, [to]):
+            bomb = gzip.compress(bytes(64 << 20))
+            assert (await post(client, to, OPENAI, bomb, **{"Content-Encoding": "gzip"}))[0] == 413
+            status, told = await post(client, to, OPENAI, b"no gzip", **{"Content-Encoding": "gzip"})
+            assert status == 400 and told["error"]["message"]
+
+    asyncio.run(agent())
+
+
+def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> None:
+    async def agent() -> None:
+        policy = Calculating()
+        async with served(policy, 2) as (client, [first, second], [one, other]):
+            assert (await post(client, one._replace(key="sk-wrong"), OPENAI, TOO_LONG))[0] == 401
+            assert (await post(client, one._replace(key=other.key), OPENAI, {"messages": [USER]}))[0] == 200
+            assert not first.tree.turns and len(second.tree.turns) == 1
+        endpoint = Endpoint()
+        await endpoint.open()
+        async with endpoint.serving(first, None) as ended:
+            pass
+        async with aiohttp.ClientSession() as client, endpoint.serving(second, None) as to:
+            assert (await post(client, to._replace(key=ended.key), OPENAI, {"messages": [USER]}))[0] == 401
+        await endpoint.close()
+
+    asyncio.run(agent())
+
+
+def test_many_connections_of_an_episode_wait_and_are_in_nobodys_way() -> None:
+    async def agent() -> None:
+        async with served(Calculating(), 2) as (client, _, [one, other]):
+            opened = [await asyncio.open_connection("127.0.0.1", one.port) for _ in range(200)]
+            waiting = asyncio.create_task(post(client, one, OPENAI, {"messages": [USER]}))
+            assert (await post(client, other, OPENAI, {"messages": [USER]}))[0] == 200
+            assert not waiting.done()
+            for _, writer in opened:
+                writer.close()
+            assert (await waiting)[0] == 200
+
+    asyncio.run(agent())
+
+
+def test_the_calls_of_an_episode_are_bounded_those_in_flight_among_them() -> None:
+    async def agent() -> None:
+        async with served(Calculating(), max_calls=5) as (client, [episode], [to]):
+            found = await asyncio.gather(*(post(client, to, OPENAI, {"messages": [USER], "n": 2}) for _ in range(4)))
+            assert sorted(status for status, _ in found) == [200, 200, 400, 400] and len(episode.tree.turns) == 4
+            [told, _] = [body["error"]["message"] for status, body in found if status == 400]
+            assert told == "rollout.args.max_calls=5 is the most that an episode may sample"
+
+    asyncio.run(agent())
+
+
+def test_an_agent_that_hangs_up_while_it_is_answered_ends_nothing() -> None:
+    async def agent() -> None:
+        async with served(Calculating()) as (client, _, [to]):
+            body = json.dumps({"messages": [USER], "stream": True}).encode()
+            for pause_s in (0.0, 0.005, 0.01, 0.011, 0.012, 0.02):
+                _, writer = await asyncio.open_connection("127.0.0.1", to.port)
+                head = f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: {to.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+                await asyncio.sleep(pause_s)
+                writer.transport.abort()
+            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200 and not to.failed.done()
+
+    asyncio.run(agent())
+
+
+@pytest.mark.parametrize("arguments", ["[" * 20_000, '{"a": NaN}', '{"a": 1e999}', r'{"a": "\ud800"}', '{"a": 1', "[1]", '"x"'])
+@pytest.mark.parametrize("parser", ["json", "qwen25"])
+def test_what_is_nearly_a_call_stays_text(parser: str, arguments: str) -> None:
+    text = '<tool_call>\n{"name": "x", "arguments": ' + arguments + "}\n</tool_call>"
+    tools = [{"type": "function", "function": {"name": "x", "parameters": {}}}]
+    assert find_parser(parser, "key")(text, tools) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("print('[' * 100_000)", "reward"),
+        ("print(json.dumps({'reward': 1, **{f'own{n}': 0 for n in range(40)}}))", "reward"),
+        ("print(json.dumps({'reward': 1, 'a/b c': 0}))", "reward"),
+        ("print('{\"reward\": NaN}')", "reward"),
+        ("print('x' * (20 << 20), flush=True)\nimport time; time.sleep(60)", "limits"),
+        ("import subprocess, time\nrunning = [subprocess.Popen(['sleep', '60']) for _ in range(270)]\ntime.sleep(60)", "limits"),
+    ],
+)
+def test_what_a_program_prints_and_starts_is_bounded(code: str, kind: str) -> None:
+    [sample] = roll_out(Calculating(), command=script(f"call()\n{code}"), reward="program", on_crash=-1.0).samples
+    assert sample.reward == -1.0 and sample.metrics[f"failed_{kind}"] == 1.0
+
+
+def test_the_last_line_of_much_output_is_the_reward() -> None:
+    code = "call(); print('x' * (2 << 20)); print(0.5)"
+    assert roll_out(Calculating(), command=script(code), reward="program").samples[0].reward == 0.5
+
+
+def test_a_program_whose_calls_are_all_refused_ends_the_run_with_the_reason() -> None:
+    with pytest.raises(RuntimeError, match=r"sampled nothing .* its last call was refused: the maximum context length is exceeded"):
+        roll_out(Calculating(), command=script("print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"), retries=0)
+
+
+RAW = f"""
+import os, socket, sys
+body = b'{{"messages": [{{"role": "user", "content": "6*7="}}]}}'
+host, port = os.environ["OPENAI_BASE_URL"].removeprefix("http://").removesuffix("/v1").split(":")
+connection = socket.create_connection((host, int(port)))
+head = b"POST /v1/{OPENAI} HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\nx-api-key: %s\\r\\nContent-Length: %d\\r\\n\\r\\n"
+connection.sendall(head % (os.environ["OPENAI_API_KEY"].encode(), len(body)) + body)
+answer = b""
+while piece := connection.recv(1 << 16):
+    answer += piece
+print(float(b" 200 " in answer))
+"""
+
+
+def test_programs_run_at_once() -> None:
+    """No call is answered before every one of them is there."""
+    count, there = 100, asyncio.Event()
+    asked: list[None] = []
+
+    async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        asked.append(None)
+        if len(asked) == count:
+            there.set()
+        await there.wait()
+        return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop")]
+
+    sandbox = next(kind for kind in ("bwrap", "namespace", "limits") if can(kind))
+    command = [sys.executable, "-I", "-S", "-c", RAW]
+    group = roll_out(generate, n=count, command=command, reward="program", sandbox=sandbox, deadline_s=190.0)
+    assert [sample.reward for sample in group.samples] == [1.0] * count
+
+
+def test_an_endpoint_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sandbox = next(kind for kind in ("bwrap", "namespace", "limits") if can(kind))
+    roll_out(Calculating(), command=script("call(); print(1)"), reward="program", sandbox=sandbox)
+    assert not [*tmp_path.iterdir()]
