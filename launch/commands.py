@@ -31,6 +31,8 @@ from megarl.plan.weights import begin_with, needs_first_weights, why_first_weigh
 from megarl.rollouts.ledger import Ledger
 from megarl.trainer.hf_files import fingerprint
 
+SHARES = ("pass@", "avg@", "maj@")
+
 
 def train(plan: RunPlan) -> None:
     """Runs or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed."""
@@ -165,12 +167,17 @@ def evaluation_text(result: Mapping[str, Any], weights: str) -> str:
     """A line for each held-out set."""
     lines = [f"held-out scores of the weights in {weights}"]
     for name, scores in sets(result).items():
-        passes = ", ".join(f"{key} {scores[key]:.3f}" for key in scores if key.startswith(("pass@", "avg@")))
+        passes = ", ".join(f"{key} {scores[key]:.3f}{_interval(scores, key)}" for key in scores if key.startswith(SHARES))
         right = f"{scores['correct']} of " if passes else ""
         found = f"{right}{scores['samples']} answers to {scores['prompts']} prompts"
         rest = f"mean reward {scores['reward/mean']:.3f}, {scores['truncated_fraction']:.0%} truncated"
         lines.append(f"  {name or 'data.eval'}: {f'{passes} ({found})' if passes else found}, {rest}")
     return "\n".join(lines)
+
+
+def _interval(scores: Mapping[str, float], key: str) -> str:
+    ends = [scores.get(f"ci95/{key}/{end}") for end in ("low", "high")]
+    return "" if None in ends else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def _read_result(path: Path) -> dict[str, float]:

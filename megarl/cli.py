@@ -36,7 +36,7 @@ COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
-    "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k and avg@k of eval.samples",
+    "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k, avg@k and maj@k of eval.samples",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
     "plan": "whether a run fits, how long its steps take and what binds; --search finds the fastest split of a GPU budget",
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",

@@ -160,6 +160,7 @@ class AsyncConfig:
 _REWARDS = one_of(
     "math",
     "last_number",
+    "choice",
     UNSCORED,
     or_like=rf"{IMPORT_PATH}|roles\.[\w-]+",
     written="package.module:function, ./file.py:function, roles.NAME",
@@ -180,7 +181,8 @@ class RewardConfig:
     name: str = setting(
         "math",
         "how a response is scored. math: 1 if its final answer equals the reference mathematically, else 0; last_number: 1 if the last "
-        "number of a list does; none: nothing is scored, for a run that learns from teachers alone; a function of your own "
+        "number of a list does; choice: 1 if it chooses the letter A to J that is the reference; none: nothing is scored, for a run that "
+        "learns from teachers alone; a function of your own "
         "(docs/own_run.md); or a model of `roles` (docs/rewards.md)",
         _REWARDS,
         MODULE,
@@ -276,10 +278,21 @@ class WeightsConfig:
         return self.audit != "off"
 
 
+GRADERS = {"math500": "math", "gsm8k": "math", "aime2024": "math", "aime2025": "math", "mmlu_pro": "choice"}  # benchmark -> reward.name
+OWN_PLACE = "benchmark"  # as source
+
+
 @dataclass
 class SuiteConfig(DatasetConfig):
     """One more held-out set, optionally with its own sampling."""
 
+    benchmark: str | None = setting(
+        None,
+        "a known benchmark, whose rows are asked and graded as is usual for it (docs/evaluation.md): prompt_key, answer_key and eval."
+        "reward do not count; null: none",
+        one_of(*GRADERS),
+    )
+    source: str = setting(OWN_PLACE, "as that of any dataset (see data.eval.source); benchmark: its own place on the hub", path=INPUT)
     samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
     temperature: float | None = setting(None, "sampling temperature; null: eval.temperature", at_least(0))
     max_tokens: int | None = setting(None, "longest response in tokens; null: eval.max_tokens", at_least(1))
@@ -288,7 +301,9 @@ class SuiteConfig(DatasetConfig):
 @dataclass
 class EvalConfig:
     every: int = setting(0, "steps between evaluations inside a run; 0: only before the first and after the last step", at_least(0))
-    samples: int = setting(1, "samples per prompt, for avg@k and pass@k (docs/own_run.md); more than one needs a temperature", at_least(1))
+    samples: int = setting(
+        1, "samples per prompt, for avg@k, pass@k and maj@k (docs/evaluation.md); more than one needs a temperature", at_least(1)
+    )
     temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
     max_tokens: int | None = setting(None, "longest response in tokens; null: rollout.max_tokens", at_least(1))
     limit: int | None = setting(None, "use only so many first prompts of each held-out set; null: all", at_least(1))

@@ -61,7 +61,7 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
     for key, dataset, response_tokens in _datasets(config, command):
-        answers = "none" if command == "sft" else answers_of(config, evaluated=not key.startswith("data.train"))
+        answers = "none" if command == "sft" else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
         if at_hand and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None))
             continue

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import UNSCORED, RunConfig
+from megarl.data.benchmarks import asked
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
 from megarl.data.formats import columns_of, learned, messages_of, tools_of
 from megarl.data.records import records
@@ -44,7 +45,7 @@ def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, toke
     if config.source.startswith(PREFIX):
         return _synthetic(synthetic_rows(config.source, config.split, seed, key), config, kept)
     chat = _template(config, key, tokenizer)
-    return _checked_rows(config, key, lambda where, record: _row(where, record, config, key, answers, chat), kept)
+    return _checked_rows(config, key, lambda where, record: _row(where, asked(record, config), config, key, answers, chat), kept)
 
 
 def read_pairs(config: PreferenceConfig, key: str, seed: int, tokenizer: str, kept: int | None = None) -> tuple[Sequence[Pair], int]:
@@ -74,9 +75,9 @@ def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tup
     return made if wanted == len(made) else [made[i] for i in range(wanted)], count
 
 
-def answers_of(config: RunConfig, evaluated: bool = False) -> Answers:
-    """The form of reference answers that training, or evaluation, needs: a verifier the final one."""
-    needs = {_answer_for(part, config) for part in (parts_in_evaluation(config) if evaluated else parts_of(config.reward))}
+def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
+    """The form of reference answers that training, or evaluation (of `suite`), needs: a verifier the final one."""
+    needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
     forms: tuple[Answers, ...] = ("final", "whole", "unused")
     return next(form for form in forms if form in needs)
 

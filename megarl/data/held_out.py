@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from megarl.config.schema import DatasetConfig, RunConfig, SuiteConfig
+from megarl.data.benchmarks import located
 
 
 def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
     """(name, config key, dataset, suite or None) of every held-out set; a suite is the dataset with its own sampling."""
-    suites = [(name, f"eval.suites.{name}", suite, suite) for name, suite in config.eval.suites.items() if suite is not None]
+    suites = [(name, f"eval.suites.{name}", located(suite), suite) for name, suite in config.eval.suites.items() if suite is not None]
     return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
 
 

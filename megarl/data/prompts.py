@@ -103,7 +103,7 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer) -> list[HeldOutSet]:
 
 
 def _first_prompts(config: RunConfig, name: str, key: str, dataset: DatasetConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    rows = load_rows(dataset, key, config.seed, answers_of(config, evaluated=True), tokenizer.source)
+    rows = load_rows(dataset, key, config.seed, answers_of(config, True, name), tokenizer.source)
     limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
     return [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
 

@@ -16,15 +16,17 @@ from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.messaging.rendezvous import Rendezvous
+from megarl.observe.intervals import interval
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.failures import failure_metrics, too_many_failures
 from megarl.rewards.parts import parts_in_evaluation
 from megarl.rewards.score import CORRECT
+from megarl.rewards.votes import ANSWERS, majority_at, vote
 from megarl.roles.opening import open_scorers, open_served
 from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rollouts
 from megarl.trainer.hf_files import check_finite
-from megarl.types import Group, Prompt, Sample
+from megarl.types import Group, Prompt
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
@@ -32,15 +34,24 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
-def scores(groups: Sequence[Group], graded: bool = False) -> dict[str, float]:
-    """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), and more. If
-    responses are `graded`, none is right or wrong, and the mean reward says all."""
-    samples: list[Sample] = [sample for group in groups for sample in group.samples if not sample.branch]
-    n = len(samples) // len(groups)
-    correct = [sum(sample.reward >= CORRECT for sample in group.samples if not sample.branch) for group in groups]
+def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> dict[str, float]:
+    """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), maj@k where `grader`
+    says what responses answer, each with the ends of its confidence interval, and more. If responses are `graded`, none is right or wrong,
+    and the mean reward says all."""
+    answers = [[sample for sample in group.samples if not sample.branch] for group in groups]
+    samples, n = [sample for own in answers for sample in own], len(answers[0])
+    correct = [sum(sample.reward >= CORRECT for sample in own) for own in answers]
     ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
-    found = {f"pass@{k}": fmean(pass_at(k, n, c) for c in correct) for k in ks}
-    found |= ({f"avg@{n}": sum(correct) / len(samples)} if n > 1 else {}) | {"correct": sum(correct)}
+    shares = {f"pass@{k}": [pass_at(k, n, c) for c in correct] for k in ks}
+    if n > 1:
+        shares[f"avg@{n}"] = [c / n for c in correct]
+    if n > 1 and grader in ANSWERS and not graded:
+        votes = [[vote(grader, sample.text, sample.reward >= CORRECT) for sample in own] for own in answers]
+        shares |= {f"maj@{k}": [majority_at(k, own) for own in votes] for k in ks if k > 2}
+    found: dict[str, float] = {"correct": sum(correct)}
+    for name, share in shares.items():
+        found[name] = fmean(share)
+        found[f"ci95/{name}/low"], found[f"ci95/{name}/high"] = interval(share, n)
     return {
         **({} if graded else found),
         "samples": len(samples),
@@ -69,11 +80,12 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     with work(f"held-out prompts of {held_out.name or 'data.eval'}", len(held_out.prompts), line="evaluation") as answered:
         groups = await asyncio.gather(*map(answer, held_out.prompts))
     samples = [sample for group in groups for sample in group.samples]
-    parts = parts_in_evaluation(config)
+    parts = parts_in_evaluation(config, held_out.name)
     if problem := too_many_failures(config.reward, samples, parts):
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
-    return {**scores(groups, graded), **failure_metrics(samples), "seconds": time.monotonic() - started}
+    grader = parts[0].name if len(parts) == 1 else ""
+    return {**scores(groups, graded, grader), **failure_metrics(samples), "seconds": time.monotonic() - started}
 
 
 async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
-from megarl.config.schema import RunConfig
+from megarl.config.schema import GRADERS, OWN_PLACE, RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.mixture import mixture_problems
 from megarl.plan.megatron_settings import check_megatron_settings
@@ -27,7 +27,7 @@ from megarl.rewards.parts import parts_of
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 MAX_RANKS = 100_000
-TAKEN_NAMES = ("reward", "response_tokens", "version")  # the metric eval/reward/mean is data.eval's
+TAKEN_NAMES = ("reward", "response_tokens", "version", "ci95")  # the metric eval/reward/mean is data.eval's
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
@@ -126,6 +126,8 @@ def check_eval(config: RunConfig) -> Iterable[str]:
     if config.eval.samples > 1 and config.eval.temperature == 0:
         yield f"eval.samples={config.eval.samples}: with eval.temperature=0 all samples of a prompt are the same; set eval.temperature"
     for name, suite in config.eval.suites.items():
+        if suite and suite.source == OWN_PLACE and suite.benchmark is None:
+            yield f"eval.suites.{name}.source: must be set, or eval.suites.{name}.benchmark to one of {', '.join(GRADERS)}"
         if not SUITE_NAME.fullmatch(name) or name in TAKEN_NAMES:
             yield f"eval.suites.{name}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN_NAMES)}"
         elif suite and suite.samples and suite.samples > 1 and suite.temperature in (None, 0) and config.eval.temperature == 0:

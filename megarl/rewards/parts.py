@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from megarl.config.schema import RewardConfig, RunConfig
+from megarl.config.schema import GRADERS, RewardConfig, RunConfig
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.types import Failure
 
@@ -58,8 +58,10 @@ def parts_of(config: RewardConfig) -> list[Part]:
     return found or [single(config)]
 
 
-def parts_in_evaluation(config: RunConfig) -> list[Part]:
-    """The parts of what scores held-out responses."""
+def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
+    """The parts of what scores held-out responses: to a benchmark's prompts its own, to all others the same."""
+    if (own := config.eval.suites.get(suite)) and own.benchmark:
+        return [Part(GRADERS[own.benchmark], 0.0, key=f"eval.suites.{suite}.benchmark={own.benchmark}, graded by reward.name")]
     if config.eval.reward is None:
         return parts_of(config.reward)
     return [Part(config.eval.reward, config.reward.failed_score, key="eval.reward")]

@@ -20,6 +20,7 @@ _MAX_PARTS = 32
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*"
 _IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
 _WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
+_DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")  # of variables, or products of them; no word
 _SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
 _LONGEST_PRODUCT = 4  # letters without a command: xyz is a product, east a direction
 _LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
@@ -76,7 +77,8 @@ def _structure(text: str, checked: bool) -> Any:
         from sympy import oo as infinity
 
         return Items("(", ")", [-infinity, infinity])
-    if (word := word_of(text)) and (text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text or word in _SHORT_WORDS):
+    is_word = (word := word_of(text)) and not _DIFFERENCE.fullmatch(text)
+    if is_word and (text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text or word in _SHORT_WORDS):
         return Word(word)
 
     def parts(pieces: Sequence[str]) -> list[Any]:

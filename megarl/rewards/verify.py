@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megarl.rewards.choice import choice_reward
 from megarl.rewards.equality import equal
 from megarl.rewards.extract import clean, last_line, last_number, last_running_number, marked_answer
 from megarl.rewards.limits import Refused, check_characters
@@ -35,7 +36,7 @@ def last_number_reward(text: str, answer: str) -> float:
     return float(_equal_or_refused(clean(answer), last_running_number(text)))
 
 
-VERIFIERS: dict[str, Callable[[str, str], float]] = {"math": math_reward, "last_number": last_number_reward}
+VERIFIERS: dict[str, Callable[[str, str], float]] = {"math": math_reward, "last_number": last_number_reward, "choice": choice_reward}
 
 
 def _unmarked_answers(text: str) -> list[str]:

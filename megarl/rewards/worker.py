@@ -29,6 +29,7 @@ _WARM_UP = {
         ("\\boxed{x<1}", "1>x"),
     ],
     "last_number": [("1,2", "2.0")],
+    "choice": [("the answer is (B)", "B")],
 }
 # SymPy evaluates these to make numbers from text; latex2sympy uses that for what its grammar took for a number.
 _NUMBER_SOURCE = re.compile(rb"from sympy import \*|[-+]?\s*(?:Integer|Float)\s*\(\s*'?[\d.]+(?:[eE][-+]?\d+)?'?\s*\)")

@@ -22,6 +22,7 @@ from megarl.messaging.rendezvous import Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.roles.opening import Scorer
 from megarl.roles.teacher import Teachers
 from megarl.rollouts.environments import base, loading
@@ -125,15 +126,22 @@ async def open_rollouts(
     tools = ToolProcesses(config.rollout, logs)
     resources.push_async_callback(tools.close)
 
-    async def scored_by(parts: Sequence[Part], logs: Path) -> CheckedRollout:
+    graded = {name: parts_in_evaluation(config, name) for name, suite in config.eval.suites.items() if suite and suite.benchmark}
+
+    async def scored_by(parts: Sequence[Part], logs: Path, graded: Mapping[str, list[Part]] = {}) -> CheckedRollout:
         scoring = await open_scoring(config, parts, scorers, resources, logs)
-        context = base.RolloutContext(tokenizer, fleet.generate, scoring.one, tools.run, config.rollout.tool_timeout_s)
+        own = {name: (await open_scoring(config, grader, scorers, resources, logs / name)).one for name, grader in graded.items()}
+
+        async def score(request: ScoreRequest) -> Score:
+            return await own.get(request.source, scoring.one)(request)
+
+        context = base.RolloutContext(tokenizer, fleet.generate, score if own else scoring.one, tools.run, config.rollout.tool_timeout_s)
         limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
         return CheckedRollout(config.rollout.name, rollout, context, *limits, scoring.compare if scoring.comparing else None)
 
-    same = config.eval.reward is None
+    same = config.eval.reward is None and not graded
     trained = await scored_by(parts_of(config.reward), logs) if training or same else None
-    held_out = trained if same else await scored_by(parts_in_evaluation(config), logs / "eval")
+    held_out = trained if same else await scored_by(parts_in_evaluation(config), logs / "eval", graded)
     assert held_out is not None
     trained = trained or held_out
     return Rollouts(dataclasses.replace(trained, judge=teachers.judged) if teachers else trained, held_out)

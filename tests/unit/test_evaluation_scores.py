@@ -1,0 +1,83 @@
+"""Confidence intervals against SciPy's and by simulation; majority votes against all draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+from statistics import fmean
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from megarl.executors.evaluate import scores
+from megarl.observe.intervals import interval
+from megarl.rewards.votes import majority, majority_at, vote
+from megarl.types import Group, Prompt, Sample
+
+
+@pytest.mark.parametrize(("right", "prompts"), [(0, 30), (30, 30), (1, 7), (37, 100), (499, 500)])
+def test_with_one_sample_a_prompt_it_is_wilsons(right: int, prompts: int) -> None:
+    found = binomtest(right, prompts).proportion_ci(0.95, "wilson")
+    assert interval([1.0] * right + [0.0] * (prompts - right), 1) == pytest.approx((found.low, found.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "a", "b"), [(30, 8, 0.4, 0.8), (30, 16, 2.0, 6.0), (200, 4, 0.2, 0.2), (500, 1, 3.0, 1.0), (60, 8, 50, 50)]
+)
+def test_it_covers_the_mean_of_all_prompts_there_might_be(prompts: int, samples: int, a: float, b: float) -> None:
+    """Prompts whose chances of a right answer have a beta distribution, from all alike to nearly always or never right."""
+    rng, times = np.random.default_rng(5), 2000
+    drawn = rng.binomial(samples, rng.beta(a, b, (times, prompts))) / samples
+    inside = fmean(low <= a / (a + b) <= high for low, high in (interval(list(map(float, row)), samples) for row in drawn))
+    assert 0.935 <= inside <= 0.97, inside
+
+
+def test_all_right_is_not_certain_and_equal_prompts_count_all_samples() -> None:
+    low, high = interval([1.0] * 30, 8)
+    assert (low, high) == pytest.approx((binomtest(30, 30).proportion_ci(0.95, "wilson").low, 1.0))
+    found = binomtest(120, 240).proportion_ci(0.95, "wilson")
+    assert interval([0.5] * 30, 8) == pytest.approx((found.low, found.high))
+
+
+VOTES = {
+    ("7", "7", True): 0.0,
+    ("7", True, True): 1.0,
+    ("7", True): 0.5,
+    ("7", "8", True): 1 / 3,
+    (None, None, True): 1.0,
+    (None, None): 0.0,
+    ("7", "7", True, True, "8"): 0.5,
+}
+
+
+@pytest.mark.parametrize("votes", VOTES)
+def test_the_majority_is_right_or_shares_the_lot(votes: Sequence[object]) -> None:
+    assert majority(votes) == pytest.approx(VOTES[votes])
+
+
+def test_maj_at_k_is_without_bias() -> None:
+    votes = [True, "7", "7", True, "8", None]
+    for k in (1, 2, 3, 4, 6):
+        everything = fmean(majority(order[:k]) for order in permutations(votes))
+        assert fmean(majority_at(k, order) for order in permutations(votes)) == pytest.approx(everything)
+
+
+def test_answers_that_say_the_same_are_one_vote() -> None:
+    assert vote("math", "\\boxed{0.50}", False) == vote("math", "so it is 1/2, that is \\boxed{\\frac12} or \\boxed{.5}", False) == "1/2"
+    assert vote("math", "\\boxed{x + 1}", False) == vote("math", "the answer is x+1.", False)
+    assert vote("choice", "the answer is (C)", False) == "C" and vote("choice", "I do not know", False) is None
+    assert vote("math", "\\boxed{1}", True) is True and vote("math", "", False) is None
+
+
+def test_scores_of_a_set_have_majorities_and_the_ends_of_their_intervals() -> None:
+    def sample(text: str, reward: float) -> Sample:
+        return Sample([1], [0.0], [0], text, reward, "stop")
+
+    right, seven, eight = sample("\\boxed{3}", 1.0), sample("\\boxed{7}", 0.0), sample("\\boxed{8}", 0.0)
+    groups = [Group(Prompt(i, [1], "", ""), own) for i, own in enumerate([[right, seven, right, eight], [seven, seven, right, eight]])]
+    found = scores(groups, grader="math")
+    assert (found["avg@4"], found["pass@1"], found["pass@4"], found["maj@4"]) == (0.375, 0.375, 1.0, 0.5)
+    low, high = found["ci95/avg@4/low"], found["ci95/avg@4/high"]
+    assert (low, high) == interval([0.5, 0.25], 4) and low < 0.375 < high
+    assert not any("maj" in key for key in scores(groups)) and "pass@1" not in scores(groups, graded=True)
