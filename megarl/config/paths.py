@@ -20,7 +20,7 @@ from megarl.config.keys import setting_of
 from megarl.config.limits import INPUT, MODULE
 from megarl.config.roles import flat
 
-_OF_TOOL = "rollout.args.tool"  # the one argument of a rollout of ours that names a function
+_OF_ROLLOUTS = {"rollout.args.tool": MODULE, "rollout.args.folder": INPUT, "rollout.args.readable": INPUT}  # arguments of ours
 
 
 def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any:
@@ -31,6 +31,8 @@ def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any
     if isinstance(value, Mapping):
         inner = flat(value) if key.endswith(".sft") else value
         return {name: located(f"{key}.{name}", item, file, problems) for name, item in inner.items()}
+    if isinstance(value, list) and key in _OF_ROLLOUTS:
+        return [located(key, item, file, problems) for item in value]
     kind = _kind(key.partition(".sft.")[2] if key.startswith("roles.") and ".sft." in key else key)
     if not kind or not isinstance(value, str) or value == MIXED or (kind == MODULE and key != "model.family" and ":" not in value):
         return value
@@ -47,7 +49,7 @@ def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any
 
 def _kind(key: str) -> str:
     setting = setting_of(key)
-    return MODULE if key == _OF_TOOL else setting.path if setting else ""
+    return _OF_ROLLOUTS.get(key) or (setting.path if setting else "")
 
 
 def _doubts(path: str, end: str, of_file: bool, is_file: bool, file: Path) -> Iterator[str]:

@@ -36,7 +36,7 @@ def can(kind: str) -> bool:
 
 
 KINDS = [pytest.param(kind, marks=pytest.mark.skipif(not can(kind), reason=f"no {kind} here")) for kind in ("bwrap", "namespace", "limits")]
-pytestmark = pytest.mark.timeout(250)
+pytestmark = pytest.mark.timeout(500)
 
 
 class Calculating:
@@ -63,9 +63,9 @@ def roll_out(generate: Any, n: int = 1, **arguments: Any) -> Group:
         return Score(float(request.response == request.answer))
 
     async def run() -> Group:
-        rollout = Program(TOKENIZER, **{"sandbox": "limits", "deadline_s": 100.0, **arguments})
+        rollout = Program(TOKENIZER, **{"sandbox": "limits", "deadline_s": 240.0, **arguments})
         context = RolloutContext(TOKENIZER, generate, score, None, 5.0)  # type: ignore[arg-type]
-        checked = CheckedRollout("program", rollout, context, 200.0, 112)
+        checked = CheckedRollout("program", rollout, context, 400.0, 112)
         try:
             return await checked(Prompt(0, [1, 5], "6*7=", "42"), SAMPLING, n)
         finally:
@@ -124,7 +124,7 @@ def test_the_policys_last_message_is_scored():
     ("code", "arguments", "kind"),
     [
         ("call(); sys.exit(3)", {}, "exit"),
-        ("call(); import time; time.sleep(60)", {"deadline_s": 5.0}, "deadline"),
+        ("call(); import time; time.sleep(60)", {"deadline_s": 15.0}, "deadline"),
         ("call(); x = b'1' * (1 << 30)", {"memory_mib": 256}, "exit"),  # one process cannot have it
         ("call(); print('no number')", {"reward": "program"}, "reward"),
     ],

@@ -24,7 +24,7 @@ from megarl.rollouts.agents.episode import Episode
 TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")
 USER = {"role": "user", "content": "6*7="}
 OPENAI, ANTHROPIC = "chat/completions", "messages"
-pytestmark = pytest.mark.timeout(250)
+pytestmark = pytest.mark.timeout(500)
 
 
 @contextlib.asynccontextmanager
@@ -229,7 +229,7 @@ def test_programs_run_at_once() -> None:
 
     sandbox = next(kind for kind in ("bwrap", "namespace", "limits") if can(kind))
     command = [sys.executable, "-I", "-S", "-c", RAW]
-    group = roll_out(generate, n=count, command=command, reward="program", sandbox=sandbox, deadline_s=190.0)
+    group = roll_out(generate, n=count, command=command, reward="program", sandbox=sandbox, deadline_s=390.0)
     assert [sample.reward for sample in group.samples] == [1.0] * count
 
 

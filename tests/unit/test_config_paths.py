@@ -51,6 +51,14 @@ def test_a_path_with_a_dot_is_relative_to_its_file_and_any_other_to_the_working_
     assert found.model.tokenizer == f"{here}/tokenizer" and found.sft.output == f"{here.parent}/out"
 
 
+def test_the_paths_of_a_program_are_too_and_its_command_is_not(folders) -> None:
+    beside, _ = folders
+    args = "command: [./agent], folder: ./agents, readable: [./data, ../more, /usr, other]"
+    found = config(beside, NEEDED % ("./model", "synthetic:chain") + f"rollout: {{name: program, args: {{{args}}}}}\n").rollout.args
+    assert found["folder"] == f"{beside}/agents" and found["command"] == ["./agent"], "the program starts in its folder"
+    assert found["readable"] == [f"{beside}/data", f"{beside.parent}/more", "/usr", "other"]
+
+
 def test_the_record_of_a_run_means_the_same_wherever_it_is_read(folders) -> None:
     beside, here = folders
     first = config(beside, NEEDED % ("./model", "synthetic:chain") + "run_dir: ./run\n")
