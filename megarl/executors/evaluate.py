@@ -84,7 +84,8 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     if problem := too_many_failures(config.reward, samples, parts):
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
-    grader = parts[0].name if len(parts) == 1 else ""
+    scored_by_text = len(parts) == 1 and config.rollout.name != "program"  # a program's output may be scored, which is no sample's text
+    grader = parts[0].name if scored_by_text else ""
     return {**scores(groups, graded, grader), **failure_metrics(samples), "seconds": time.monotonic() - started}
 
 
