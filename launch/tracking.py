@@ -27,7 +27,7 @@ class Trackers:
 
     def __init__(self, config: RunConfig, folder: Path, tell: Callable[[str], None]):
         self._folder, self._tell, self._deadline_s = folder, tell, config.timeouts.trackers_s
-        self._names = config.observe.trackers
+        self._names, self._project = config.observe.trackers, config.observe.project
         self._processes: dict[str, subprocess.Popen] = {}
         self._told: set[str] = set()
         self._looked = 0.0
@@ -39,7 +39,7 @@ class Trackers:
         stale = json.dumps(asdict(Stale.of(self._folder / METRICS_FILE, first)))
         for name in self._names:
             replace(Tracked.load(self._folder, name), failures=0, problem="", ended=False).save(self._folder, name)
-            options = ["--title", str(self._folder), "--deadline", str(self._deadline_s)]
+            options = ["--project", self._project, "--title", str(self._folder), "--deadline", str(self._deadline_s)]
             where = [str(self._folder), str(config_path), str(first), stale]
             argv = [sys.executable, "-m", "megarl.observe.tracking", name, *where, *options]
             with open(logs / f"tracker.{name}.log", "wb") as log:

@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("first", type=int)
     parser.add_argument("stale", type=json.loads)
+    parser.add_argument("--project", default="megarl")
     parser.add_argument("--title", default="")
     parser.add_argument("--deadline", type=float, default=60.0)
     arguments = parser.parse_args()
@@ -188,7 +189,7 @@ def main() -> None:
         return True
 
     config = yaml.safe_load(arguments.config.read_text())
-    beginning = Beginning(arguments.folder, config["observe"]["project"], arguments.title or str(arguments.folder), config)
+    beginning = Beginning(arguments.folder, arguments.project, arguments.title or str(arguments.folder), config)
     follow(arguments.name, beginning, rows, arguments.first, ended)
     sys.stdout.flush()
     os._exit(0)  # what a library still does at its exit must not hold up the run's
