@@ -6,6 +6,7 @@ from megarl.kept_sets import MOST_KEPT
 from megarl.launch.resuming import Resume
 from megarl.models.spec import SCALAR
 from megarl.plan.critic import critic_path
+from megarl.plan.lora import sends_adapters, why_merged
 from megarl.plan.resolve import RunPlan
 from megarl.plan.resume import changes
 from megarl.plan.weights import needs_reference
@@ -31,6 +32,7 @@ def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
     lines = [f"Weights: the checkpoint {resume.checkpoint}"]
     if plan.config.lora.rank:
         lines.append(f"Adapters: rank {plan.config.lora.rank}, of what the run began with, {plan.weights}")
+        lines += _sync_lines(plan)
     elif needs_reference(plan.config):
         lines.append(f"Reference model: what the run began with, {plan.weights}")
     return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
@@ -49,8 +51,16 @@ def _adapter_lines(plan: RunPlan) -> list[str]:
         return []
     begins = f"lora.init={lora.init}" if lora.init else f"A random by seed {plan.config.seed}, B zero"
     return [
-        f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)} linear layers, {begins}; the weights are frozen"
+        f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)} linear layers, {begins}; the weights are frozen",
+        *_sync_lines(plan),
     ]
+
+
+def _sync_lines(plan: RunPlan) -> list[str]:
+    if sends_adapters(plan.config, plan.spec):
+        return ["Adapters: sent alone, into the memory from which SGLang serves them"]
+    why = "lora.sync=merge" if plan.config.lora.sync == "merge" else "; ".join(why_merged(plan.config, plan.spec))
+    return [f"Adapters: each update merges them on the trainer's ranks and sends all weights: {why}"]
 
 
 def _critic_lines(plan: RunPlan) -> list[str]:

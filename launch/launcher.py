@@ -232,6 +232,8 @@ def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: J
 
 def start_engines(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart) -> None:
     """Starts this node's engines, or parts of engines. They start before the workers, since they take longer."""
+    if here.placed.engines:
+        here.write_adapter()
     for part, spec in zip(here.placed.engines, here.engines()):
         processes.start(spec)
         if part.parts == 1:  # the parts of an engine that spans nodes could only be restarted together

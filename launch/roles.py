@@ -63,12 +63,13 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     from megarl.reshard.layout import trainer_layout
     from megarl.rollouts.channel import RolloutsSender
     from megarl.trainer.layer_spec import layer_spec
+    from megarl.weight_sync.common import sent_layout
     from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
-    source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
-    weights = WeightsReceiver(plan, source, link, rendezvous.key_file)
+    base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
+    weights = WeightsReceiver(plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file)
     initial = InitialWeights(weights)
     with contextlib.closing(GeneratorExecutor(plan, rendezvous, RolloutsSender(link), lambda: weights.fixed)) as executor:
         Controller(executor, incoming=[weights], outgoing=[], max_steps=plan.config.max_steps, initial=[initial]).run()

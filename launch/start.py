@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.roles import REWARD_MODEL
-from megarl.generator.server import EngineKeys, EngineSettings, server_command
+from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, server_command
 from megarl.kept_sets import MOST_KEPT
 from megarl.launch.environment import engine_devices, network, one_thread, scratch, trainer_environment, weight_group
 from megarl.launch.meeting import NodeReport
@@ -18,8 +18,11 @@ from megarl.launch.processes import ProcessSpec
 from megarl.launch.worker import PARENT
 from megarl.messaging.host import with_port
 from megarl.messaging.rendezvous import Rendezvous
+from megarl.models.adapters import Lora
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.plan.roles import ServedRole
+from megarl.trainer.peft_files import empty_adapter
 from megarl.weight_sync.engine.beats import BEATS
 
 
@@ -93,8 +96,21 @@ class NodePart:
             return_routing=config.trainer.routing_replay,
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else None,
+            adapter=self._adapter(device),
             **self._place(part),
         )
+
+    def write_adapter(self) -> None:
+        """Writes the adapter that the policy's engines start with, if they serve one, to the folder of the launch."""
+        lora = Lora.of(self.plan.config.lora)
+        if lora is not None and (adapter := self._adapter(None)):
+            empty_adapter(Path(adapter.folder), lora, adapter.targets)
+
+    def _adapter(self, device: str | None) -> ServedAdapter | None:
+        config, lora = self.plan.config, Lora.of(self.plan.config.lora)
+        if lora is None or not sends_adapters(config, self.plan.spec, device):
+            return None
+        return ServedAdapter(str(self.folder / "adapter"), lora.rank, lora.names(self.plan.spec), lora.shared)
 
     def _frozen_settings(self, part: EnginePart, device: str | None, role: ServedRole) -> EngineSettings:
         own = role.settings

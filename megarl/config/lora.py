@@ -42,8 +42,9 @@ class LoraConfig:
         path=INPUT,
     )
     sync: str = setting(
-        "merge",
-        "how adapters reach the engines. merge: each trainer rank adds its part of them to its part of the weights in float32, and sends "
-        "the sum; adapter: A and B alone, which this version of MegaRL does not do yet",
-        one_of("merge", "adapter"),
+        "auto",
+        "how adapters reach the engines. adapter: A and B alone, into the memory that SGLang serves adapters from; merge: each trainer "
+        "rank adds its part of them to its part of the weights in float32, and sends the sum; auto: adapter if SGLang can serve all of "
+        "them, otherwise merge (the run says which, and why)",
+        one_of("auto", "adapter", "merge"),
     )

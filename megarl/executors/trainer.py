@@ -33,6 +33,7 @@ from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, describe_difference
 from megarl.observe.rollouts import OrdinalsWriter, SamplesWriter, TokensWriter, write_rollouts
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.plan.teachers import teachers_of
 from megarl.reshard.layout import Layout
@@ -41,9 +42,12 @@ from megarl.rewards.shaping import shapes
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.rollouts.packing import texts_of
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
+from megarl.trainer.layer_spec import layer_spec
+from megarl.trainer.lora import LoraTrainer
 from megarl.trainer.make import make_trainer
 from megarl.trainer.step import StepResult
 from megarl.types import Batch, TrainSequence, Version
+from megarl.weight_sync.common import sent_layout
 from megarl.weight_sync.sender import SyncReport
 
 DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> field of a sample
@@ -228,10 +232,12 @@ class TrainerExecutor:
     @property
     def layout(self) -> Layout:
         """Where this executor's ranks keep the weights."""
-        return self.trainer.layout
+        return sent_layout(self.plan, self.trainer.layout, layer_spec())
 
     def get_model(self) -> dict[str, torch.Tensor]:
         """This rank's parameters under Megatron's names with global layer numbers, for the weights channel to read."""
+        if isinstance(self.trainer, LoraTrainer) and sends_adapters(self.plan.config, self.plan.spec):
+            return self.trainer.served_parameters()
         return self.trainer.merged_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:

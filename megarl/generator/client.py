@@ -62,7 +62,8 @@ _decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 class EngineClient:
     """Construct it inside a running event loop, and `close` it at the end. `request_s` bounds one generation request. With `routing`,
-    completions include the experts that were chosen; with `vocab_size`, the sets that tokens were drawn from."""
+    completions include the experts that were chosen; with `vocab_size`, the sets that tokens were drawn from. With `adapter`, requests are
+    for the policy's adapter, which the engine serves."""
 
     def __init__(
         self,
@@ -72,11 +73,12 @@ class EngineClient:
         request_s: float = 3600.0,
         routing: RoutingFormat | None = None,
         vocab_size: int | None = None,
+        adapter: bool = False,
     ):
         load_parser()  # now, and not while the event loop has to serve answers
         self.url = url
         self._request_s = request_s
-        self._routing, self._vocab_size = routing, vocab_size
+        self._routing, self._vocab_size, self._adapter = routing, vocab_size, adapter
         self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
@@ -102,13 +104,13 @@ class EngineClient:
         `version` is that of the weights at submission. It is a part of the key of SGLang's prefix cache, so keys and values of older
         weights are never used. Either all of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
         """
-        body = generation(inputs, samplings, version, self._routing)
+        body = generation(inputs, samplings, version, self._routing, self._adapter)
         answer = await self._post("/generate", body, self._user, self._request_s)
         return completions_of(self.url, answer, samplings, self._routing, self._vocab_size)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Returns [L - 1] values for each sequence of L tokens: the log-probs of tokens 1 to L-1, each given those before it."""
-        return scores_of(await self._post("/generate", scoring(sequences), self._user, self._request_s))
+        return scores_of(await self._post("/generate", scoring(sequences, self._adapter), self._user, self._request_s))
 
     async def judge(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TeacherScores:
         """What a teacher says of a response; see `completions.judging`. Raises EngineError, TimeoutError."""

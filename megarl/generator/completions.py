@@ -16,6 +16,7 @@ from megarl.models.routing import RoutingFormat
 from megarl.teacher_scores import TeacherScores
 from megarl.types import Typed, Version, impossible_logprobs, typed, view
 
+POLICY = "policy"  # name of the adapter that engines serve
 ABORT = "abort"  # finish reason of a request that was told to end
 
 
@@ -157,11 +158,21 @@ class _Lists:
         return self._read[number]
 
 
+def _of_adapter(adapter: bool) -> dict[str, Any]:
+    return {"lora_path": POLICY} if adapter else {}
+
+
 def generation(
-    inputs: Sequence[Sequence[int]], samplings: Sequence[Sampling], version: Version | None, routing: RoutingFormat | None = None
+    inputs: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    version: Version | None,
+    routing: RoutingFormat | None = None,
+    adapter: bool = False,
 ) -> dict[str, Any]:
-    """The request for one completion of each input, with chosen experts if `routing` is given. `version`: see `EngineClient.complete`."""
+    """The request for one completion of each input, with chosen experts if `routing` is given, of the policy with its adapter if
+    `adapter`. `version`: see `EngineClient.complete`."""
     body: dict[str, Any] = {
+        **_of_adapter(adapter),
         "input_ids": [list(each) for each in inputs],
         "sampling_params": [sampling.parameters() for sampling in samplings],
         "return_logprob": True,
@@ -191,9 +202,10 @@ def completions_of(
     return [_completion(engine, *each, routing, vocab_size) for each in zip(answers, read, samplings, strict=True)]
 
 
-def scoring(sequences: list[list[int]] | list[int]) -> dict[str, Any]:
-    """The request for the log-probs of given tokens."""
+def scoring(sequences: list[list[int]] | list[int], adapter: bool = False) -> dict[str, Any]:
+    """The request for the log-probs of given tokens; `adapter` as of `generation`."""
     return {
+        **_of_adapter(adapter),
         "input_ids": sequences,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,

@@ -22,6 +22,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, quantization, sockets
 from megarl.generator.children import GRACE_S, Children
+from megarl.generator.completions import POLICY
 from megarl.kept_sets import MOST_KEPT
 from megarl.parent import end_with_parent
 
@@ -40,6 +41,16 @@ class EngineKeys:
     @classmethod
     def generate(cls) -> EngineKeys:
         return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """The adapter that updates are written to: an empty one at first."""
+
+    folder: str  # holds its settings, as PEFT writes them
+    rank: int
+    targets: tuple[str, ...]  # linear layers, by their names in HF checkpoints
+    shared: bool = False  # whether all experts of a layer share the outer factor
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ class EngineSettings:
     holds_weights: bool = True  # whether the folder does; if not, the engine starts with dummy weights, and serves after an update
     frozen: bool = False  # whether the weights stay as they are: nobody can write to them
     classifies: bool = False  # whether the model gives a score of its input, rather than text
+    adapter: ServedAdapter | None = None
     log_level: str = "warning"
 
 
@@ -115,6 +127,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "enable_return_routed_experts": settings.return_routing or None,
         "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),  # room for equal logits; beyond it SGLang fails the request
         **_spanning(settings),
+        **_adapter_arguments(settings, device),
         "log_level": settings.log_level,
         "custom_weight_loader": None if settings.frozen else [LOADER],
         "is_embedding": settings.classifies or None,
@@ -130,6 +143,21 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
 
 def _replicated(settings: EngineSettings) -> dict[str, Any]:
     return {"dp_size": settings.dp_attention, "enable_dp_attention": True} if settings.dp_attention > 1 else {}
+
+
+def _adapter_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
+    """One slot of the pool is the adapter's, the other that of requests without one, such as SGLang's own."""
+    if (adapter := settings.adapter) is None:
+        return {}
+    arguments = {
+        "enable_lora": True,
+        "lora_paths": [{"lora_name": POLICY, "lora_path": adapter.folder, "pinned": True}],
+        "max_loras_per_batch": 2,
+        "max_lora_rank": adapter.rank,
+        "lora_target_modules": list(adapter.targets),
+        "experts_shared_outer_loras": adapter.shared,
+    }
+    return arguments | ({"lora_backend": "torch_native"} if device == "cpu" else {})
 
 
 def _spanning(settings: EngineSettings) -> dict[str, Any]:

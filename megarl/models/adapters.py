@@ -46,6 +46,10 @@ class Lora:
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    def names(self, spec: ModelSpec) -> tuple[str, ...]:
+        """The targets that the model has."""
+        return tuple(name for name in targets(spec) if ALL in self.targets or name in self.targets)
+
     def wants(self, logical_name: str) -> bool:
         return ALL in self.targets or target(logical_name) in self.targets
 
@@ -87,7 +91,7 @@ def lora_tensors(spec: ModelSpec, lora: Lora) -> tuple[LogicalTensor, ...]:
             tensor = logical[part.logical_name]
             out, into = tensor.shape
             for suffix, shape in ((A, (lora.rank, into)), (B, (out, lora.rank))):
-                name = _factor(parameter, part.logical_name, suffix, lora)
+                name = factor_name(parameter, part.logical_name, suffix, lora)
                 experts = tensor.experts if EXPERT_FIELD in name else 0
                 found.append(LogicalTensor(name, shape, LAYER, parameter.layers, experts))
     return tuple(found)
@@ -113,7 +117,7 @@ def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: L
     module, expert = found.groups()
 
     def factor(suffix: str, letter: str, cut: int) -> Parameter:
-        own = tuple(replace(part, logical_name=_factor(parameter, part.logical_name, suffix, lora)) for part in parts)
+        own = tuple(replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora)) for part in parts)
         name = f"{module}.adapter.{letter}{expert}"
         if parts and EXPERT_FIELD not in own[0].logical_name and parameter.of_expert:
             name = f"{module.partition('.experts.')[0]}.shared_adapter.{letter}"
@@ -125,7 +129,13 @@ def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: L
     return Adapter(parameter, factor(A, "a", 1), factor(B, "b", 0), rows, wanted, lora.rank)
 
 
-def _factor(parameter: Parameter, logical_name: str, suffix: str, lora: Lora) -> str:
+def adapted(spec: ModelSpec, lora: Lora) -> list[Parameter]:
+    """The trainer's linear layers of which any part has an adapter."""
+    linear = _linear(spec, TrainerTopology(), "local")
+    return [parameter for parameter in linear if any(lora.wants(part.logical_name) for part in parameter.parts)]
+
+
+def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora) -> str:
     """The logical name of a factor. The outer one is that which the layer does not cut: A where rows are cut, B where columns are."""
     name = logical_name.removesuffix(".weight") + suffix
     outer = A if parameter.dim == 0 else B

@@ -6,8 +6,11 @@ from collections.abc import Iterable
 
 from megarl.config.keys import yaml_text
 from megarl.config.schema import RunConfig
+from megarl.generator.cpu_support import cuda_available
 from megarl.models import ModelSpec
+from megarl.models.adapter_pool import unserved
 from megarl.models.adapters import ALL, Lora, lora_tensors, targets
+from megarl.plan.topologies import generator_topology
 from megarl.plan.weights import find_weights
 
 # Of Megatron's: with these its layers do not get their inputs as adapters expect them.
@@ -18,8 +21,8 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     lora, known = Lora.of(config.lora), targets(spec)
     if lora is None:
         return
-    if config.lora.sync == "adapter":
-        yield "lora.sync=adapter: this version of MegaRL does not send adapters alone; lora.sync=merge sends the weights with them"
+    if config.lora.sync == "adapter" and (why := why_merged(config, spec)):
+        yield f"lora.sync=adapter: must be merge or auto: {'; '.join(why)}"
     if not known:
         yield f"lora.rank={lora.rank}: must be null: {spec.family} states no layer of Megatron's whose name is linear_…"
     unknown = [name for name in lora.targets if name not in (*known, ALL)]
@@ -31,6 +34,21 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     for name in _REFUSED:
         if config.trainer.megatron.get(name):
             yield f"trainer.megatron.{name}={yaml_text(config.trainer.megatron[name])}: must be left out with lora.rank={lora.rank}"
+
+
+def sends_adapters(config: RunConfig, spec: ModelSpec, device: str | None = None) -> bool:
+    """Whether an update carries the adapters alone; otherwise the weights, with adapters merged if there are any. `device` as of
+    `why_merged`."""
+    return bool(config.lora.rank) and config.lora.sync != "merge" and not why_merged(config, spec, device)
+
+
+def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) -> list[str]:
+    """The reasons for which the run's engines cannot be sent adapters alone. `device`: theirs, cuda or cpu; None: as on this machine."""
+    lora = Lora.of(config.lora)
+    assert lora is not None
+    if config.weights.delta != "off":
+        return ["weights.delta=auto looks for changes in all weights"]
+    return unserved(spec, generator_topology(config.generator), device or ("cuda" if cuda_available() else "cpu"), lora)
 
 
 def check_first_adapters(config: RunConfig, command: str | None) -> Iterable[str]:

@@ -25,6 +25,10 @@ BY_KEY = {
     "mem_fraction_static": "generator.mem_fraction",
     "random_seed": "seed",
     "enable_return_routed_experts": "trainer.routing_replay",
+    "enable_lora": "lora.sync",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
+    "experts_shared_outer_loras": "lora.experts",
 }
 KEPT = frozenset(
     [
@@ -44,6 +48,8 @@ KEPT = frozenset(
         "context_length",
         "disable_shared_experts_fusion",
         "sampling_mask_max_tokens",
+        "max_loras_per_batch",
+        "enable_lora_overlap_loading",
     ]
 )
 _MOVED = "weights are written to the experts where the layout has them, and it would "
@@ -62,7 +68,7 @@ REFUSED = {
     "enable_dp_lm_head": _NO_LAYOUT,
     "cpu_offload_gb": "weights are written to where they lie, and it would move them",
     "offload_group_size": "weights are written to where they lie, and it would move them",
-    "lora_paths": "the trainer does not score what an adapter adds",
+    "lora_paths": "engines serve the adapter that is trained (lora.rank), and the trainer does not score what another adds",
     "is_embedding": "the launcher decides what engines answer",
     "disaggregation_mode": "each engine must prefill and decode",
     "delete_ckpt_after_loading": "it removes the weights that engines are started again with",

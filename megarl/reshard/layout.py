@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
+from megarl.models.adapter_pool import is_of_stack, pool_parameters
 from megarl.models.adapters import Lora, adapter_parameters, lora_tensors, trainer_adapters
 from megarl.models.parameters import ATTENTION, DENSE, EXPERT, FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, whole
 from megarl.models.registry import family
@@ -19,7 +20,10 @@ from megarl.reshard.shards import local_tensor
 from megarl.reshard.sizes import generator_parameters, trainer_parameters
 from megarl.topology import GeneratorTopology, TrainerTopology
 
-__all__ = ["Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "stage_of_layer", "trainer_layout"]
+__all__ = [
+    "Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "pool_layout", "stage_of_layer", "together",
+    "trainer_layout",
+]  # fmt: skip
 
 LAYER_SPECS = ("local", "te")
 DEVICES = ("cpu", "cuda")
@@ -82,14 +86,38 @@ def generator_layout(
         raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
     parameters = generator_parameters(spec, topology, device, rule)
-    ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
-    attention = np.arange(topology.world_size).reshape(-1, topology.attention_tp).T[None]
-    stages = np.zeros(spec.num_layers, dtype=np.int64)
-    meshes = {DENSE: ranks, EXPERT: ranks, ATTENTION: ranks if topology.dp_attention == 1 else attention}
+    stages, meshes = np.zeros(spec.num_layers, dtype=np.int64), _generator_meshes(topology)
     kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
     if rule is not None:
         kinds = with_scales(kinds, family(spec).quantised_parameters(spec), rule, _logical(spec))
     return Layout("generator", topology.world_size, tuple(kinds))
+
+
+def pool_layout(spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str, lora: Lora) -> Layout:
+    """The adapters on every generator rank, in the slot that SGLang's pool has for them. `dtype` is that of activations."""
+    parameters, meshes = pool_parameters(spec, topology, device, lora), _generator_meshes(topology)
+    stages = np.zeros(spec.num_layers, dtype=np.int64)
+    kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep), lora)
+    return Layout("generator", topology.world_size, tuple(_as_shown(kind) for kind in kinds))
+
+
+def _as_shown(kind: Kind) -> Kind:
+    """SGLang shows the factor that all experts share with a dim of 1 for them."""
+    if not is_of_stack(kind.name) or kind.shards[0].experts is not None:
+        return kind
+    return replace(kind, shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards))
+
+
+def together(one: Layout, other: Layout) -> Layout:
+    """What both hold, on the same ranks."""
+    assert one.world_size == other.world_size
+    return Layout(one.name, one.world_size, one.kinds + other.kinds)
+
+
+def _generator_meshes(topology: GeneratorTopology) -> dict[str, np.ndarray]:
+    ranks = np.arange(topology.world_size).reshape(topology.engines, topology.tp).T[None]
+    attention = np.arange(topology.world_size).reshape(-1, topology.attention_tp).T[None]
+    return {DENSE: ranks, EXPERT: ranks, ATTENTION: ranks if topology.dp_attention == 1 else attention}
 
 
 def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...]:

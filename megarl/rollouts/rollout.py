@@ -20,6 +20,7 @@ from megarl.generator.fleet import Fleet
 from megarl.generator.stops import StopStrings
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.models.routing import RoutingFormat
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 from megarl.rewards.score import Score, ScoreRequest
@@ -95,7 +96,7 @@ def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClie
     config, keys = plan.config, (rendezvous.engine_key, rendezvous.engine_admin_key)
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
     kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
-    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of)
+    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of, sends_adapters(config, plan.spec))
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,10 @@ class LayerAdapter(torch.nn.Module):
         with contextlib.nullcontext() if alike else tracker.fork(name):
             return F.dropout(x, self.switch.dropout)
 
+    def factors(self, number: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """A and B of the layer's weight number `number`."""
+        return self._factors[number]
+
     def delta(self, number: int) -> torch.Tensor:
         """[rows, columns] float32: what the adapter of the layer's weight number `number` adds to this rank's part of it."""
         a, b = (factor.detach().float() for factor in self._factors[number])

@@ -41,6 +41,7 @@ class LoraTrainer(MegatronTrainer):
         assert found is not None
         self._lora, self._settings, self._switch = found, lora, Switch(lora.dropout)
         self._merged: dict[str, torch.Tensor] = {}
+        self._scaled: dict[str, torch.Tensor] = {}
         super().__init__(spec, topology, *arguments, **settings)
         self.lora = found
         self.saved_layout = trainer_layout(spec, topology, str(self.dtype).removeprefix("torch."), layer_spec(), found)
@@ -109,6 +110,17 @@ class LoraTrainer(MegatronTrainer):
                 adapter, number = self._adapters[parameter]  # type: ignore[index]
                 found[name] = self._merged.setdefault(name, torch.empty_like(weight))
                 found[name].copy_(adapter.delta(number).add_(weight))
+        return found
+
+    def served_parameters(self) -> dict[str, torch.Tensor]:
+        """The weights and the adapters, as engines get them that serve adapters. SGLang multiplies what an adapter adds by alpha / rank,
+        except for experts: there B has to hold it. The tensors are the same at every call, as of `merged_parameters`."""
+        of_experts = {adapter.factors(number)[1] for adapter, number in self._adapters.values() if adapter.experts}
+        found = self.local_parameters()
+        for name, parameter in parameters_by_name(self.chunks).items():
+            if parameter in of_experts:
+                found[name] = self._scaled.setdefault(name, torch.empty_like(parameter.data))
+                torch.mul(parameter.data, self._lora.scale, out=found[name])
         return found
 
     def export_adapter(self, path: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
 from megarl.config.lora import LoraConfig
+from megarl.files import write_whole
 from megarl.models.adapters import Lora, target
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout
@@ -45,6 +46,13 @@ def adapter_settings(lora: Lora, targets: Sequence[str], base: str | None, dropo
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def empty_adapter(folder: Path, lora: Lora, targets: Sequence[str]) -> Path:
+    """Writes the settings of an adapter whose weights engines get later. Several processes may do so at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / SETTINGS_FILE, json.dumps(adapter_settings(lora, targets, None, 0.0)))
+    return folder
 
 
 def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:

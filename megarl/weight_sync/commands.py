@@ -46,12 +46,14 @@ class Spread(_Command, frozen=True):
     With `changes_to`, what has landed are the changes that lead to that version (weights.delta), and all of them are written."""
 
     changes_to: int = -1
+    adapters: bool = False  # only those of adapters
 
 
 class Receive(_Command, frozen=True):
     """Receives all messages of one update, straight into the live parameters; with `changes_to`, what leads to that version."""
 
     changes_to: int = -1
+    adapters: bool = False  # only adapters come
 
 
 class MeetNeighbours(_Command, frozen=True):
@@ -65,6 +67,8 @@ class MeetNeighbours(_Command, frozen=True):
 class PassOn(_Command, frozen=True):
     """Passes on the tensors that this rank leads, once all of them are written. Answered when they have arrived: list[int], the
     generator ranks that could not be reached."""
+
+    adapters: bool = False  # only those of adapters
 
 
 class Watch(_Command, frozen=True):

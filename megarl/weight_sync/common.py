@@ -6,10 +6,20 @@ from dataclasses import replace
 
 import torch
 
+from megarl.models.adapters import Lora
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
-from megarl.reshard.layout import Layout, generator_layout
+from megarl.reshard.layout import Layout, generator_layout, pool_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.types import Version
+
+
+def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
+    """The trainer's layout of what updates are made of: the model's, with the adapters if these are sent as they are."""
+    if not sends_adapters(plan.config, plan.spec):
+        return base
+    lora = Lora.of(plan.config.lora)
+    return together(base, trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec, lora))
 
 
 def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> ReshardMap:
@@ -17,7 +27,10 @@ def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> Re
     topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quantization = plan.config.generator.quantization
-    return ReshardMap.build(source, generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization))
+    destination, lora = generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization), Lora.of(plan.config.lora)
+    if lora is not None and sends_adapters(plan.config, plan.spec):
+        destination = together(destination, pool_layout(plan.spec, topology, plan.engine_dtype, device, lora))
+    return ReshardMap.build(source, destination)
 
 
 def is_probe_version(version: Version, every: int) -> bool:

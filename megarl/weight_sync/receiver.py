@@ -141,7 +141,8 @@ class WeightsReceiver:
             taken = await self._update(executor, offered)
             executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights", **self._told_of(taken))
         executor.release(version)
-        self._applied(executor, version, taken, changed_fraction(offered.offers))
+        compared = self._plan.config.weights.delta != "off"
+        self._applied(executor, version, taken, changed_fraction(offered.offers) if compared else None)
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version`, which the other engines go on serving, into engines that have come back."""
@@ -216,12 +217,13 @@ class WeightsReceiver:
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write, and audits the result. Returns the bytes written."""
         opened, update, grant = session.opened, session.update, session.grant
+        changes = grant.delta and not update.adapters
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
         for name, endpoints in zip(self._trainers, session.endpoints, strict=True):
             self._link.send(name, msgspec.structs.replace(grant, endpoints=endpoints))
         if not opened.one_sided:
-            await update.receive(grant.delta)
+            await update.receive(changes)
         writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
         if opened.lands and not grant.delta:
             await writes.landed()
@@ -230,7 +232,7 @@ class WeightsReceiver:
             await writes.done()
         await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
         if opened.lands and grant.delta:
-            await update.spread(changes=True)
+            await update.spread(changes)
         if opened.relays:
             await update.pass_on(opened.relays)
         if self._plan.config.weights.audited:

@@ -8,6 +8,8 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
+With `lora.sync=adapter` the frozen weights are written once to each engine, with the adapters; after that only the adapters are.
+
 With `weights.delta` the trainer ranks work out before they offer what has changed since the version confirmed last, and write only that if
 the generator grants it (`deltas`).
 
@@ -34,6 +36,7 @@ from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, Weights
 from megarl.messaging.stopping import StopRequest
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.execute import Payloads
 from megarl.reshard.kinds import LayoutError
@@ -43,6 +46,7 @@ from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
 from megarl.types import Version
+from megarl.weight_sync.adapters import AdaptersAlone
 from megarl.weight_sync.amax_exchange import AmaxExchange
 from megarl.weight_sync.common import is_probe_version, weights_map
 from megarl.weight_sync.deltas import Deltas, Found, offer_of, send_changes
@@ -104,6 +108,7 @@ class WeightsSender:
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
         self._applied: WeightsApplied | None = None  # the newest confirmation
         self._deltas = Deltas(config.weights)
+        self._adapters = AdaptersAlone() if sends_adapters(config, plan.spec) else None
 
     def send(self, executor: WeightsExecutor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, and writes. Gives the executor a SyncReport, unless the run stops.
@@ -117,11 +122,12 @@ class WeightsSender:
         if self._transport is None:
             grant_s += self._plan.config.generator.startup_timeout_s
             self._prepare(executor)
-        self._cut_amax = self._amax.table(executor.get_model())  # before the offer, so that no engine is paused for it
+        if self._adapters is None or not self._adapters.begun:  # otherwise the weights are frozen, and so are the maxima of their tiles
+            self._cut_amax = self._amax.table(executor.get_model())  # before the offer, so that no engine is paused for it
         base, found = -1, None
         if self._deltas.on and not again:
             base, found = self._find_changes(executor)
-        self._link.send(offer_of(version, base, found))
+        self._link.send(self._adapters.offer(version) if self._adapters else offer_of(version, base, found))
         self._report = report = self._report if again else SyncReport()
         if not self._send_granted(executor, report, grant_s, found):
             return
@@ -219,6 +225,11 @@ class WeightsSender:
         assert self._transport is not None  # `send` has prepared it
         model = executor.get_model()
         self._deltas.begin_write()
+        audited = self._plan.config.weights.audited
+        if self._adapters and grant.delta:
+            started = time.monotonic()
+            sent = send(self._transport, self._adapters.copies, model, self._shapes, audited, payloads=self._payloads)
+            return self._tell(grant, self._adapters.with_base(sent), started)
         if grant.delta:
             assert found is not None  # it has offered a base
             started = time.monotonic()
@@ -233,7 +244,9 @@ class WeightsSender:
         total = 0
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
             started = time.monotonic()
-            sent = send(self._transport, copies, model, self._shapes, self._plan.config.weights.audited, self._cut_amax, self._payloads)
+            sent = send(self._transport, copies, model, self._shapes, audited, self._cut_amax, self._payloads)
+            if self._adapters:
+                self._adapters.note(sent)
             total += self._tell(grant, sent, started, more)
         declined = found is not None and not grant.plan_hash
         self._deltas.keep(grant.version, self._scheduled, self._cut_amax, self._payloads, declined)
@@ -269,6 +282,8 @@ class WeightsSender:
         self._shapes = shapes_of(endpoints)
         self._scheduled = scheduled_writes(map, executor.rank)
         self._writes = landing_first(self._scheduled, endpoints)
+        if self._adapters:
+            self._adapters.begin(self._scheduled)
         return changed
 
     def close(self) -> None:

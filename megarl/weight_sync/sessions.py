@@ -13,6 +13,7 @@ from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.reshard.map import ReshardMap
@@ -41,6 +42,7 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
+        self._adapters = sends_adapters(plan.config, plan.spec)
         self._workers: Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # the engines whose memory is open
@@ -52,8 +54,8 @@ class EngineSessions:
         None when there are none.
 
         `serving` is the version that the engines hold by now (-1: none of the run's yet), `trainers` says where each trainer rank runs.
-        `delta`: the trainer ranks may write only what has changed since `serving`, as long as the engines' memory need not be opened anew:
-        then all of them hold that version.
+        `delta`: the trainer ranks may write only what has changed since `serving`, or adapters alone, as long as the engines' memory need
+        not be opened anew: then all of them hold that version.
 
         An engine that turns out to be lost is left out. Any other error is raised, and the engines are not used any more.
         """
@@ -69,7 +71,8 @@ class EngineSessions:
             workers = self._workers
             assert workers is not None
             workers.may_lose, fleet.updating = False, set(members)
-            session = WeightUpdate(workers, version, in_place=self._plan.config.async_.partial_rollout == "in_flight")
+            in_place, adapters = self._plan.config.async_.partial_rollout == "in_flight", delta and known and self._adapters
+            session = WeightUpdate(workers, version, in_place, adapters)
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
                 if not known:

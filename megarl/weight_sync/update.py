@@ -47,6 +47,7 @@ class WeightUpdate:
     workers: Workers
     version: Version  # that is being written
     in_place: bool = False
+    adapters: bool = False  # nothing but the policy's adapter is written
 
     async def open(self, serving: Version | None = None) -> None:
         """Pauses the engines at a token boundary and opens SGLang's update session.
@@ -69,15 +70,15 @@ class WeightUpdate:
 
     async def receive(self, changes: bool = False) -> None:
         """Two-sided transports only: the workers receive what the trainer ranks are sending, of everything or of what has changed."""
-        await self.workers.run_all(Receive(self.version if changes else -1))
+        await self.workers.run_all(Receive(self.version if changes else -1, self.adapters))
 
     async def spread(self, changes: bool = False) -> None:
         """Mooncake only, once all landing boxes are written, or all changes: the workers copy them to where they belong."""
-        await self.workers.run_all(Spread(self.version if changes else -1))
+        await self.workers.run_all(Spread(self.version if changes else -1, self.adapters))
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
         """Has the leaders pass tensors on, if there are relays, once everything is in place at them (after `receive` and `spread`)."""
-        payloads = await self.workers.run_all(PassOn())
+        payloads = await self.workers.run_all(PassOn(self.adapters))
         lost = {rank for rank, payload in enumerate(payloads) if not payload}
         by_lost = [relay for relay in relays if relay.source_rank in lost]
         left_out = {r.destination_rank: f"generator rank {r.source_rank} was lost before it passed weights on" for r in by_lost}

@@ -51,7 +51,7 @@ def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, moe
+    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, lora, moe
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
@@ -65,6 +65,7 @@ def register_hooks() -> None:
     dp_attention.register_hooks()
     fp8.register_hooks()
     deepseek_v3.register_hooks()
+    lora.register_hooks()
 
 
 def _fork_workers(result: None, server_args: object) -> None:

@@ -12,6 +12,8 @@ def register() -> None:
 
     HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", _finish, HookType.AROUND)
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.maybe_init_lora_manager", _adapted, HookType.AFTER)
+    HookRegistry.register("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", _empty, HookType.AROUND)
     HookRegistry.register(_UPDATER + "begin_weight_update", _settle, HookType.BEFORE)
 
 
@@ -25,6 +27,17 @@ def _loaded(*arguments: Any) -> None:
     from megarl.weight_sync.engine import loader
 
     loader.loaded(*arguments)
+
+
+def _adapted(*arguments: Any) -> None:
+    from megarl.weight_sync.engine import loader
+
+    loader.adapted(*arguments)
+
+
+def _empty(original: Any, adapter: Any) -> None:
+    """Reads no weights of an adapter: the first update writes them. SGLang would read them as it read the model, which fp8 leaves out."""
+    adapter.initialize_weights_from_tensors({})
 
 
 def _settle(*_: Any) -> None:

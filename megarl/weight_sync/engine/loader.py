@@ -25,6 +25,7 @@ from megarl.kernels.audit import hash_tensors
 from megarl.messaging.host import Host, address_towards
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WorkerReply
+from megarl.models.adapter_pool import is_adapter
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import Copy
 from megarl.weight_sync import commands
@@ -46,12 +47,13 @@ from megarl.weight_sync.commands import (
     Watched,
 )
 from megarl.weight_sync.engine.beats import beating
+from megarl.weight_sync.engine.pool import Pool
 from megarl.weight_sync.engine.watch import Watch
 from megarl.weight_sync.transports.base import Endpoint, Live, Memory, RemoteTensor, describe
 from megarl.weight_sync.transports.choice import AUTO, this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
 
-Parameters = dict[str, torch.nn.Parameter]
+Parameters = dict[str, torch.Tensor]  # those of the model, and the buffers of the adapters' pool
 
 
 class Worker:
@@ -65,6 +67,7 @@ class Worker:
         self.reply_address = ""
         self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where they differ from the engine's
         self.unwritten: Watch | None = None
+        self.pool: Pool | None = None  # of adapters, if the engine serves them
         self.audited: dict[str, int] = {}  # hashes of the parameters at the last audit; `recall` empties it
         self.since = -1  # the version audited last
         self.memories: dict[str, Memory] = {}  # by import path
@@ -79,7 +82,7 @@ class Worker:
             self.loaded(model)
             if isinstance(command, Connect):
                 self.connect(command)
-            payload = msgspec.msgpack.encode(_HANDLERS[type(command)](self, dict(model.named_parameters()), command))
+            payload = msgspec.msgpack.encode(_HANDLERS[type(command)](self, self.parameters(model), command))
         except Exception:
             error = traceback.format_exc()
             print(error, file=sys.stderr, flush=True)  # in the engine's log too, in case the answer does not get through
@@ -90,6 +93,16 @@ class Worker:
         """Called as soon as the model is loaded; further calls do nothing."""
         if self.unwritten is None:
             self.unwritten = Watch(model)
+
+    def adapted(self, model: torch.nn.Module, pool: Pool) -> None:
+        """Called as soon as the pool of adapters is there, before the first request. It wraps layers, and so renames what they hold."""
+        self.pool, self.unwritten = pool, Watch(model, pool.buffers.values())
+
+    def parameters(self, model: torch.nn.Module) -> Parameters:
+        """By the names that they have without adapters: SGLang wraps each layer that gets one, and keeps what it wraps as `base_layer`.
+        A wrapper's `weight` comes first, that of its layer after it: the one in use, should post-load work have replaced it."""
+        found = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+        return {**found, **(self.pool.buffers if self.pool else {})}
 
     def connect(self, command: Connect) -> None:
         if self.peer is not None:
@@ -102,7 +115,7 @@ class Worker:
         self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
     def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
-        return [describe(name, parameter) for name, parameter in parameters.items()]
+        return [describe(name, values) for name, values in self.held(parameters).items()]
 
     def arrange(self, parameters: Parameters, command: Arrange) -> None:
         self.shapes = command.shapes[self.rank]
@@ -110,7 +123,11 @@ class Worker:
 
     def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory in the shapes of the reshard map."""
-        return {name: as_arranged(parameter.data, self.shapes.get(name)) for name, parameter in parameters.items()}
+        return {name: as_arranged(values, self.shapes.get(name)) for name, values in self.held(parameters).items()}
+
+    def held(self, parameters: Parameters) -> dict[str, torch.Tensor]:
+        """The parameters' memory; of the pool, the slot of the policy's adapter."""
+        return {name: parameter.data for name, parameter in parameters.items()} | (self.pool.tensors() if self.pool else {})
 
     def open(self, parameters: Parameters, command: Open) -> Endpoint | None:
         if (offer := command.offers.get(self.rank)) is None:
@@ -122,18 +139,19 @@ class Worker:
         return memory.open(Live(self.rank, command.kind, self.host, address, parameters, partial(self.tensors, parameters)), offer)
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
+        tensors = self.tensors(parameters)
         for memory in self.opened.values():
             if command.changes_to >= 0:
-                memory.receive_changes(self.tensors(parameters), command.changes_to)
+                memory.receive_changes(tensors, command.changes_to)
             else:
-                memory.receive(self.tensors(parameters))
+                memory.receive({name: values for name, values in tensors.items() if is_adapter(name) or not command.adapters})
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         for memory in self.opened.values():
             if command.changes_to >= 0:
                 memory.spread_changes(command.changes_to)
             else:
-                memory.spread()
+                memory.spread(is_adapter if command.adapters else None)
 
     def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
         self.relays = command.relays.get(self.rank, [])
@@ -149,6 +167,8 @@ class Worker:
             return []
         tensors = self.tensors(parameters)
         for relay in self.relays:
+            if command.adapters and not is_adapter(relay.tensor):
+                continue
             values = tensors[relay.tensor]
             whole = Box((0,) * values.dim(), tuple(values.shape))
             dtype = str(values.dtype).removeprefix("torch.")
@@ -229,6 +249,12 @@ def loaded(result: Any, runner: Any) -> None:
     """Runs after SGLang has loaded a worker's model; draft models for speculative decoding are ignored."""
     if not runner.is_draft_worker:
         _worker.loaded(runner.model)
+
+
+def adapted(result: Any, runner: Any) -> None:
+    """Runs after SGLang has made the pool of adapters, if it is to serve any."""
+    if runner.lora_manager is not None and not runner.is_draft_worker:
+        _worker.adapted(runner.model, Pool(runner.lora_manager))
 
 
 def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:

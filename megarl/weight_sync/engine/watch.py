@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ class Print:
 class Watch:
     """Watches one live model. Construct it as soon as the model is loaded."""
 
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
+    def __init__(self, model: torch.nn.Module, written: Collection[torch.Tensor] = ()):
+        """`written`: what updates write besides the parameters."""
+        self._model, self._written = model, written
         self._names = {name for name, _, _ in _tensors(model)}
         self._left: dict[str, Print] = {}  # their state at the last audit, or after post-load work since
         self._casts: dict[str, list[Print]] = {}  # the states they may be cast to
@@ -90,7 +91,7 @@ class Watch:
         return {name: values for name, values, made_by in _tensors(self._model) if name in self._names or made_by in MADE_LATER}
 
     def _prints(self, tensors: dict[str, torch.Tensor]) -> dict[str, Print]:
-        parameters, hashes = _Memory(self._model.parameters()), {}
+        parameters, hashes = _Memory([*self._model.parameters(), *self._written]), {}
         prints = {}
         for name, values in tensors.items():
             region = None if parameters.holds(values) else _region(values)
@@ -103,7 +104,7 @@ class Watch:
 class _Memory:
     """The address ranges that tensors occupy."""
 
-    def __init__(self, tensors: Iterator[torch.Tensor]):
+    def __init__(self, tensors: Iterable[torch.Tensor]):
         self._spans: list[tuple[int, int]] = []
         for start, end in sorted(map(_span, tensors)):
             if self._spans and start <= self._spans[-1][1]:

@@ -135,7 +135,7 @@ class Live:
     kind: str  # of the transport that the parameters are opened to
     host: Host
     address: str  # of this host, as the generator reaches it
-    parameters: Mapping[str, torch.nn.Parameter]
+    parameters: Mapping[str, torch.Tensor]
     tensors: Callable[[], Mapping[str, torch.Tensor]]  # the parameters' current memory, in the shapes of the reshard map
 
 
@@ -147,10 +147,10 @@ class Memory(abc.ABC):
         """Lets others write to the live parameters, which must not move from now on. May be called again, for other writers."""
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most transports have nothing to do
-        """Receives one update into `tensors`, which are all the parameters, if the transport is two-sided."""
+        """Receives one update of `tensors`, if the transport is two-sided."""
 
-    def spread(self) -> None:  # noqa: B027
-        """Copies the boxes that have landed to where they belong."""
+    def spread(self, wanted: Callable[[str], bool] | None = None) -> None:  # noqa: B027
+        """Copies the boxes that have landed to where they belong; only those of `wanted` tensors, if others have not landed."""
 
     def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027
         """As `receive`, of an update to `version` that `write_changes` sends."""

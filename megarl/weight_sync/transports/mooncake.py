@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,11 @@ class MooncakeMemory(Memory):
         address = address_of(live.address, engine, offer.protocol, base)
         return Endpoint(live.rank, live.kind, address, sum(blocks.values()), tensors, landings, inboxes, host=live.host)
 
-    def spread(self) -> None:
+    def spread(self, wanted: Callable[[str], bool] | None = None) -> None:
         """Copies the boxes in landing memory into the tensors."""
         for (name, box), offset in zip(self._landing, self._offsets):
+            if wanted is not None and not wanted(name):
+                continue
             tensor = self._tensors[name]
             landed = self._memory[offset : offset + box.numel * tensor.itemsize]
             tensor[box.slices()].copy_(landed.view(tensor.dtype).view(box.shape))

@@ -150,10 +150,10 @@ class TwoSidedMemory(Memory):
         return Endpoint(live.rank, live.kind, offer.address, 0, tensors, members=offer.members, host=live.host)
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Receives all messages of one update into `tensors`."""
-        group = self._join()
+        """Receives all messages of one update of `tensors`."""
+        group, coming = self._join(), [each for each in self._offer.incoming if each.tensor in tensors]
         under_way: list[tuple[list[Message], Any]] = []
-        for _, wave in groupby(self._offer.incoming, key=lambda each: each.wave):
+        for _, wave in groupby(coming, key=lambda each: each.wave):
             messages = [self._message(each, tensors[each.tensor][each.box.slices()]) for each in wave]
             under_way.append((messages, group.receive(messages)))
             if len(under_way) > 1:
