@@ -281,7 +281,7 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.estimate.hardware import Cluster
     from megarl.estimate.roles import gpus, layouts, sizes
-    from megarl.estimate.sync_time import link_bytes_per_s
+    from megarl.estimate.sync_time import adapters_s, link_bytes_per_s
     from megarl.reshard.map import ReshardMap
     from megarl.reshard.proof import prove_exactly_once
     from megarl.reshard.relays import foreseen
@@ -296,6 +296,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
     rate = arguments.link * 1e9 if arguments.link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
     facts = to_json(reshard_map, forwarding, rate, arguments.delta) if arguments.json else None
+    alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if config.lora.rank else {}
     if facts is None:
         prove_exactly_once(reshard_map)
     if arguments.dump:
@@ -313,9 +314,11 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
             return
         facts |= {"rank": arguments.rank, "rank_part_s": part_s, "rank_copies": [copy_fields(copy) for copy in copies]}
     if facts is not None:
-        print(json.dumps(facts))
+        print(json.dumps(facts | alone))
         return
     print(render(reshard_map, rate, forwarding, arguments.delta))
+    if any(alone.values()):  # the engines can serve the adapters
+        print(f"{alone['lora_predicted_s']:.3g} s for an update of the adapters alone (lora.sync=adapter)")
     print("proven: every destination byte is written exactly once")
 
 

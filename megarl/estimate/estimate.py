@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -13,7 +13,7 @@ from megarl.estimate.generate_time import GenerateModel, GenerateTime
 from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, generator_memory, usable_static
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.served import Served, served
-from megarl.estimate.sizes import landing_bytes, shadow_bytes
+from megarl.estimate.sizes import landing_bytes, rank_bytes, shadow_bytes
 from megarl.estimate.sync_time import sync_s
 from megarl.estimate.train_time import TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes
@@ -22,7 +22,9 @@ from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
 from megarl.models.adapters import Lora
 from megarl.plan.asynchrony import run_ahead
+from megarl.plan.lora import sends_adapters
 from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.reshard.layout import pool_layout
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         generated=generated,
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
-        generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing),
+        generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing, _pool_bytes(config, spec, cluster)),
         saving=_saving_bytes(config, spec, cluster),
         static_limit=usable_static(config.generator, cluster.gpu),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
@@ -109,6 +111,15 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         asynchronous=overlaps(config),
         served=served(config),
     )
+
+
+def _pool_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> int:
+    """Of SGLang's pool for adapters on a generator rank, which has two slots."""
+    lora, device = Lora.of(config.lora), cluster.gpu.device
+    if lora is None or not sends_adapters(config, spec, device):
+        return 0
+    one = replace(generator_topology(config.generator), engines=1)
+    return 2 * max(rank_bytes(pool_layout(spec, one, config.model.dtype, device, lora)))
 
 
 def check_longest(config: RunConfig, spec: ModelSpec) -> None:

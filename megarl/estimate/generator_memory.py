@@ -39,16 +39,16 @@ class GeneratorMemory:
 
 
 def generator_memory(
-    spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0
+    spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0, pool: float = 0.0
 ) -> GeneratorMemory:
-    """`landing`: sizes.landing_bytes if `may_land`. Raises ConfigError if the sizes do not divide the model."""
+    """`landing`: sizes.landing_bytes if `may_land`; `pool`: bytes of adapters. Raises ConfigError if the sizes do not divide the model."""
     item, tp = ITEM_BYTES[dtype], generator.tp
     kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
     ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
     table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings  # int32, as long as the context that engines are given
     logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # fp32, gathered over tp, and a copy to sample from
     return GeneratorMemory(
-        weights=generator_weights(spec, generator, dtype).total,
+        weights=generator_weights(spec, generator, dtype).total + pool,
         kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
         landing=landing,
         graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,

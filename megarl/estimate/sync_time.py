@@ -5,27 +5,46 @@ from __future__ import annotations
 from megarl.config.schema import RunConfig
 from megarl.estimate.hardware import Cluster
 from megarl.models import ModelSpec
+from megarl.models.adapter_pool import unserved
+from megarl.models.adapters import Lora
+from megarl.plan.lora import sends_adapters
 from megarl.plan.topologies import generator_topology, trainer_topology
-from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.layout import generator_layout, pool_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.relays import busiest_bytes, delta_bytes, foreseen
 
 CHANGED = 0.01  # share of the elements that change in a step, where a delta is predicted; published are 0.9 to 3 % of bf16 at 8B to 70B
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Seconds by the map that the run would carry out: of a full update, and of one that carries only what has changed, if that is CHANGED.
+    """Seconds by the map that the run would carry out: of an update (of adapters, where they are sent alone), and of one that carries only
+    what has changed of all weights, if that is CHANGED.
 
     Ranks of one node write over NVLink, others over their NICs.
     """
-    dtype = config.model.dtype
-    source = trainer_layout(spec, trainer_topology(config.trainer), dtype)
-    quantization = config.generator.quantization
-    engine_dtype = dtype if quantization is None else "bfloat16"
-    destination = generator_layout(spec, generator_topology(config.generator), engine_dtype, cluster.gpu.device, quantization)
+    source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
+    device, quantization = cluster.gpu.device, config.generator.quantization
+    destination = generator_layout(spec, generator_topology(config.generator), _engine_dtype(config), device, quantization)
     carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
     rate = link_bytes_per_s(source.world_size + destination.world_size, cluster)
-    return busiest_bytes(*carried_out) / rate, delta_bytes(*carried_out, CHANGED) / rate
+    alone_s = adapters_s(spec, config, device, rate) if sends_adapters(config, spec, device) else None
+    return busiest_bytes(*carried_out) / rate if alone_s is None else alone_s, delta_bytes(*carried_out, CHANGED) / rate
+
+
+def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:
+    """Seconds of an update of adapters alone, whose map it proves; None if there are none, or if the engines cannot serve them."""
+    lora, topology = Lora.of(config.lora), generator_topology(config.generator)
+    if lora is None or unserved(spec, topology, device, lora):
+        return None
+    source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype, lora=lora)
+    map = ReshardMap.build(source, pool_layout(spec, topology, _engine_dtype(config), device, lora))
+    prove_exactly_once(map)
+    return busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+
+
+def _engine_dtype(config: RunConfig) -> str:
+    return config.model.dtype if config.generator.quantization is None else "bfloat16"
 
 
 def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:

@@ -57,11 +57,12 @@ def trainer_memory(
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
     lora: Lora | None = None,
+    merges: bool = True,
     shadow: float = 0.0,
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "lora": lora, "shadow": shadow}
-    stages = stage_memory(spec, trainer, dtype, gpu, **others)
+    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "lora": lora, "merges": merges}
+    stages = stage_memory(spec, trainer, dtype, gpu, **others, shadow=shadow)
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -76,9 +77,10 @@ def stage_memory(
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
     lora: Lora | None = None,
+    merges: bool = True,
     shadow: float = 0.0,
 ) -> list[TrainerMemory]:
-    """[pp] memory of the fullest rank of each stage."""
+    """[pp] memory of the fullest rank of each stage. `merges`: whether it keeps weights with the adapters of `lora` merged."""
     item = ITEM_BYTES[dtype]
     of_critic = [
         (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
@@ -87,7 +89,8 @@ def stage_memory(
     of_frozen = [trainer_held(model, trainer, dtype) for model in frozen]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
     trained, found = trained_held(spec, trainer, dtype, lora), []
-    beside = [adapters.total + merged.total for adapters, merged in adapters_held(spec, trainer, dtype, lora)] if lora else [0] * trainer.pp
+    adapted = adapters_held(spec, trainer, dtype, lora) if lora else []
+    beside = [adapters.total + merges * merged.total for adapters, merged in adapted] or [0] * trainer.pp
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
         kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
         logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0

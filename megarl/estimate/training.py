@@ -16,6 +16,7 @@ from megarl.estimate.workload import Workload, scoring_passes
 from megarl.models import ModelSpec
 from megarl.models.adapters import Lora
 from megarl.plan.critic import find_critic
+from megarl.plan.lora import sends_adapters
 from megarl.plan.teachers import find_frozen, teachers_of
 from megarl.plan.weights import needs_reference
 
@@ -32,7 +33,8 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
     on_device = config.weights.delta != "off" and config.weights.delta_shadow == "device"
     shadow = shadow_bytes(spec, trainer, config.generator, config.model.dtype) if on_device else 0.0
-    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora), shadow=shadow)
+    merges = not sends_adapters(config, spec, gpu.device)
+    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora), merges=merges, shadow=shadow)
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
