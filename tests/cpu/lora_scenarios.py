@@ -57,6 +57,9 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     after = trainer.local_parameters()
     found["moved"] = [name for name in before if not torch.equal(before[name], after[name])]
     found["adapters"] = held(trainer)
+    scaled = {name for name in after if (".experts." in name and name.rpartition(".")[2][0] == "b") or name.endswith(".shared_adapter.b")}
+    served, scale = trainer.served_parameters(), scenario["lora"]["alpha"] / scenario["lora"]["rank"]
+    found["served"] = [name for name in after if not torch.equal(served[name], after[name] * (scale if name in scaled else 1))]
     frozen = [parameter for chunk in trainer.chunks for parameter in chunk.parameters() if not parameter.requires_grad]
     found["gradients of frozen"] = [tuple(p.shape) for p in frozen if p.grad is not None or hasattr(p, "main_grad")]
     found["optimized"] = sum(shard.master.numel() for shard in optimizer_shards(trainer.optimizer))

@@ -23,7 +23,7 @@ from nursery import PARENT, Nursery
 from megarl.generator import cpu_support
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion
-from megarl.generator.server import LOADER, EngineKeys, EngineSettings, server_command
+from megarl.generator.server import LOADER, EngineKeys, EngineSettings, ServedAdapter, server_command
 from megarl.messaging.rendezvous import free_ports
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
@@ -176,6 +176,7 @@ class Engine:
     tp: int
     log: Path
     routing: RoutingFormat | None = None  # clients ask for the experts chosen
+    adapter: bool = False  # clients ask for the policy with its adapter
 
     @property
     def port(self) -> int:
@@ -183,7 +184,9 @@ class Engine:
 
     def client(self, vocab_size: int = VOCABULARY) -> EngineClient:
         """Inside an event loop."""
-        return EngineClient(self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing, vocab_size=vocab_size)
+        return EngineClient(
+            self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing, vocab_size=vocab_size, adapter=self.adapter
+        )
 
     def died(self) -> str | None:
         return None if self.process.is_running() else "has ended"
@@ -203,6 +206,7 @@ def start_engine(
     entry: str = "megarl.generator.server:main",
     classifies: bool = False,
     frozen: bool = False,
+    adapter: ServedAdapter | None = None,
     **extra: Any,
 ) -> Iterator[Engine]:
     """Body of a fixture. The engine takes the port and the keys of `instead_of`, which has ended. One that `classifies` is
@@ -210,14 +214,14 @@ def start_engine(
     port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
     settings = EngineSettings(
         str(model), dtype, port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep, dp_attention=dp_attention,
-        frozen=classifies or frozen, classifies=classifies,
+        frozen=classifies or frozen, classifies=classifies, adapter=adapter,
     )  # fmt: skip
     loaders = {} if classifies or frozen else {"custom_weight_loader": [LOADER, "pokes.arm"]}
     (*_, arguments), env = server_command(settings, keys, {**loaders, **extra})
     with open(log, "wb") as output:
         process = ENGINES.start(entry, [arguments], {**env, "MEGARL_ENGINE_LAUNCHER": PARENT}, output)
     routing = RoutingFormat.of(load_spec(model)) if extra.get("enable_return_routed_experts") else None
-    engine = Engine(process, f"http://127.0.0.1:{port}", keys, tp, log, routing)
+    engine = Engine(process, f"http://127.0.0.1:{port}", keys, tp, log, routing, adapter is not None)
     try:
         yield engine
     finally:

@@ -28,11 +28,14 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
     finally:
         kill(process)
     assert "Adapters: rank 4, alpha 32, of all linear layers, A random by seed 0, B zero; the weights are frozen" in log.read_text()
+    assert "Adapters: sent alone, into the memory from which SGLang serves them" in log.read_text()
     again = run(["train", *settings])
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"Adapters: rank 4, of what the run began with, model.path={model}" in again.stdout
     table = rows(run_dir)
     assert [row["step"] for row in table] == list(range(6)) and all(row["sync/audit_ok"] for row in table)
+    sent = [row["sync/bytes"] for row in table]
+    assert max(sent) == sent[0] > 10 * min(sent) and len(set(sent)) == 2, "everything when a process begins, then adapters alone"
     probed = [row["logprob/abs_diff_mean"] for row in table if "logprob/abs_diff_mean" in row]
     assert len(probed) >= 2 and max(probed) < 1e-5
     _, checkpoint = complete_checkpoints(run_dir)[-1]
@@ -44,7 +47,9 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
         assert exported.returncode == 0, exported.stderr
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
     assert_same_logits(model, merged, adapter)
-    begun = run(["train", *settings, f"run_dir={tmp_path}/second", f"lora.init={adapter}", "max_steps=1", "algorithm.kl_coef=0"])
+    begun = run(
+        ["train", *settings, f"run_dir={tmp_path}/second", f"lora.init={adapter}", "lora.sync=merge", "max_steps=1", "algorithm.kl_coef=0"]
+    )
     assert begun.returncode == 0 and f"of all linear layers, lora.init={adapter}; the weights" in begun.stdout, begun.stderr
     refused = run(["train", *settings, "lora.alpha=16"])
     assert refused.returncode == 2 and "lora.alpha=16.0: the run in run_dir" in refused.stderr

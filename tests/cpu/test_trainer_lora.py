@@ -136,6 +136,7 @@ def test_three_steps_move_the_adapters_alone(models: dict[str, Path], runs: Path
     ranks = saved(runs, f"{case}.{layout}")
     for rank in ranks:
         assert set(rank["moved"]) == rank["adapters"].keys()
+        assert not rank["served"], "SGLang gets experts' B with alpha / rank in it, and all else as it is"
         assert rank["gradients of frozen"] == []
         elements = sum(values.numel() for values in rank["adapters"].values())
         assert rank["optimized"] <= elements <= rank["buffers"] < elements + 64 * 128 * len(ranks)  # padded to equal shares

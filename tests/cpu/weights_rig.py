@@ -26,6 +26,7 @@ from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer.layer_spec import layer_spec
+from megarl.weight_sync.common import sent_layout
 from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint
@@ -228,7 +229,8 @@ async def _client_of(engine: Engine) -> EngineClient:
 
 
 def receiver(plan: RunPlan, hub: Hub, key_file: str | Path) -> WeightsReceiver:
-    source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
+    base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
+    source = sent_layout(plan, base, layer_spec())
     return WeightsReceiver(plan, source, hub, str(key_file))
 
 

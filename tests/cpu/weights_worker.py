@@ -20,6 +20,7 @@ import torch.distributed as dist
 from batches import batch_of
 
 from megarl.config.data import DataConfig, MixtureConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.operation import ObserveConfig, TimeoutConfig
 from megarl.config.schema import GeneratorConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig, WeightsConfig
 from megarl.launch.worker import die_with_parent
@@ -55,6 +56,8 @@ class Job(msgspec.Struct, frozen=True):
     weights_s: float = DEADLINE_S  # for each part of an update
     audit: str = "on"  # not strict: most tests fill the engine's memory with noise
     changing: float = 0.0  # share of the elements of held weights that change from version to version
+    lora: dict[str, Any] = {}  # LoraConfig's
+    exports: list[int] | None = None  # versions that are exported, each to folders of its own; None: all, to `export`
     delta: str = ""  # weights.delta; "": auto if something is `changing`
 
     @property
@@ -70,6 +73,7 @@ class Job(msgspec.Struct, frozen=True):
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
             rollout=RolloutConfig(max_tokens=32),
+            lora=LoraConfig(**self.lora),
             weights=WeightsConfig(transport=transport, audit=self.audit, delta=self.delta or ("auto" if self.changing else "off")),
             observe=ObserveConfig(probe_every=0, rollouts_per_step=0),
             timeouts=TimeoutConfig(**dict.fromkeys(WAITS, DEADLINE_S), collective_s=DEADLINE_S + 1, weights_s=self.weights_s),
@@ -108,6 +112,7 @@ def rendezvous(job: Job) -> Rendezvous:
 
 def work(rank: int, job: Job) -> None:
     from megarl.executors.trainer import TrainerExecutor
+    from megarl.trainer.lora import LoraTrainer
     from megarl.weight_sync.sender import WeightsSender
 
     plan = job.plan()
@@ -116,17 +121,22 @@ def work(rank: int, job: Job) -> None:
     executor = TrainerExecutor(plan, rank, rendezvous(job))
     executor.init()
     links: list[Peer] = []
-    senders: list[WeightsSender] = []
+    senders: dict[str, WeightsSender] = {}
     for sync in job.syncs:
         while executor.version < sync.version:
             executor.put_batch(batch(), waited_s=0.0)
             executor.step()
-            executor.trainer.export_hf(str(job.export), job.model)
-        links.append(Peer(f"trainer.{rank}", key, sync.hub))
-        senders.append(WeightsSender(job.plan(sync.transport), links[-1]))
-        senders[-1].send(executor)
+            if job.exports is None:
+                executor.trainer.export_hf(str(job.export), job.model)
+        if isinstance(executor.trainer, LoraTrainer) and sync.version in (job.exports or ()):
+            executor.trainer.export_hf(f"{job.folder}/export{sync.version}", job.model)
+            executor.trainer.export_adapter(f"{job.folder}/adapter{sync.version}")
+        if sync.hub not in senders:
+            links.append(Peer(f"trainer.{rank}", key, sync.hub))
+            senders[sync.hub] = WeightsSender(job.plan(sync.transport), links[-1])
+        senders[sync.hub].send(executor)
     check_deadlines(plan)
-    for end in [*senders, *links]:
+    for end in [*senders.values(), *links]:
         end.close()
     executor.shutdown()
 

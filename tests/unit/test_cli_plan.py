@@ -73,6 +73,19 @@ def test_plan_counts_bytes_per_rank(run_yaml: Path, capsys: pytest.CaptureFixtur
     assert "8,030,261,248 parameters" in table and "engines 3, tp 4: 12 ranks" in table
 
 
+def test_what_adapters_alone_are_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes, facts = [str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json"], []
+    for more in ([], ["lora.rank=16"], ["lora.rank=16", "lora.targets=[q_proj]"]):
+        assert cli.main(["reshard", *sizes, *more]) == 0
+        facts.append(json.loads(capsys.readouterr().out))
+    full, adapters, unserved = facts
+    assert "lora_predicted_s" not in full and unserved["lora_predicted_s"] is None, "SGLang keeps q, k and v in one tensor"
+    inner = [3 * 4096 + (4096 + 2 * 1024) // 2, 4096 // 2 + 4096, 2 * 4096 + 2 * 14336 // 2, 14336 // 2 + 4096]  # qkv, o, gate and up, down
+    per_rank = 2 * 32 * 16 * sum(inner)
+    assert adapters["lora_predicted_s"] * adapters["link_bytes_per_s"] >= per_rank
+    assert adapters["lora_predicted_s"] < 0.01 * adapters["predicted_s"]
+
+
 def test_what_a_delta_is_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In bf16 each changed element takes 4 bytes instead of 2; half of the full bytes are the most."""
     facts = []

@@ -149,7 +149,7 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     assert forwarding.relays
     with pytest.raises(ValueError, match="not spread alike"):
         relayed(written, rule)
-    plan: Any = SimpleNamespace(config=RunConfig(), generator_topology=SimpleNamespace(engines=4))
+    plan: Any = SimpleNamespace(config=RunConfig(), generator_topology=SimpleNamespace(engines=4), spec=None)
     link: Any = None
     executor: Any = SimpleNamespace(rank=0, layout=whole.source)
     sender: Any = WeightsSender(plan, link)

@@ -33,9 +33,8 @@ RANK8 = Lora(8, 32.0, ("all",))
 
 
 def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
-    wrong = ["lora.rank=8", "lora.sync=adapter", "lora.experts=shared", "lora.targets=[q_proj,gate,lm_head]"]
+    wrong = ["lora.rank=8", "lora.experts=shared", "lora.targets=[q_proj,gate,lm_head]"]
     assert problems_of(tmp_path, *wrong, "trainer.megatron.tp_comm_overlap=true") == [
-        "lora.sync=adapter: this version of MegaRL does not send adapters alone; lora.sync=merge sends the weights with them",
         'lora.targets=["q_proj", "gate", "lm_head"]: gate, lm_head is no linear layer of a llama model; it has q_proj, k_proj, v_proj, '
         "o_proj, gate_proj, up_proj, down_proj, or all",
         "lora.experts=shared: must be own: no target is of an expert",
@@ -127,6 +126,18 @@ def test_a_plan_with_adapters_takes_less_time_and_memory(tmp_path: Path) -> None
     assert found.saving < whole.saving / 100 and found.trainer.total < whole.trainer.total
     assert 0.6 < found.train.compute / whole.train.compute < 0.75, "two products of three"
     assert found.train.data_parallel < whole.train.data_parallel / 10 and found.generate == whole.generate
+
+
+def test_a_plan_with_adapters_alone_or_merged(tmp_path: Path) -> None:
+    spec, sizes = load_spec(MODEL), ["trainer.tp=8", "trainer.dp=2", "generator.tp=2"]
+    whole, alone, merged = (
+        estimate(config(tmp_path, *sizes, *more), spec) for more in ([], ["lora.rank=8"], ["lora.rank=8", "lora.sync=merge"])
+    )
+    ((_, copies),) = adapters_held(spec, TrainerConfig(tp=8, dp=2), "bfloat16", RANK8)
+    assert merged.trainer.weights - alone.trainer.weights == 2 * copies.total and merged.trainer.weights > whole.trainer.weights
+    inner = [3 * 4096 + (4096 + 2 * 1024) // 2, 4096 // 2 + 4096, 2 * 4096 + 2 * 14336 // 2, 14336 // 2 + 4096]
+    assert alone.generator.weights - whole.generator.weights == 2 * (2 * 32 * 8 * sum(inner)), "two slots in bf16"
+    assert merged.generator == whole.generator and merged.sync_s == whole.sync_s and alone.sync_s < whole.sync_s / 50
 
 
 class TestAdapterFolder:

@@ -1,0 +1,266 @@
+"""lora.sync=adapter on live engines: their pool holds the trainer's adapters, their weights stay, they score as the merged model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_reference import expected_on
+from safetensors.torch import load_file
+from sglang_engine import free_port, hf_difference, hf_logprobs, hf_model, hf_rounding, make_checkpoint
+from test_weights_matrix import LAYOUTS, TRANSPORTS, key_file  # noqa: F401  a fixture
+from weights_rig import SEQUENCES, Generator, Parameters, Trainers, open_generator, receiver, unequal
+from weights_worker import Job, Sync
+
+from megarl.config.lora import LoraConfig
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import Completion, Sampling
+from megarl.generator.fleet import Fleet
+from megarl.generator.server import ServedAdapter
+from megarl.messaging.link import Hub, RunKey
+from megarl.messaging.messages import WeightsGrant
+from megarl.models import load_spec
+from megarl.models.adapter_pool import is_adapter
+from megarl.models.adapters import Lora
+from megarl.topology import GeneratorTopology
+from megarl.trainer.peft_files import TENSORS_FILE, empty_adapter
+from megarl.weight_sync.audit import AuditError
+from megarl.weight_sync.receiver import WeightsReceiver
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LAYERS = 4
+ENGINES = {  # family, tp, ep, targets
+    "llama-TP1": ("llama", 1, 1, ["all"]),
+    "llama-TP2": ("llama", 2, 1, ["all"]),
+    "qwen3_moe-EP2": ("qwen3_moe", 2, 2, ATTENTION),
+}
+EXPERTS = "qwen3_moe-EP2"
+EACH = 3  # updates by each transport
+EXPORTS = list(range(EACH * len(TRANSPORTS)))
+MANY = 50  # updates
+PROMPT, LONG = [1, 40, 77, 210], 80  # tokens
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@dataclass
+class Served:
+    """One engine that serves adapters."""
+
+    name: str
+    checkpoint: Path
+    lora: LoraConfig
+    generator: Generator
+
+    def job(self, folder: Path, key_file: Path, layout: str, syncs: list[Sync], **more: Any) -> Job:  # noqa: F811
+        family, tp, ep, _ = ENGINES[self.name]
+        sizes = LAYOUTS[layout]
+        sequence_parallel = "moe" in family and sizes.get("tp", 1) > 1  # experts want it
+        return Job(
+            model=str(self.checkpoint), dtype="float32", trainer={**sizes, "sequence_parallel": sequence_parallel}, tp=tp, ep=ep,
+            syncs=syncs, key_file=str(key_file), port=free_port(), folder=str(folder), lora=vars(self.lora), **more,
+        )  # fmt: skip
+
+    def weights(self) -> Parameters:
+        """All that updates of adapters leave as it is."""
+        return [{name: values for name, values in tensors.items() if not is_adapter(name)} for tensors in self.generator.memory()]
+
+    def check_scores(self, folder: Path, version: int) -> None:
+        """Compares log-probs with Hugging Face's of the exported weights, into which adapters are merged."""
+        merged = folder / f"export{version}"
+        assert hf_difference(SEQUENCES, self.generator.score(SEQUENCES), merged) < hf_rounding(SEQUENCES, merged, "float32")
+
+    def check_weights(self, base: Parameters) -> None:
+        """Compares them with what they were."""
+        assert unequal(self.weights(), base) == []
+
+    def check_pool(self, folder: Path, version: int) -> None:
+        """Compares the pool with the exported adapters."""
+        full = load_file(folder / f"adapter{version}" / TENSORS_FILE)
+        full = {name.removeprefix("base_model.model."): values for name, values in full.items()}
+        _, tp, ep, _ = ENGINES[self.name]
+        spec, sizes = load_spec(self.checkpoint), GeneratorTopology(tp=tp, ep=ep)
+        for rank, tensors in enumerate(self.generator.memory()):
+            of_layers = [expected_on(rank, full, sizes, layer, spec.num_experts) for layer in range(LAYERS)]
+            wanted = {name: values for of_layer in of_layers for name, values in of_layer.items()}
+            assert {name for name in tensors if is_adapter(name)} == wanted.keys()
+            assert all(torch.equal(tensors[name], wanted[name].to(tensors[name].dtype)) for name in wanted)
+
+    def check(self, folder: Path, version: int) -> None:
+        self.check_pool(folder, version)
+        self.check_scores(folder, version)
+
+
+def empty_on(checkpoint: Path, config: LoraConfig, folder: Path) -> ServedAdapter:
+    """What an engine starts with."""
+    lora = Lora.of(config)
+    assert lora is not None
+    names = lora.names(load_spec(checkpoint))
+    return ServedAdapter(str(empty_adapter(folder / "empty", lora, names)), lora.rank, names)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def served(request, tmp_path_factory, key_file) -> Iterator[Served]:  # noqa: F811
+    family, tp, ep, targets = ENGINES[request.param]
+    folder, config = tmp_path_factory.mktemp(request.param), LoraConfig(rank=4, alpha=8.0, targets=targets)
+    checkpoint = make_checkpoint(folder / "model", 1, torch.float32, False, family, num_hidden_layers=LAYERS)
+    with open_generator(checkpoint, "float32", tp, ep, folder, adapter=empty_on(checkpoint, config, folder)) as generator:
+        generator.map_memory(key_file)
+        yield Served(request.param, checkpoint, config, generator)
+
+
+@dataclass
+class Channel:
+    """One way from trainer ranks to the engine."""
+
+    generator: Generator
+    end: WeightsReceiver
+    granted: list[str]  # "F": everything, "a": adapters alone
+
+    def take(self) -> None:
+        self.generator.take(self.end)
+
+
+@pytest.fixture
+def begin(served: Served, trainers: Trainers, key_file: Path, tmp_path: Path) -> Callable[..., AbstractContextManager]:  # noqa: F811
+    return partial(channels, served, trainers, key_file, tmp_path)
+
+
+@contextlib.contextmanager
+def channels(
+    served: Served, trainers: Trainers, key_file: Path, folder: Path,  # noqa: F811
+    layout: str, each: int, kinds: tuple[str, ...] = TRANSPORTS[:1], **more: Any,
+) -> Iterator[list[Channel]]:  # fmt: skip
+    """Trainer ranks that send version after version, `each` of them by every transport in turn."""
+    with trainers.kept(), contextlib.ExitStack() as stack:
+        hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
+        places = [(kind, hub, at) for at, (kind, hub) in enumerate(zip(kinds, hubs))]
+        syncs = [Sync(each * at + version, kind, hub.address) for kind, hub, at in places for version in range(each)]
+        job = served.job(folder, key_file, layout, syncs, **more)
+        trainers.begin(job)
+        served.generator.set_version(-1)
+        yield [_channel(served.generator, job, kind, hub) for kind, hub, _ in places]
+
+
+def _channel(generator: Generator, job: Job, kind: str, hub: Hub) -> Channel:
+    granted, send = [], hub.send
+
+    def note(peer: str, message: Any) -> None:
+        if isinstance(message, WeightsGrant) and peer == "trainer.0":
+            granted.append("a" if message.delta else "F")
+        send(peer, message)
+
+    hub.send = note
+    return Channel(generator, receiver(job.plan(kind), hub, job.key_file), granted)
+
+
+@pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "EP2"])
+def test_adapters_alone_reach_the_pool(layout: str, served: Served, begin, tmp_path: Path) -> None:
+    if layout == "EP2" and not load_spec(served.checkpoint).num_experts:
+        pytest.skip("a dense model has no experts")
+    with begin(layout, EACH, TRANSPORTS, exports=EXPORTS) as ways:
+        check_ways(ways, served, tmp_path)
+
+
+def check_ways(ways: list[Channel], served: Served, folder: Path) -> None:
+    """By each transport: everything, into noise, then two versions of adapters alone."""
+    base = None
+    for at, channel in enumerate(ways):
+        served.generator.set_version(EACH * at - 1)
+        served.generator.scramble()
+        for version in range(EACH * at, EACH * at + EACH):
+            channel.take()
+            served.check(folder, version)
+            base = base or served.weights()
+            served.check_weights(base)
+        assert channel.granted == ["F", "a", "a"]
+
+
+def test_many_updates_leave_the_weights_as_they_are(served: Served, begin, tmp_path: Path) -> None:
+    with begin("TP1", MANY + 1, audit="strict", exports=[MANY]) as (channel,):
+        channel.take()
+        base = served.weights()
+        for _ in range(MANY):
+            channel.take()
+    assert channel.granted == ["F", *"a" * MANY]
+    served.check_weights(base)
+    served.check(tmp_path, MANY)
+
+
+def test_requests_run_through_an_update(served: Served, begin, tmp_path: Path) -> None:
+    """Each token has the version that it was drawn from, and the log-prob under the merged weights of that version."""
+    generator, client = served.generator, served.generator.client
+
+    async def ask(tokens: int) -> list[Completion]:
+        return await client.complete([PROMPT], [Sampling(max_tokens=tokens, ignore_eos=True)], generator.version)
+
+    async def ask_until(taken: asyncio.Event) -> list[Completion]:
+        found = []
+        while not taken.is_set():
+            found += await ask(LONG)
+        return found
+
+    async def take_meanwhile() -> list[Completion]:
+        taken = asyncio.Event()
+        asking = [asyncio.create_task(ask_until(taken)) for _ in range(3)]
+        await ask(LONG // 10)  # sampled together with them, so they are on their way
+        await channel.end.take(generator)
+        taken.set()
+        return [completion for each in asking for completion in await each]
+
+    with begin("TP1", 2, exports=[0, 1]) as (channel,):
+        channel.take()
+        completions = generator.run(take_meanwhile())
+    assert channel.granted == ["F", "a"]
+    assert any(set(each.versions) == {0, 1} for each in completions)
+    models = [hf_model(tmp_path / f"export{version}", torch.float32) for version in (0, 1)]
+    for completion in completions:
+        tokens = [*PROMPT, *completion.token_ids]
+        by_version = [hf_logprobs(model, tokens) for model in models]
+        for place, (token, version, logprob) in enumerate(zip(completion.token_ids, completion.versions, completion.logprobs), len(PROMPT)):
+            assert abs(by_version[version][place - 1, token].item() - logprob) < 1e-4
+
+
+def test_an_engine_that_comes_back_gets_the_weights_too(served: Served, begin, tmp_path: Path) -> None:
+    generator, client = served.generator, served.generator.client
+    generator.fleet = Fleet([client], elastic=True)
+    with begin("TP1", 5, exports=[4]) as (channel,):
+        channel.take()
+        channel.take()
+        generator.fleet.lose(EngineUnreachable(client.url, "reset by peer"))
+        generator.fleet.come_back(0)
+        for _ in range(3):
+            channel.take()
+    assert channel.granted == ["F", "a", "F", "a", "a"] and generator.fleet.serving == {0}
+    served.check(tmp_path, 4)
+
+
+def test_weights_that_change_between_updates_are_noticed(served: Served, begin, trainers: Trainers) -> None:
+    """Also without weights.audit=strict. It is the last test of an engine, which is paused after it."""
+    with begin("TP1", 2) as (channel,):
+        channel.take()
+        served.generator.live[0]["model.layers.1.self_attn.o_proj.weight"][0, 0] += 1
+        with pytest.raises(AuditError, match="model.layers.1.self_attn.o_proj.weight on generator rank 0"):
+            channel.take()
+    trainers.restart()  # they wait for an answer
+
+
+@pytest.mark.parametrize("experts", ["own", "shared"])
+def test_adapters_of_experts_are_merged_on_cpus(experts: str, trainers: Trainers, key_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    family, tp, ep, _ = ENGINES[EXPERTS]
+    checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False, family, num_hidden_layers=LAYERS)
+    with open_generator(checkpoint, "float32", tp, ep, tmp_path) as generator:
+        served = Served(EXPERTS, checkpoint, LoraConfig(rank=4, alpha=8.0, experts=experts), generator)
+        with channels(served, trainers, key_file, tmp_path, "EP2", 2, exports=[0, 1]) as (channel,):
+            for version in range(2):
+                channel.take()
+                served.check_scores(tmp_path, version)
+        assert channel.granted == ["F", "F"]

@@ -1,0 +1,142 @@
+"""Adapters in SGLang's pool: which it can serve, and that the map writes them as its own loader would slice them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from adapter_reference import expected_on
+from copies_reference import apply_copy
+from resolving import MODEL, config, problems_of
+
+from megarl.messaging.messages import WeightsOffer
+from megarl.models import load_spec
+from megarl.models.adapter_pool import is_adapter, unserved
+from megarl.models.adapters import Lora
+from megarl.plan.lora import sends_adapters, why_merged
+from megarl.plan.resolve import resolve
+from megarl.reshard.layout import generator_layout, hf_layout, pool_layout, together, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.weight_sync.adapters import AdaptersAlone
+from megarl.weight_sync.deltas import worth_it
+
+MODELS = MODEL.parent
+ALL = Lora(4, 8.0, ("all",))
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def spec_of(model: str):
+    found = load_spec(MODELS / model)
+    return replace(found, num_layers=2, num_experts=min(found.num_experts, 4), vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "engine", "device", "targets"),
+    [
+        ("tiny-llama", {}, {}, "cpu", ("all",)),
+        ("tiny-llama", {"tp": 2}, {}, "cpu", ("all",)),
+        ("tiny-llama", {"pp": 2}, {"tp": 2}, "cpu", ("all",)),
+        ("tiny-llama", {"tp": 2, "dp": 2}, {"tp": 2, "engines": 2}, "cpu", ("all",)),
+        ("qwen3-8b", {"tp": 4}, {"tp": 8}, "cuda", ("all",)),
+        ("qwen3-30b-a3b", {"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, "cpu", ATTENTION),
+        ("qwen3-30b-a3b", {"tp": 2, "dp": 2, "ep": 2}, {"tp": 4, "ep": 2}, "cuda", ("all",)),
+        ("qwen3-30b-a3b", {"pp": 2, "dp": 2, "ep": 4, "tp": 2}, {"tp": 2}, "cuda", ("all",)),
+        ("qwen3-30b-a3b", {"dp": 2, "ep": 2, "tp": 2}, {"tp": 4, "ep": 2}, "cuda", "shared"),
+    ],
+)
+def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, engine: dict, device: str, targets: Any) -> None:
+    """Base and adapters in one map, as a run has it; every byte once."""
+    spec, sizes = spec_of(model), GeneratorTopology(**engine)
+    lora = replace(ALL, shared=True) if targets == "shared" else replace(ALL, targets=targets)
+    assert not unserved(spec, sizes, device, lora)
+    topology = TrainerTopology(**trainer)
+    adapters = trainer_layout(spec, topology, "float32", lora=lora)
+    pool = pool_layout(spec, sizes, "float32", device, lora)
+    prove_exactly_once(
+        ReshardMap.build(
+            together(trainer_layout(spec, topology, "float32"), adapters),
+            together(generator_layout(spec, sizes, "float32", device), pool),
+        )
+    )
+    generator = torch.Generator().manual_seed(0)
+    full = {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in hf_layout(spec, "float32", lora).tensors(0)}
+    held = []
+    for rank in range(adapters.world_size):
+        held.append({})
+        for tensor in adapters.tensors(rank):
+            held[rank][tensor.name] = values = torch.zeros(tensor.shape)
+            for piece in tensor.pieces:
+                values[piece.local.slices()] = full[piece.logical_name][piece.logical.slices()].reshape(piece.local.shape)
+    map = ReshardMap.build(adapters, pool)
+    for rank in range(pool.world_size):
+        found = {tensor.name: torch.full(tensor.shape, torch.nan) for tensor in pool.tensors(rank)}
+        assert all(is_adapter(name) for name in found)
+        for copy in map.copies_to(rank):
+            apply_copy(copy, held[copy.source_rank].get(copy.source_tensor or ""), found[copy.destination_tensor])
+        wanted = {}
+        for layer in range(spec.num_layers):
+            wanted |= expected_on(rank % sizes.tp, full, sizes, layer, spec.num_experts)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    shown = {tensor.name: tensor.engine_shape for tensor in pool.tensors(0) if tensor.engine_shape}
+    assert not shown or (lora.shared and shown["model.layers.1.mlp.experts.w2.lora_B"] == (1, spec.hidden_size, 4) and len(shown) == 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "targets", "sizes", "why"),
+    [
+        ("tiny-llama", "cpu", ("all",), {}, []),
+        ("qwen3-8b", "cuda", ("all",), {"tp": 2, "dp_attention": 2}, ["generator.dp_attention=2"]),
+        ("deepseek-v3", "cuda", ("o_proj",), {}, ["a deepseek_v3 model's latent attention"]),
+        (
+            "tiny-llama",
+            "cpu",
+            ("q_proj",),
+            {},
+            ["model.layers.*.self_attn.qkv_proj in one tensor, and lora.targets leaves out k_proj and"],
+        ),
+        ("qwen3-30b-a3b", "cpu", ATTENTION, {}, []),
+        ("qwen3-30b-a3b", "cuda", ("all",), {}, []),
+        (
+            "qwen3-30b-a3b",
+            "cpu",
+            ("all",),
+            {},
+            ["kernels for adapters of model.layers.*.mlp.experts.w13 need a GPU", "experts.w2 need"],
+        ),
+        ("qwen3-30b-a3b", "cuda", ("gate_proj", "up_proj"), {}, ["only on gate, up and down together"]),
+        (
+            "mixtral-8x7b",
+            "cuda",
+            ("w1", "w2", "w3"),
+            {},
+            ["names of the projections of model.layers.*.block_sparse_moe.experts.w13", "w2"],
+        ),
+    ],
+)
+def test_what_the_engines_cannot_serve_is_named(model: str, device: str, targets: tuple[str, ...], sizes: dict, why: list[str]) -> None:
+    found = unserved(spec_of(model), GeneratorTopology(**sizes), device, replace(ALL, targets=targets))
+    assert len(found) == len(why) and all(part in line for part, line in zip(why, found)), found
+
+
+def test_how_a_run_sends_its_adapters(tmp_path) -> None:
+    spec = load_spec(MODEL)
+    for more, alone in (([], False), (["lora.rank=8"], True), (["lora.rank=8", "lora.sync=merge"], False)):
+        assert sends_adapters(config(tmp_path, *more), spec) == alone
+    delta = ["lora.rank=8", "weights.delta=auto"]
+    assert not sends_adapters(config(tmp_path, *delta), spec) and resolve(config(tmp_path, *delta))
+    assert why_merged(config(tmp_path, *delta), spec) == ["weights.delta=auto looks for changes in all weights"]
+    assert problems_of(tmp_path, *delta, "lora.sync=adapter") == [
+        "lora.sync=adapter: must be merge or auto: weights.delta=auto looks for changes in all weights"
+    ]
+
+
+def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone() -> None:
+    idle = AdaptersAlone()
+    assert idle.offer(4) == WeightsOffer(4) and not worth_it([idle.offer(4)], 3)
+    idle.begin([])
+    assert worth_it([idle.offer(5), WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9)], 4)
