@@ -170,6 +170,14 @@ def test_adapters_alone_reach_the_pool(layout: str, served: Served, begin, tmp_p
         check_ways(ways, served, tmp_path)
 
 
+@pytest.mark.sample
+@pytest.mark.parametrize("served", ["llama-TP1"], indirect=True)  # the first of ENGINES: no other engine need be started for it
+def test_adapters_alone_reach_one_engine(served: Served, begin, tmp_path: Path) -> None:
+    """What `make test` shows of it."""
+    with begin("TP2", EACH, exports=EXPORTS[:EACH]) as ways:
+        check_ways(ways, served, tmp_path)
+
+
 def check_ways(ways: list[Channel], served: Served, folder: Path) -> None:
     """By each transport: everything, into noise, then two versions of adapters alone."""
     base = None
