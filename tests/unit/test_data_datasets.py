@@ -140,7 +140,7 @@ def test_what_is_no_dataset(tmp_path: Path):
     assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}, or be chat"]
     assert problems("synthetic:chian") == [
         "data.train.source=synthetic:chian: no such task; there is synthetic:chain, synthetic:judged_chain, synthetic:product, "
-        "synthetic:right_chain, synthetic:summary"
+        "synthetic:product_calls, synthetic:right_chain, synthetic:summary"
     ]
     assert problems("synthetic:chain", split="test") == ["data.train.split=test: synthetic:chain has train and eval"]
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
