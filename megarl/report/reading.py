@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -43,7 +45,26 @@ KINDS = {
     "away": "away",
 }
 ENGINE_MARKS = ("lost", "joins", "left")
-NUMBER = re.compile(r"\d+")
+NUMBER = re.compile(r"\d{1,15}")  # which JavaScript has exactly
+
+
+class _Event(msgspec.Struct):
+    name: str
+    track: str
+    ts: float
+    dur: float
+    args: dict[str, Any] = {}
+
+
+class _Numbers(msgspec.Struct):
+    """Those in an event's arguments."""
+
+    engine_tokens: list[int] = []
+    to: list[tuple[int, int]] = []
+    bytes: int = 0
+
+
+_event = msgspec.json.Decoder(_Event).decode
 
 
 class FileChanged(Exception):
@@ -58,7 +79,7 @@ class Tail:
         self._end, self._last = 0, b""
 
     def lines(self) -> Iterator[bytes]:
-        if not self.path.exists():
+        if not self.path.is_file():
             if self._end:
                 raise FileChanged
             return
@@ -166,13 +187,16 @@ class RunReader:
         lanes: dict[str, list[list[Any]]] = {}
         marks, pairs, pauses = [], {}, []
         for process, tail in self._traces.items():
-            for event in tail.objects():
-                if not _is_event(event):
+            for line in tail.lines():
+                try:
+                    event = _event(line)
+                    msgspec.convert(event.args, _Numbers)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     tail.damaged += 1
                     continue
-                self._epoch_us = event["ts"] if self._epoch_us is None else self._epoch_us
-                at_s, dur_s = (event["ts"] - self._epoch_us) / 1e6, event["dur"] / 1e6
-                name, track, told = event["name"], event["track"], event.get("args", {})
+                self._epoch_us = event.ts if self._epoch_us is None else self._epoch_us
+                at_s, dur_s = (event.ts - self._epoch_us) / 1e6, event.dur / 1e6
+                name, track, told = event.name, event.track, event.args
                 kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
                 number = int(found[0]) if (found := NUMBER.search(name)) else None
                 if name == "weights map":
@@ -183,13 +207,13 @@ class RunReader:
                         self._lost.discard(track)
                     elif name in ENGINE_MARKS:
                         self._lost.add(track)
-                    marks.append({"at": at_s, "who": track if track != "main" else process, "what": name, **told})
+                    marks.append({**told, "at": at_s, "who": track if track != "main" else process, "what": name})
                 elif kind is not None:
                     lane = process if track == "main" else track if track != "weights" else f"{process} weights"
                     lanes.setdefault(lane, []).append([kind, round(at_s, 6), round(dur_s, 6), number])
                     self._count(kind, track, number, told)
                     if kind == "pause":
-                        pauses.append({"version": number, "at": at_s, "pause_s": dur_s, **told})
+                        pauses.append({**told, "version": number, "at": at_s, "pause_s": dur_s})
                     elif kind == "write weights" and "bytes" in told:
                         lanes[lane][-1].append(told["bytes"])
         return {
@@ -224,21 +248,16 @@ def _settings(run_dir: Path) -> dict[str, Any]:
         config = OmegaConf.load(run_dir / "config.yaml")
         keys = ("model.path", "algorithm.name", "async.capacity", "async.max_staleness", "rollout.prompts_per_step", "rollout.n")
         keys += ("rollout.max_tokens", "generator.engines", "trainer.optimizer.lr", "max_steps", "seed", "observe.rollouts_per_step")
-        return {key: OmegaConf.select(config, key) for key in keys}
-    except (OSError, YAMLError, OmegaConfBaseException, AttributeError):
+        found = {key: OmegaConf.select(config, key) for key in keys}
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, AttributeError):
         return {}
-
-
-def _is_event(event: Row) -> bool:
-    """Whether it has what every event has, and numbers where they are."""
-    numbers = all(isinstance(event.get(key), int | float) and math.isfinite(event[key]) for key in ("ts", "dur"))
-    return numbers and all(isinstance(event.get(key), str) for key in ("name", "track")) and isinstance(event.get("args", {}), dict)
+    return {key: value if isinstance(value, str) else _number(value) for key, value in found.items()}
 
 
 def _number(value: Any) -> float | int | str | None:
     if not isinstance(value, bool | int | float):
         return None
-    return (int(value) if isinstance(value, bool) else value) if math.isfinite(value) else NOT_FINITE
+    return (int(value) if isinstance(value, bool) else value) if abs(value) <= sys.float_info.max else NOT_FINITE
 
 
 def _by_rank(name: str) -> tuple[str, int, str]:

@@ -133,6 +133,33 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
     assert tab.messages == []
 
 
+def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(tab: browser.Browser, tmp_path: Path) -> None:
+    """And a clock that is far off hides nothing, and holds nothing up."""
+    folder = write_run(tmp_path / "resumed", 6)
+    shift_us = 100e6
+    for name, kinds in (("trainer.0", {"write weights 6": 5.0, "wait for engines": 7.0}), ("generator.0", {"pause for weights 6": 3.0})):
+        path = folder / "trace" / f"{name}.jsonl"
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        again = [
+            {**event, "ts": event["ts"] + shift_us, "dur": event["dur"] * times}
+            for event in events
+            for kind, times in kinds.items()
+            if event["name"].startswith(kind) and event["name"].endswith(" 6")
+        ]
+        path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *again]))
+    with open(folder / "trace" / "trainer.1.jsonl", "a") as file:
+        for ts in (1.0, 1e30):
+            file.write(json.dumps({"name": "train step 6", "track": "main", "ts": ts, "dur": 2e6}) + "\n")
+    tab.open(url(folder))
+    tab.js("choose('weights')")
+    updates = tab.js("[...document.querySelectorAll('.updates tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+    assert [each[0] for each in updates[:2]] == ["6", "6"]
+    assert [each[3:6] for each in updates[:2]] == [["70 ms", "100 ms", "150 ms"], ["10 ms", "20 ms", "50 ms"]]
+    tab.js("choose('time')")
+    assert dict(tab.js("timelines[0].totals"))["trainer.1"]["train"] == pytest.approx(6 * 1.1 + 2)  # of 1e30 no span is left
+    assert tab.messages == []
+
+
 def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) -> None:
     tab.open(url(run) + "#samples")
     index = RunReader(run, 1 << 26).read()["samples"]["index"]
@@ -195,7 +222,8 @@ def test_hostile_text_is_shown_and_does_nothing(tab: browser.Browser, tmp_path: 
             0, number, 0, SimpleNamespace(ids=np.arange(4), positions=np.arange(6, 10), logprobs=zeros, mu_logprobs=zeros, advantages=zeros)
         )
     writer = MetricsWriter(folder, resume_step=1)
-    writer.write(1, {**metrics(1, rng), HOSTILE[0]: 1.0, "eval/" + HOSTILE[0] + "/pass@1": 1.0})
+    names = {"constructor": 1.0, "__proto__": 1.0, HOSTILE[0]: 1.0, "eval/" + HOSTILE[0] + "/pass@1": 1.0}
+    writer.write(1, {**metrics(1, rng), **names})
     writer.close()
     trace = folder / "trace" / "launcher.0.jsonl"
     trace.write_text(trace.read_text().replace("finished", "failed: " + json.dumps(HOSTILE[0])[1:-1]))

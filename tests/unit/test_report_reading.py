@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from megarl.cli import main
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megarl.observe.rollouts import SamplesWriter, TokensWriter
 from megarl.report.advice import advice
+from megarl.report.page import page
 from megarl.report.reading import RunReader
 from megarl.report.serve import ReportServer
 
@@ -55,6 +58,35 @@ def test_a_damaged_or_half_written_line_is_left_out_and_counted(tmp_path: Path, 
     after = RunReader(tmp_path, TEXT_BYTES).read()
     assert after["skipped"] == {str(path.relative_to(tmp_path)): 1 for path in files} and before["skipped"] == {}
     assert {**after, "skipped": {}} == before
+
+
+EVENT = {"name": "pause for weights 1", "track": "weights", "ts": 1.8e15, "dur": 5.0}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ts": math.nan}, {"ts": 10**400}, {"dur": "5"}, {"args": None}, {"args": {"engine_tokens": 5}}, {"args": {"bytes": math.inf}},
+        {"name": "weights map", "args": {"to": [["x", 5]]}},
+    ],
+)  # fmt: skip
+def test_an_event_of_other_types_is_left_out_and_counted(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    write_run(tmp_path, 2)
+    with open(tmp_path / "trace" / "generator.0.jsonl", "a") as file:
+        file.write(json.dumps({**EVENT, **wrong}) + "\n" + json.dumps({**EVENT, "args": {"at": "x", "pause_s": None}}) + "\n")
+    found = RunReader(tmp_path, TEXT_BYTES).read()
+    assert found["skipped"] == {"trace/generator.0.jsonl": 1}
+    assert found["pauses"][-1]["pause_s"] == 5e-6 and len(page([found], "now")) > 1000
+
+
+def test_numbers_that_no_float_holds_and_settings_that_are_none_do_not_end_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    (tmp_path / METRICS_FILE).open("a").write(json.dumps({"step": 2, "loss": 10**400}) + "\n")
+    for text in (b"seed: .nan\nmodel: {path: [1]}\nmax_steps: 7\n", b"\xff\xfe"):
+        (tmp_path / "config.yaml").write_bytes(text)
+        found = RunReader(tmp_path, TEXT_BYTES).read()
+        assert found["metrics"]["loss"][2] == "n" and len(page([found], "now")) > 1000
+        assert found["settings"].get("max_steps") == (7 if text.isascii() else None) and not found["settings"].get("model.path")
 
 
 def test_a_line_in_the_middle_is_left_out_and_steps_keep_their_order(tmp_path: Path) -> None:

@@ -125,9 +125,9 @@ class Run {
   }
   clear() {
     this.steps = [];
-    this.metrics = {};
-    this.notFinite = {};
-    this.lanes = {};
+    this.metrics = Object.create(null); // names are the run's: "constructor" too may be one
+    this.notFinite = Object.create(null);
+    this.lanes = Object.create(null);
     this.marks = [];
     this.pauses = [];
     this.pairs = {};
@@ -194,6 +194,10 @@ class Run {
       else high = middle;
     }
     return low ? this._ends[low - 1][1] : (this.steps[0] ?? 0);
+  }
+  get begin() {
+    // before the first line of the trace, where a clock has gone back
+    return Math.min(0, ...Object.values(this.lanes).map((spans) => spans[0]?.[1] ?? 0), ...this.marks.map((m) => m.at));
   }
   get end() {
     return Math.max(

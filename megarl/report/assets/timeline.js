@@ -138,7 +138,7 @@ class Timeline {
     return this.canvas.clientWidth < 500 ? 84 : 130;
   }
   get span() {
-    return this.range ?? [0, this.run.end || 1];
+    return this.range ?? [this.run.begin, this.run.end || 1];
   }
   time(x) {
     const [a, b] = this.span;
@@ -157,7 +157,7 @@ class Timeline {
     const [a, b] = this.span,
       middle = (a + b) / 2,
       half = ((b - a) / 2) * factor;
-    this.show(half * 2 >= this.run.end ? null : [middle - half, middle + half]);
+    this.show(half * 2 >= this.run.end - this.run.begin ? null : [middle - half, middle + half]);
   }
   draw() {
     const width = this.canvas.clientWidth,
@@ -189,7 +189,7 @@ class Timeline {
         if (end < begin || span[1] > b) continue;
         const kind = kinds.indexOf(span[0]);
         used.add(span[0]);
-        totals[span[0]] = (totals[span[0]] ?? 0) + end - begin;
+        totals[span[0]] = (totals[span[0]] ?? 0) + (end - begin);
         const left = (begin - a) * scale,
           right = (end - a) * scale;
         for (let p = Math.floor(left); p < right && p < columns; p++)
@@ -288,9 +288,10 @@ function niceStep(s) {
     1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400,
   ])
     if (step >= s) return step;
-  return 172800;
+  return 172800 * 10 ** Math.max(0, Math.ceil(Math.log10(s / 172800))); // a clock was far off
 }
 function clock(time, step) {
+  if (time < 0) return `−${clock(-time, step)}`;
   const t = step < 1 ? time : Math.floor(time + 1e-6),
     h = Math.floor(t / 3600),
     m = Math.floor((t % 3600) / 60),
@@ -299,7 +300,7 @@ function clock(time, step) {
   return (h ? `${h}:${String(m).padStart(2, "0")}` : `${m}`) + ":" + s.toFixed(digits).padStart(digits ? 3 + digits : 2, "0");
 }
 function markText(mark) {
-  const why = (mark.why ?? mark.how ?? "").split("\n", 1)[0];
+  const why = String(mark.why ?? mark.how ?? "").split("\n", 1)[0];
   const text =
     mark.what === "start"
       ? `started${mark.step ? ` at step ${mark.step}` : ""}`

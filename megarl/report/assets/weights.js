@@ -4,21 +4,22 @@ const UPDATES_SHOWN = 400;
 function updatesOf(run) {
   const version = run.metrics["weights/version"] ?? [],
     row = new Map(version.map((v, i) => [v, i])),
-    write = {},
-    wait = {};
-  for (const [lane, spans] of Object.entries(run.lanes))
-    if (lane.startsWith("trainer."))
-      for (const s of spans) {
-        if (s[0] === "write weights") write[s[3]] = Math.max(write[s[3]] ?? 0, s[2]);
-        if (s[0] === "wait for engines") wait[s[3]] = Math.max(wait[s[3]] ?? 0, s[2]);
-      }
+    spans = { "write weights": {}, "wait for engines": {} }; // kind → version → lane → its spans
+  for (const [lane, found] of Object.entries(run.lanes))
+    if (lane.startsWith("trainer.")) for (const s of found) if (spans[s[0]]) (((spans[s[0]][s[3]] ??= {})[lane] ??= []).push(s));
   const known = (v, key) => (row.has(v) ? run.metrics[key]?.[row.get(v)] : null) ?? null;
+  // The slowest rank's. A resumed run makes versions again, so of each rank the span counts that is nearest to the pause.
+  const slowest = (kind, p) => {
+    const near = (some) => some.reduce((a, b) => (Math.abs(b[1] - p.at) < Math.abs(a[1] - p.at) ? b : a))[2];
+    const ranks = Object.values(spans[kind][p.version] ?? {});
+    return ranks.length ? Math.max(...ranks.map(near)) : null;
+  };
   return run.pauses.map((p) => ({
     version: p.version,
     at: p.at,
     pause: p.pause_s,
-    write: write[p.version] ?? null,
-    wait: wait[p.version] ?? null,
+    write: slowest("write weights", p),
+    wait: slowest("wait for engines", p),
     bytes: p.bytes ?? known(p.version, "sync/bytes"),
     audited: p.audited ?? (known(p.version, "sync/audit_ok") === null ? null : known(p.version, "sync/audit_ok") === 1),
     engines: p.engines ?? null,
