@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -45,8 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
         problems.append(f"--port {arguments.port}: needs --serve")
     if not 0 <= arguments.port <= 65535:
         problems.append(f"--port {arguments.port}: must be 0 to 65535")
-    if not arguments.text_mib > 0:
-        problems.append(f"--text-mib {arguments.text_mib:g}: must be above 0")
+    if not 1e-6 <= arguments.text_mib < math.inf:
+        problems.append(f"--text-mib {arguments.text_mib:g}: must be above 0 and finite")
     if not problems and not arguments.serve:
         problems += file_problems("--output", str(output), (".html",))
     if problems:

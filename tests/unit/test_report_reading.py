@@ -248,7 +248,8 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: pytest.CaptureFix
         ([str(run), "--output", str(tmp_path / "a.png")], "must end in .html"),
         ([str(run), "--port", "80"], "--port 80: needs --serve"),
         ([str(run), "--serve", "--output", "a.html"], "--output: a page that is served is not written"),
-        ([str(run), "--text-mib", "0"], "--text-mib 0: must be above 0"),
+        ([str(run), "--text-mib", "0"], "--text-mib 0: must be above 0 and finite"),
+        ([str(run), "--text-mib", "inf"], "--text-mib inf: must be above 0 and finite"),
     ):
         assert main(["report", *arguments]) == 2 and said in capsys.readouterr().err
     assert main(["report", str(run)]) == 0 and (run / "report.html").stat().st_size > 50_000
