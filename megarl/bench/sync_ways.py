@@ -107,7 +107,7 @@ class Bench:
         self.session = WeightUpdate(self.workers, version=0)
         await self.session.open()
         await workers.connect(self.workers, str(self.folder / "key"))
-        await workers.watch(self.workers)
+        await workers.watch(self.workers, strict=True)
         workers.check_layout(await workers.describe(self.workers), self.map.destination)
 
     # Ours

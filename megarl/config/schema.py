@@ -250,7 +250,7 @@ class WeightsConfig:
         STRICT,
         "on: after every update, hashes compare the engines' memory with what was sent, and what no update writes there (rotary caches, "
         "what is derived from weights) with what it was; strict: also, before an update, what it will overwrite with what the last one "
-        "left; off: no audit. true and false mean on and off",
+        "left, and a run ends if engines hold what may be copies of old weights; off: no audit. true and false mean on and off",
         one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),
     )
 

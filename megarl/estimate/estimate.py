@@ -13,7 +13,7 @@ from megarl.estimate.generate_time import GenerateModel, GenerateTime
 from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, generator_memory, usable_static
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.served import Served, served
-from megarl.estimate.sizes import landing_bytes, rank_bytes, shadow_bytes
+from megarl.estimate.sizes import generator_weights, landing_bytes, rank_bytes, shadow_bytes
 from megarl.estimate.sync_time import sync_s
 from megarl.estimate.train_time import TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes
@@ -24,6 +24,7 @@ from megarl.models.adapters import Lora
 from megarl.plan.asynchrony import run_ahead
 from megarl.plan.lora import sends_adapters
 from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.reshard.deltas import INBOX_SHARE
 from megarl.reshard.layout import pool_layout
 
 
@@ -43,6 +44,7 @@ class Estimate:
     sync_s: float
     delta_sync_s: float  # if it carries only what has changed, a share sync_time.CHANGED of the elements
     shadow: float  # bytes of a trainer node's memory that hold what was sent last
+    inboxes: float  # bytes of an engine node's memory into which Mooncake writes what has changed
     glue_s: float  # what belongs to neither side's work
     asynchronous: bool
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
@@ -107,6 +109,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         sync_s=full_s,
         delta_sync_s=delta_s,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
+        inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config, ranks, cluster) else 0.0,
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
         served=served(config),
@@ -166,6 +169,13 @@ def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) 
         return 0.0
     ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
     return ranks * shadow_bytes(spec, config.trainer, config.generator, config.model.dtype)
+
+
+def _inbox_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
+    if config.weights.delta == "off":
+        return 0.0
+    ranks = min(cluster.gpus_per_node, generator_topology(config.generator).world_size)
+    return ranks * INBOX_SHARE * generator_weights(spec, config.generator, config.model.dtype).total
 
 
 def overlaps(config: RunConfig) -> bool:

@@ -58,6 +58,9 @@ def _memory(found: Estimate) -> Iterator[str]:
     if found.shadow:
         gib = found.shadow / GIB
         yield f"           what was sent last takes {gib:.1f} to {2 * gib:.1f} GiB of a trainer node's memory, which is pinned"
+    if found.inboxes:
+        gib = found.inboxes / GIB
+        yield f"           inboxes for what has changed take {gib:.1f} to {2 * gib:.1f} GiB of an engine node's memory, which is pinned"
 
 
 def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
@@ -166,6 +169,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "too_large_gib": found.overfull,
         "delta_sync_s": found.delta_sync_s,
         "shadow_gib_per_node": found.shadow / GIB,
+        "inboxes_gib_per_node": found.inboxes / GIB,
         "saving_gib_per_node": found.saving / GIB,
         "train_parts_s": train_parts(found.train),
         "generate_parts_s": generate_parts(found.generate),

@@ -146,6 +146,7 @@ class Progress:
             parts.insert(0, self._table(shown))
             if failed := describe_failures(shown):
                 parts.insert(1, Text(f"{failed} in the last {len(shown)} steps", style="yellow"))
+            parts += [Text(line, style="dim") for line in filter(None, [source_line(shown[-1])])]
             parts += [Text(line, style="dim") for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]]
             parts += [Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)]
         parts += _status_lines(statuses) or [Text("starting the processes", style="dim")]
@@ -252,6 +253,16 @@ def _starting(run_dir: Path) -> list[str]:
             said = [line.strip() for line in lines if line.strip() and "warn" not in line.lower()]
             found.append(f"{log.stem}: starting: {said[-1] if said else ''}")
     return found
+
+
+def source_line(row: Row) -> str:
+    """Prompts and mean reward of each source of a mixture, and how many prompts the curriculum left out; empty if there are neither."""
+    names = [key.removeprefix("source/").removesuffix("/prompts") for key in row if key.startswith("source/") and key.endswith("/prompts")]
+    rewards = {name: row[key] for name in names if (key := f"source/{name}/reward") in row}
+    parts = [f"{escape(n)} {row[f'source/{n}/prompts']:.0f}" + (f" (reward {rewards[n]:.3f})" if n in rewards else "") for n in names]
+    parts += [f"{row['prompts/rested']:.0f} at rest"] if row.get("prompts/rested") else []
+    line = f"prompts, step {row['step']}: {', '.join(parts)}" if parts else ""
+    return line if len(line) <= LINE else line[: LINE - 1] + "…"
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
+from megarl.config.rollout import RolloutConfig
 from megarl.config.schema import GRADERS, OWN_PLACE, RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.mixture import mixture_problems
@@ -78,6 +79,10 @@ def check_algorithm(config: RunConfig) -> Iterable[str]:
 
 
 def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
+    batches, unless_set = config.rollout.max_num_gen_batches, RolloutConfig().max_num_gen_batches
+    if not config.rollout.dynamic_sampling and batches != unless_set:
+        shown = "null" if batches is None else batches
+        yield f"rollout.max_num_gen_batches={shown}: must be left out ({unless_set}) without rollout.dynamic_sampling, whose limit it is"
     if config.rollout.dynamic_sampling and config.rollout.n < 2:
         yield f"rollout.dynamic_sampling=true: with rollout.n={config.rollout.n} all samples of a prompt have the same reward"
     if config.rollout.dynamic_sampling and recipes.recipe_of(config.algorithm).advantage == "best":

@@ -93,6 +93,7 @@ REFUSED = {
         **dict.fromkeys(("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "weights are read whole after each step"),
     },
 }
+AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # with less each parameter would be a bucket of its own
 _NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")  # types no YAML value can have
 
 
@@ -126,5 +127,7 @@ def _problems(key: str, name: str, value: Any, known: Mapping[str, Any]) -> Iter
         yield f"unknown to megatron-core {version()}; {meant}"
     elif known and any(part in known[name].annotation for part in _NOT_TEXT):
         yield f"must be left out; it is a {known[name].annotation}, which a config cannot state"
+    elif (least := AT_LEAST.get((key, name))) is not None and type(value) is int and value < least:
+        yield f"must be at least {least}"
     elif known:
         yield from misfits(known[name], value)

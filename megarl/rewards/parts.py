@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.schema import GRADERS, RewardConfig, RunConfig
+from megarl.config.errors import RunError
+from megarl.config.schema import GRADERS, MAX_REWARD, RewardConfig, RunConfig
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.types import Failure
 
@@ -83,7 +84,15 @@ def weighted_sum(scored: Sequence[tuple[Part, Score]]) -> Score:
     named = {part.part: score.reward for part, score in scored if part.part}
     inner = {f"{part.part}/{name}".lstrip("/"): value for part, score in scored for name, value in score.parts.items()}
     failures = [failure for _, score in scored for failure in score.failures]
-    return Score(sum(part.weight * score.reward for part, score in scored), named | inner, failures)
+    return Score(bounded(sum(part.weight * score.reward for part, score in scored), named), named | inner, failures)
+
+
+def bounded(reward: float, parts: Mapping[str, float]) -> float:
+    """The weighted sum of `parts`. Raises RunError if it is larger than a reward may be."""
+    if abs(reward) > MAX_REWARD:
+        scores = ", ".join(f"{name} {score:g}" for name, score in parts.items())
+        raise RunError(f"reward.parts: the weighted sum of {scores} is {reward:g}, more than {MAX_REWARD:g} in size: lower the weights")
+    return reward
 
 
 def excerpt(response: str) -> str:

@@ -15,7 +15,7 @@ from megarl.config.named import is_async
 from megarl.config.schema import UNSCORED, RunConfig
 from megarl.plan.roles import pairwise
 from megarl.rewards.in_loop import RewardInLoop
-from megarl.rewards.parts import Part, WeightedSum, weighted_sum
+from megarl.rewards.parts import Part, WeightedSum, bounded, weighted_sum
 from megarl.rewards.pool import OF_VERIFIERS, RewardPool
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.roles.judge import Judge
@@ -41,10 +41,11 @@ class Scoring:
 
     def _add(self, sample: Sample, scores: Sequence[Score]) -> Sample:
         more = weighted_sum([(part, score) for (part, _), score in zip(self.comparing, scores, strict=True)])
+        parts = sample.reward_parts | more.parts
         return replace(
             sample,
-            reward=sample.reward + more.reward,
-            reward_parts=sample.reward_parts | more.parts,
+            reward=bounded(sample.reward + more.reward, parts),
+            reward_parts=parts,
             failures=sample.failures + more.failures,
         )
 

@@ -29,7 +29,7 @@ from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, bui
 from megarl.trainer.model import DTYPES, build_chunks, output_weight, parameters_by_name, transformer_config
 from megarl.trainer.packing import packed_sequences
 from megarl.trainer.routing_replay import RoutingReplay
-from megarl.trainer.supported import check_transformer_engine
+from megarl.trainer.supported import check_transformer_engine, passed_on
 from megarl.trainer.values import token_values
 from megarl.trainer.vendor_warnings import refuse_corruption
 from megarl.types import Elsewhere, TrainSequence
@@ -70,7 +70,8 @@ class MegatronModel:
         parallel.initialize(topology, seed, timeout_s)
         self.config = transformer_config(spec, topology, self.dtype, trainer)
         self.sequence_parallel = bool(self.config.sequence_parallel)
-        self.chunks = self._build_chunks()
+        with passed_on("trainer.megatron", trainer.megatron):
+            self.chunks = self._build_chunks()
         self.modules: list[torch.nn.Module] = [*self.chunks]  # what Megatron's schedules run
         self.routing: RoutingFormat | None = None
         self.replay: RoutingReplay | None = None

@@ -20,8 +20,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.config.errors import ConfigError
-from megarl.config.keys import yaml_text
 from megarl.config.schema import TrainerConfig
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.spec import SCALAR, ModelSpec
@@ -29,6 +27,7 @@ from megarl.topology import TrainerTopology
 from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
 from megarl.trainer.marks import mend_marks
+from megarl.trainer.supported import passed_on
 from megarl.trainer.values import ScalarHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,12 +46,8 @@ def transformer_config(spec: ModelSpec, topology: TrainerTopology, dtype: torch.
     chosen = _chosen(spec, topology, dtype, trainer) | trainer.megatron
     if "attention_backend" in chosen:
         chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
-    try:
+    with passed_on("trainer.megatron", trainer.megatron):
         return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(**chosen)
-    except (AssertionError, ValueError) as error:
-        if not trainer.megatron:
-            raise
-        raise ConfigError(f"trainer.megatron={yaml_text(trainer.megatron)}: Megatron refuses it: {error}") from error
 
 
 def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from megarl.trainer.microbatch import MicroBatch, build
 from megarl.trainer.model import output_weight
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 from megarl.trainer.routing_replay import RoutingReplay
+from megarl.trainer.supported import passed_on
 from megarl.trainer.teachers import TeacherOfStep, token_divergence
 from megarl.types import Elsewhere, TrainSequence
 
@@ -104,12 +105,14 @@ class MegatronTrainer(MegatronModel):
         self.base: str | None = None
         config = self.config
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
-        self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
+        with passed_on("trainer.ddp", trainer.ddp):
+            self.ddp = parallel.data_parallel(config, topology, trainer.ddp, self.chunks)
         self.modules = [*self.ddp]
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
         self.replay = RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute) if self.routing else None
         settings = optimizer or trainer.optimizer
-        self.optimizer = build_optimizer(settings, self.ddp, self.dtype, topology.zero)
+        with passed_on("optimizer.megatron", settings.megatron):
+            self.optimizer = build_optimizer(settings, self.ddp, self.dtype, topology.zero)
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
         self._reference: list[torch.Tensor] | MegatronModel | None = None
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 
 from megarl.config.errors import ConfigError
+from megarl.config.keys import yaml_text
 from megarl.config.schema import TrainerConfig
 from megarl.models.spec import ModelSpec
 from megarl.trainer.layer_spec import layer_spec
@@ -26,3 +31,14 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
         raise ConfigError(
             f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not installed: see docs/cluster.md"
         )
+
+
+@contextlib.contextmanager
+def passed_on(key: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Around what Megatron builds with fields of its own: names `key` where it fails, as it does if software is missing that they need."""
+    try:
+        yield
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        if not settings or isinstance(error, (ConfigError, torch.OutOfMemoryError)):
+            raise
+        raise ConfigError(f"{key}={yaml_text(settings)}: Megatron refuses it: {str(error) or repr(error)}") from error

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from megarl.config.errors import RunError
+from megarl.config.schema import STRICT
 from megarl.kernels.audit import MASK
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import ReshardMap
-from megarl.weight_sync.commands import Changes
+from megarl.weight_sync.commands import UNPROVEN, UNPROVEN_OUTSIDE, Changes, Held
 
 
 class AuditError(RunError):
@@ -25,6 +26,20 @@ def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
     ]
     if lines:
         raise AuditError("weight audit failed: something other than an update has written to an engine's memory:\n" + "\n".join(lines))
+
+
+def check_proven(ranks_of: Mapping[Held, Sequence[int]], strict: bool) -> None:
+    """Names the memory that may be copies of old weights. Raises AuditError if `strict` and models hold such; what others hold may as well
+    be the working memory of kernels. `ranks_of`: all memory, with the generator ranks that have it."""
+    unproven = [(held, ranks) for held, ranks in ranks_of.items() if held.kind in (UNPROVEN, UNPROVEN_OUTSIDE)]
+    if not unproven:
+        return
+    told = "engines hold memory that updates neither write nor make again; if it depends on weights, it is out of date:"
+    for held, ranks in unproven:
+        told += f"\n{held.name} {list(held.shape)} {held.dtype} ({held.detail}) on generator rank {', '.join(map(str, ranks))}"
+    if strict and any(held.kind == UNPROVEN for held, _ in unproven):
+        raise AuditError(f"weights.audit={STRICT}: {told}\nweights.audit=on goes on with it")
+    print(f"warning: {told}", flush=True)
 
 
 def _when(version: int) -> str:

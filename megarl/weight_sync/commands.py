@@ -72,7 +72,8 @@ class PassOn(_Command, frozen=True):
 
 
 class Watch(_Command, frozen=True):
-    """Hashes the tensors that no update writes, for every audit to compare; does nothing when sent again. Answer: Watched."""
+    """Hashes the tensors that no update writes, for every audit to compare, and rehearses the post-load work of an update, which makes some
+    of them; does nothing when sent again. Answer: Watched."""
 
 
 class Recall(_Command, frozen=True):
@@ -93,11 +94,33 @@ class End(_Command, frozen=True):
 Command = Connect | Describe | Arrange | Open | Receive | Spread | MeetNeighbours | PassOn | Watch | Recall | Audit | End
 
 
+WRITTEN = "written"  # by each update, and compared with what was sent
+DERIVED = "derived"  # made again after each update, of what was written
+CONSTANT = "constant"  # as before the first weight was loaded; each audit compares its hash
+WORKING = "working"  # made by forward passes, so not watched
+UNPROVEN = "unproven"  # made while weights were loaded, and not again by updates: perhaps a copy of old weights
+OUTSIDE = "outside"  # nothing in the model leads to it, so not watched; as before the first weight was loaded
+UNPROVEN_OUTSIDE = "unproven outside"  # the same, but made or changed while weights were loaded
+KINDS = (WRITTEN, DERIVED, CONSTANT, WORKING, UNPROVEN, OUTSIDE, UNPROVEN_OUTSIDE)
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a worker's memory, listed by its first name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    kind: str
+    detail: str  # of a constant, its hash (megarl.kernels.audit); of others, what made them, and when
+
+
 class Watched(msgspec.Struct, frozen=True):
-    """How much memory a worker computes with that no update writes."""
+    """How much memory a worker computes with that no update writes, and a list of all its memory."""
 
     tensors: int
     bytes: int
+    held: list[Held]
 
 
 class Changes(msgspec.Struct, frozen=True):

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import STRICT
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
@@ -158,7 +160,9 @@ class EngineSessions:
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
         hosts = await self._check(workers, map)
         if self._plan.config.weights.audited:
-            await watch(workers)
+            config = self._plan.config
+            file = Path(config.run_dir) / "engine_memory.jsonl" if self._opened is None else None
+            await watch(workers, config.weights.audit == STRICT, file)
         return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)
 
     async def _check(self, workers: Workers, map: ReshardMap) -> list[Host]:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,6 +24,7 @@ from megarl.reshard.kinds import Layout, LayoutError
 from megarl.reshard.scales import engine_view
 from megarl.topology import GeneratorTopology
 from megarl.weight_sync import commands
+from megarl.weight_sync.audit import check_proven
 from megarl.weight_sync.commands import Arrange, Command, Connect, Describe
 from megarl.weight_sync.transports.base import RemoteTensor
 
@@ -133,15 +135,23 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
         await workers.run_all(Arrange(shapes))
 
 
-async def watch(workers: Workers) -> None:
-    """Has the workers hash the tensors that they compute with but no update writes; prints how much memory that is."""
+async def watch(workers: Workers, strict: bool, file: Path | None = None) -> None:
+    """Has the workers hash the tensors that they compute with but no update writes. Prints how much memory there is of each kind, and
+    writes a list of all of it into `file`, an object a line. Unproven memory is named, or if `strict` raises AuditError."""
     watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
+    ranks_of: dict[commands.Held, list[int]] = {}
+    for rank, each in enumerate(watched):
+        for held in each.held:
+            ranks_of.setdefault(held, []).append(rank)
+    if file is not None:
+        lines = [msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": ranks}) for held, ranks in ranks_of.items()]
+        file.write_bytes(b"".join(line + b"\n" for line in lines))
     most = max(watched, key=lambda each: each.bytes)
-    print(
-        f"every audit also checks {most.tensors} tensors of {most.bytes} bytes on a generator rank that no update writes"
-        " (rotary caches, what is made of parameters)",
-        flush=True,
-    )
+    kinds = {kind: [held for held in most.held if held.kind == kind] for kind in commands.KINDS}
+    parts = [f"{len(of)} {kind} ({sum(held.bytes for held in of)} bytes)" for kind, of in kinds.items() if of]
+    checked = f"{commands.WRITTEN}, {commands.DERIVED} or {commands.CONSTANT}"
+    print(f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks all that is {checked}", flush=True)
+    check_proven(ranks_of, strict)
 
 
 def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None:

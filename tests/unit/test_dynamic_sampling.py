@@ -110,6 +110,13 @@ def test_it_is_refused_where_equal_rewards_are_learned_from() -> None:
     assert not [*check_dynamic_sampling(config())]
 
 
+@pytest.mark.parametrize("batches, shown", [(2, "2"), (None, "null")])
+def test_its_limit_is_refused_without_it(batches: int | None, shown: str) -> None:
+    [problem] = check_dynamic_sampling(RunConfig(rollout=RolloutConfig(max_num_gen_batches=batches)))
+    assert problem == f"rollout.max_num_gen_batches={shown}: must be left out (10) without rollout.dynamic_sampling, whose limit it is"
+    assert not [*check_dynamic_sampling(RunConfig(rollout=RolloutConfig(max_num_gen_batches=batches, dynamic_sampling=True)))]
+
+
 @pytest.mark.parametrize("share, generated", [(None, 64), (0.5, 128), (0.2, 80)])
 def test_the_planner_counts_what_is_expected_to_be_dropped(share: float | None, generated: int) -> None:
     from megarl.estimate.report import not_counted

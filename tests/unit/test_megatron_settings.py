@@ -45,6 +45,7 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ("trainer.megatron.recompute_granularit=full", f"unknown to megatron-core {version()}; did you mean recompute_granularity?"),
         ("trainer.ddp.use_distributed_optimizer=true", "must be set by trainer.zero"),
         ("trainer.ddp.bucket_size=many", "must be an integer or null"),
+        ("trainer.ddp.bucket_size=0", "must be at least 1"),
         ("trainer.ddp.zzz=1", f"unknown to megatron-core {version()}; it is no field of DistributedDataParallelConfig"),
         ("trainer.optimizer.megatron.lr=1", "must be set by trainer.optimizer.lr"),
         ("trainer.optimizer.megatron.decoupled_lr=0.1", "must be left out; all parameters have the same learning rate"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.observe.metrics import MetricsWriter
-from megarl.observe.progress import COLUMNS, Progress
+from megarl.observe.progress import COLUMNS, Progress, source_line
 from megarl.observe.status import StatusBoard, duration, read_statuses, work
 
 
@@ -109,6 +109,13 @@ def test_held_out_scores_and_advisories_are_told_once(tmp_path: Path) -> None:
     progress.close()
     shown = console.file.getvalue()
     assert "held-out, version 4" in shown and "all rewards have been equal (0) for 7 steps" in shown
+
+
+def test_the_sources_of_a_mixture_and_prompts_at_rest_fit_a_line() -> None:
+    row = {"step": 3, "source/maths/prompts": 16, "source/maths/reward": 0.25, "source/chat/prompts": 0}
+    assert source_line(row | {"prompts/rested": 5}) == "prompts, step 3: maths 16 (reward 0.250), chat 0, 5 at rest"
+    assert source_line({"step": 3, "prompts/rested": 0}) == ""
+    assert len(source_line({"step": 3} | {f"source/{name}/prompts": 8 for name in "abcdefghijklmnopq"})) == 80
 
 
 def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) -> None:

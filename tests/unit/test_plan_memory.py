@@ -18,6 +18,7 @@ from megarl.estimate import activations
 from megarl.estimate.estimate import check_longest, estimate
 from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, prefill_tokens, usable_static
 from megarl.estimate.hardware import GIB, GPUS
+from megarl.estimate.report import render
 from megarl.estimate.sizes import generator_weights, landing_bytes, rank_bytes, stages_held, trainer_held
 from megarl.estimate.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
 from megarl.estimate.workload import Workload
@@ -249,3 +250,7 @@ def test_landing_memory_is_counted_where_mooncake_carries_weights(config: str, o
     found = estimate(plan.config, plan.spec)
     assert found.generator.landing / GIB == gib
     assert found.generator.total == sum(vars(found.generator).values()) >= found.generator.static + gib * GIB
+    assert found.inboxes == 0
+    changing = estimate(resolve(load_config(CONFIGS / f"{config}.yaml", [*overrides, "weights.delta=auto"])).config, plan.spec)
+    assert changing.inboxes == (changing.generator.weights if gib else 0), "eight ranks a node, each an eighth of its weights"
+    assert any("inboxes" in line for line in render(changing, None, [])) == (gib > 0)

@@ -300,9 +300,13 @@ def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path
         tab.open(server.url)
         rng, writer = np.random.default_rng(5), MetricsWriter(folder, resume_step=5)
         for step in range(5, 9):
-            writer.write(step, metrics(step, rng))
+            writer.write(step, metrics(step, rng) | {"source/maths/reward": 0.1 * step, "source/<b>/reward": 0.5, "prompts/rested": 3})
         tab.until("view.runs[0].steps.length === 9")
         assert tab.js("[...view.charts].find((c) => c.title === 'Reward').u.data[0].length") == 9
+        titles = tab.js("[...document.querySelectorAll('#panel-learning h3')].map((n) => n.textContent)")
+        assert titles[-2:] == ["Reward by source", "Prompts at rest"], "charts of metrics that have come since"
+        shown = tab.js("[...view.charts].find((c) => c.title === 'Reward by source').keys")
+        assert shown == [["source/<b>/reward", "<b>"], ["source/maths/reward", "maths"]]
         writer.close()
         MetricsWriter(folder, resume_step=2).close()  # a run that has gone back to a checkpoint
         tab.until("view.runs[0].steps.length === 2")

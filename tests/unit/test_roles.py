@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resolving import MODEL, config, problems_of
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.config.roles import RoleConfig
 from megarl.config.schema import PartConfig, RewardConfig, RunConfig
 from megarl.data.datasets import answers_of
@@ -180,6 +180,14 @@ def test_the_answer_column_is_read_as_scores_need_it() -> None:
 
 
 # --- the sum ---
+
+
+def test_a_weighted_sum_that_is_too_large_names_the_parts() -> None:
+    parts = parts_of(RewardConfig(parts={"a": PartConfig("math", 1e6), "b": PartConfig("g:f", -1.0)}))
+    with pytest.raises(
+        RunError, match=r"^reward.parts: the weighted sum of a 2, b 1 is 2e\+06, more than 1e\+06 in size: lower the weights$"
+    ):
+        weighted_sum(list(zip(parts, [Score(2.0), Score(1.0)])))
 
 
 def test_the_reward_is_the_weighted_sum_and_failures_are_counted_by_part() -> None:

@@ -16,7 +16,7 @@ from megarl.config.schema import TrainerConfig
 from megarl.models.registry import load_spec
 from megarl.plan.resolve import resolve
 from megarl.trainer import layer_spec
-from megarl.trainer.supported import check_transformer_engine
+from megarl.trainer.supported import check_transformer_engine, passed_on
 
 YARN = {"factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -75,3 +75,13 @@ def test_what_is_recomputed_by_transformer_engine_is_refused_without_it() -> Non
     spec = load_spec(CONFIGS / "models/llama-3.1-8b")
     with pytest.raises(ConfigError, match="trainer.megatron.recompute_modules: layernorm needs GPUs with Transformer Engine"):
         check_transformer_engine(spec, TrainerConfig(megatron={"recompute_modules": ["core_attn", "layernorm"]}))
+
+
+@pytest.mark.parametrize("error", [AssertionError("a and b"), ImportError("no module named apex"), RuntimeError("a and b"), ValueError()])
+def test_what_megatron_says_of_its_own_fields_names_their_key(error: Exception) -> None:
+    with pytest.raises(ConfigError) as failure, passed_on("trainer.ddp", {"bucket_size": 5}):
+        raise error
+    assert str(failure.value) == f'trainer.ddp={{"bucket_size": 5}}: Megatron refuses it: {error if error.args else "ValueError()"}'
+    with pytest.raises(type(error)) as failure, passed_on("trainer.ddp", {}):
+        raise error
+    assert failure.value is error, "without such fields it is no setting's fault"

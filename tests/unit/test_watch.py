@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from megarl.messaging.host import Host
-from megarl.weight_sync.commands import Audit, Recall
+from megarl.weight_sync.audit import AuditError, check_proven
+from megarl.weight_sync.commands import Audit, Held, Recall
+from megarl.weight_sync.engine.inventory import inventory
 from megarl.weight_sync.engine.loader import Worker
-from megarl.weight_sync.engine.watch import LAYERS, Watch
+from megarl.weight_sync.engine.watch import LAYERS, Built, Watch, live_tensors
 
 
 class Config:
@@ -132,6 +136,58 @@ def test_post_load_work_makes_tensors_anew_and_changes_nothing_else(model, watch
     from_outside(model.layers[1].packed)
     from_outside(model.layers[0].made)
     assert watch.changed() == ["layers.0.made", "layers.1.packed"]
+
+
+def test_what_loading_has_made_must_be_made_again_by_updates():
+    before = [weakref.ref(values) for values in live_tensors()]
+    model = Model()
+    built = Built(model, before)
+    first, second = model.layers
+    second.scales["k"] *= 3
+    first.renamed = first.rotary  # the same memory, as it was
+    first.repacked = first.weight.detach() * 3
+    first.hidden = [torch.nn.Linear(2, 2, bias=False)]
+    watch = Watch(model, built)
+    watch.start()
+    with watch.rewriting():
+        model.post_load()
+        first.made = first.weight.detach() * 2
+    first.gathered = torch.zeros(3)
+    kinds: dict[str, set[str]] = {}
+    for held in inventory(watch):
+        kinds.setdefault(held.kind, set()).add(held.name if "outside" not in held.kind else held.detail)
+    assert kinds["unproven"] == {"layers.1.scales['k']", "layers.0.repacked"}
+    assert kinds["unproven outside"] == {"made or changed while weights were loaded, in a dict under 'weight'"}
+    assert kinds["derived"] == {"layers.0.made", "layers.1.made"}
+    assert kinds["working"] == {"layers.0.gathered"}
+    assert kinds["constant"] >= {"layers.0.rotary", "layers.0.scales['v'][0]", "layers.1.config.bias"}
+    assert kinds["written"] == {"layers.0.weight", "layers.1.weight", "layers.0.transposed", "layers.1.transposed"}
+
+
+@pytest.mark.parametrize("dummy, kind", [(True, "unproven"), (False, "constant")])
+def test_dummy_weights_prove_nothing_of_a_buffer_that_checkpoints_have(dummy, kind):
+    before = [weakref.ref(values) for values in live_tensors()]
+    model = Model()
+    model.register_buffer("table", torch.zeros(4, dtype=torch.int64))
+    watch = Watch(model, Built(model, before), dummy)
+    watch.start()
+    kinds = {held.name: held.kind for held in inventory(watch)}
+    assert kinds["table"] == kind and kinds["layers.0.rotary"] == "constant"
+
+
+def test_a_run_ends_if_a_model_holds_unproven_memory_and_warns_of_others(capsys):
+    of_model = Held("layers.0.packed", (2, 3), "float32", 24, "unproven", "made")
+    elsewhere = Held("outside the model, 0", (2,), "uint8", 2, "unproven outside", "made, in a list")
+    line = "layers.0.packed [2, 3] float32 (made) on generator rank 0, 2"
+    with pytest.raises(AuditError) as failure:
+        check_proven({of_model: [0, 2], elsewhere: [1]}, strict=True)
+    assert str(failure.value).startswith("weights.audit=strict: engines hold memory") and line in str(failure.value).splitlines()
+    check_proven({of_model: [0, 2]}, strict=False)
+    assert line in capsys.readouterr().out.splitlines()
+    check_proven({elsewhere: [1]}, strict=True)
+    assert "outside the model, 0 [2] uint8 (made, in a list) on generator rank 1" in capsys.readouterr().out
+    check_proven({Held("weight", (2,), "float32", 8, "written", ""): [0]}, strict=True)
+    assert not capsys.readouterr().out
 
 
 def test_a_worker_recalls_what_its_last_audit_found(model):

@@ -192,6 +192,8 @@ function refresh() {
   });
   $("#top").replaceChildren(runChips(), advisories(), skipped());
   facts.replaceChildren(summary());
+  fillGrids();
+  fillNames();
   const open = view.runs.filter((run) => run.visible),
     title = (run) => (open.length > 1 ? el("h3", { style: "margin:.8rem 0 .4rem" }, ...shown(run.name)) : "");
   timelines = timelines.filter((t) => open.includes(t.run));
@@ -257,7 +259,6 @@ function follow(live) {
         refresh();
         table.selected = chosen;
         table.body.scrollTop = scroll;
-        if (!panels.built && view.runs[0].steps.length) location.reload();
       }
     } catch (error) {
       failures++;
@@ -281,7 +282,6 @@ async function start() {
   );
   $("#tools").append(tools());
   build();
-  panels.built = view.runs.some((run) => run.steps.length);
   refresh();
   choose(location.hash.slice(1));
   document.documentElement.dataset.ready = String(Math.round(performance.now()));

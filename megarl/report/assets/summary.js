@@ -2,7 +2,7 @@
 "use strict";
 const LEARNING = [
   ["Reward", "mean over the step's samples", [["reward/mean", ""]]],
-  ["Evaluation", "held-out sets", null],
+  ["Evaluation", "held-out sets", evaluations],
   ["Entropy", "of the policy, nats a token", [["entropy/mean", ""]]],
   ["KL to the reference", "where the algorithm has one", [["kl/mean", ""]]],
   ["Gradient norm", "before clipping", [["grad_norm", ""]], { log: true }],
@@ -11,6 +11,9 @@ const LEARNING = [
   ["Truncated", "share of responses that reached max_tokens", [["truncated_fraction", ""]]],
   ["Groups without signal", "share whose rewards are all equal", [["zero_advantage_fraction", ""]]],
   ["Learning rate", "", [["learning_rate", ""]]],
+  ["Reward by source", "of data.train.sources, with what was dropped", () => ofSources("reward")],
+  ["Prompts by source", "that a step trained on", () => ofSources("prompts")],
+  ["Prompts at rest", "left out of the step by the curriculum", [["prompts/rested", ""]]],
 ];
 const RIGHT = [
   [
@@ -79,22 +82,43 @@ function evaluations() {
     .slice(0, 4)
     .map((key) => [key, key.slice(5)]);
 }
-function grid(charts) {
-  const known = (keys) => keys && view.runs.some((run) => keys.some(([key]) => run.metrics[key]));
-  return el(
-    "div",
-    { class: "grid" },
-    ...charts
-      .map(([title, why, keys, options]) => [title, why, keys ?? evaluations(), options])
-      .filter(([, , keys, options]) => known(keys) && (!options?.derive || view.runs.some(options.derive)))
-      .map(([title, why, keys, options]) => new Chart(title, why, keys, options).node),
-  );
+function ofSources(what) {
+  return [...new Set(view.runs.flatMap((run) => Object.keys(run.metrics)))]
+    .filter((key) => key.startsWith("source/") && key.endsWith(`/${what}`))
+    .sort()
+    .slice(0, 8)
+    .map((key) => [key, plain(key.slice(7, -what.length - 1))]);
 }
+const grids = [];
+function grid(charts) {
+  grids.push({ node: el("div", { class: "grid" }), charts, made: new Map() });
+  return grids[grids.length - 1].node;
+}
+// Makes the charts of metrics that have come since.
+function fillGrids() {
+  for (const { node, charts, made } of grids) {
+    const before = made.size;
+    for (const [title, why, named, options] of charts) {
+      const keys = typeof named === "function" ? named() : named,
+        known = view.runs.some((run) => keys.some(([key]) => run.metrics[key])) && (!options?.derive || view.runs.some(options.derive));
+      if (made.has(title)) made.get(title).keys = keys;
+      else if (known) made.set(title, new Chart(title, why, keys, options));
+    }
+    if (made.size > before) node.replaceChildren(...charts.filter(([title]) => made.has(title)).map(([title]) => made.get(title).node));
+  }
+}
+let fillNames;
 function more() {
   // any other metric, by name
-  const keys = [...new Set(view.runs.flatMap((run) => Object.keys(run.metrics)))].sort(),
-    place = el("div", { class: "grid" }),
-    list = el("datalist", { id: "metrics" }, ...keys.map((key) => el("option", { value: key })));
+  const place = el("div", { class: "grid" }),
+    list = el("datalist", { id: "metrics" }),
+    count = el("span", { class: "soft" });
+  let keys = [];
+  fillNames = () => {
+    keys = [...new Set(view.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
+    list.replaceChildren(...keys.map((key) => el("option", { value: key })));
+    count.textContent = `${keys.length} in metrics.jsonl`;
+  };
   const input = el("input", {
     type: "text",
     list: "metrics",
@@ -116,7 +140,7 @@ function more() {
       { class: "tools" },
       input,
       el("button", { type: "button", onclick: add }, "show"),
-      el("span", { class: "soft" }, `${keys.length} in metrics.jsonl`),
+      count,
     ),
     list,
     place,

@@ -11,6 +11,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", _finish, HookType.AROUND)
+    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _build, HookType.AROUND)
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER)
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.maybe_init_lora_manager", _adapted, HookType.AFTER)
     HookRegistry.register("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", _empty, HookType.AROUND)
@@ -21,6 +22,12 @@ def _finish(*arguments: Any) -> None:
     from megarl.weight_sync.engine import loader  # only workers need it
 
     loader.finish(*arguments)
+
+
+def _build(*arguments: Any, **options: Any) -> Any:
+    from megarl.weight_sync.engine import loader
+
+    return loader.build(*arguments, **options)
 
 
 def _loaded(*arguments: Any) -> None:

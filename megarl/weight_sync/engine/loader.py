@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,8 +48,9 @@ from megarl.weight_sync.commands import (
     Watched,
 )
 from megarl.weight_sync.engine.beats import beating
+from megarl.weight_sync.engine.inventory import inventory
 from megarl.weight_sync.engine.pool import Pool
-from megarl.weight_sync.engine.watch import Watch
+from megarl.weight_sync.engine.watch import Built, Watch, live_tensors
 from megarl.weight_sync.transports.base import Endpoint, Live, Memory, RemoteTensor, describe
 from megarl.weight_sync.transports.choice import AUTO, this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
@@ -66,8 +68,10 @@ class Worker:
         self.peer: Peer | None = None
         self.reply_address = ""
         self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where they differ from the engine's
+        self.built: Built | None = None  # as long as the model is loading
         self.unwritten: Watch | None = None
         self.pool: Pool | None = None  # of adapters, if the engine serves them
+        self.watched: Watched | None = None
         self.audited: dict[str, int] = {}  # hashes of the parameters at the last audit; `recall` empties it
         self.since = -1  # the version audited last
         self.memories: dict[str, Memory] = {}  # by import path
@@ -89,14 +93,17 @@ class Worker:
         if self.peer is not None:
             self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
 
-    def loaded(self, model: torch.nn.Module) -> None:
+    def loaded(self, model: torch.nn.Module, dummy: bool = False) -> None:
         """Called as soon as the model is loaded; further calls do nothing."""
         if self.unwritten is None:
-            self.unwritten = Watch(model)
+            built, self.built = self.built, None
+            self.unwritten = Watch(model, built if built and built.model() is model else None, dummy)
 
     def adapted(self, model: torch.nn.Module, pool: Pool) -> None:
         """Called as soon as the pool of adapters is there, before the first request. It wraps layers, and so renames what they hold."""
-        self.pool, self.unwritten = pool, Watch(model, pool.buffers.values())
+        assert self.unwritten is not None and self.unwritten.model is model  # it was loaded just before
+        self.pool = pool
+        self.unwritten.adapted(pool.buffers.values())
 
     def parameters(self, model: torch.nn.Module) -> Parameters:
         """By the names that they have without adapters: SGLang wraps each layer that gets one, and keeps what it wraps as `base_layer`.
@@ -163,6 +170,7 @@ class Worker:
             self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
+        """Whole tensors, also after an update of what has changed: a worker whose memory is mapped does not know what was written."""
         if self.neighbours is None:
             return []
         tensors = self.tensors(parameters)
@@ -182,9 +190,12 @@ class Worker:
         os._exit(1)  # SGLang ends an engine when one of its schedulers ends
 
     def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
-        assert self.unwritten is not None  # since the model was loaded
-        self.unwritten.start()
-        return Watched(self.unwritten.count, self.unwritten.nbytes)
+        if self.watched is None:
+            assert self.unwritten is not None  # since the model was loaded
+            self.unwritten.start()
+            _post_load(self.unwritten.model)
+            self.watched = Watched(self.unwritten.count, self.unwritten.nbytes, inventory(self.unwritten))
+        return self.watched
 
     def recall(self, parameters: Parameters, command: Recall) -> Changes:
         tensors, audited, self.audited = self.tensors(parameters), self.audited, {}
@@ -245,10 +256,28 @@ def _tp_rank() -> int:
 _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its import path, so its state has to be global
 
 
+def _post_load(model: torch.nn.Module) -> None:
+    """The work of SGLang that ends an update, and that of the next one's begin."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    device = next(model.parameters()).device
+    DefaultModelLoader.postprocess_weights(model, device)  # hooked: `finish`
+    DefaultModelLoader.restore_weights_before_loading(model, device)
+
+
+def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any) -> torch.nn.Module:
+    """Runs around the construction of a model, before its weights are loaded."""
+    before = [weakref.ref(values) for values in live_tensors()]
+    model = construct(*arguments, **options)
+    with torch.device("cpu"):  # new tensors would be made on the model's device
+        _worker.built = Built(model, before)
+    return model
+
+
 def loaded(result: Any, runner: Any) -> None:
     """Runs after SGLang has loaded a worker's model; draft models for speculative decoding are ignored."""
     if not runner.is_draft_worker:
-        _worker.loaded(runner.model)
+        _worker.loaded(runner.model, runner.load_config.load_format == "dummy")
 
 
 def adapted(result: Any, runner: Any) -> None:

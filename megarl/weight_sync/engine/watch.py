@@ -8,14 +8,20 @@ updates write those, and the audit compares them with the trainer's.
 Forward passes create working memory that changes every time. So a tensor counts only if it exists as soon as the model is loaded, if
 post-load work creates it, or if it is listed in `MADE_LATER`. KV caches, graph pools and the memory of collectives lie outside the model
 and its layers.
+
+That a tensor stays as it was is right only if it does not depend on weights. So its state is compared with that before the first weight was
+loaded (`Built`). One that loading has made or changed must be made again by the post-load work of an update; otherwise it may be a copy
+of old weights, and is *unproven*. `inventory` lists all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import weakref
 from bisect import bisect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +29,11 @@ import torch
 from megarl.kernels.audit import hash_tensor
 
 LAYERS = "sglang.srt.layers."  # objects of these classes belong to a module without being one
+LOADING = "made or changed while weights were loaded"
 MADE_LATER = {("StandardDispatcher", "local_expert_mapping")}  # created by the first forward pass, then constant
 CAST_TO = (torch.bfloat16, torch.float16)  # the first forward pass may cast a rotary cache to the dtype of queries
+
+ROTARY = LAYERS + "rotary_embedding."  # modules that make their caches of config.json alone, and longer ones when the model is loaded
 
 PLAIN = {type(None), bool, int, float, str}  # most attributes; skipped early, because engines are paused during the walk
 OF_TORCH = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks
@@ -34,23 +43,69 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # address, s
 
 @dataclasses.dataclass(frozen=True)
 class Print:
-    """The state of a tensor. `hash` is None if it shares a parameter's memory."""
+    """The state of a tensor. `hash` is None if it lies in memory that updates write."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     hash: int | None
 
 
-class Watch:
-    """Watches one live model. Construct it as soon as the model is loaded."""
+class Built:
+    """The state of a model that is constructed and has no weights yet: construct it between the two. `before` are the tensors that were
+    alive before the model was constructed."""
 
-    def __init__(self, model: torch.nn.Module, written: Collection[torch.Tensor] = ()):
-        """`written`: what updates write besides the parameters."""
-        self._model, self._written = model, written
-        self._names = {name for name, _, _ in _tensors(model)}
+    def __init__(self, model: torch.nn.Module, before: Iterable[weakref.ref[torch.Tensor]]):
+        self.model = weakref.ref(model)
+        tensors = {name: values for name, values, _ in _tensors(model)}
+        self.prints = prints(model.parameters(), tensors)
+        self._before = list(before)
+        self._outside = [(weakref.ref(values), prints(model.parameters(), {"": values})) for values in self._elsewhere(model)]
+
+    def outside(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
+        """Yields the tensors that nothing in the model leads to, though they were made while it was constructed or loaded, and whether they
+        are still as they were before the first weight was loaded."""
+        found = self._elsewhere(model)
+        if found:
+            del found
+            gc.collect()  # loading may leave some that nobody holds
+        known = [(values, before) for ref, before in self._outside if (values := ref()) is not None]
+        for values in self._elsewhere(model):
+            yield values, any(values is each and prints(model.parameters(), {"": values}) == before for each, before in known)
+
+    def _elsewhere(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        before = [values for ref in self._before if (values := ref()) is not None and _lies_here(values)]
+        inside = (values for _, values, _ in _tensors(model))
+        known = _Memory(each for tensors in (before, inside, model.parameters()) for each in tensors)
+        return [values for values in live_tensors() if _lies_here(values) and values.numel() and not known.holds(values)]
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """All that Python knows of. (`isinstance` would ask objects, of which some import modules to answer.)"""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+
+
+class Watch:
+    """Watches one live model. Construct it as soon as the model is loaded. Without `built` all of it counts as made from weights; with
+    `dummy` weights so do the buffers that a checkpoint has, because nothing has filled those."""
+
+    def __init__(self, model: torch.nn.Module, built: Built | None = None, dummy: bool = False):
+        self.model = model
+        tensors = {name: values for name, values, _ in _tensors(model)}
+        self._names, self._written = set(tensors), list[torch.Tensor]()
+        now, before = prints(model.parameters(), tensors), built.prints if built else {}
+        as_built = {_region(each) for name, each in tensors.items() if now[name] == before.get(name) or _grown(model, name, each, before)}
+        saved = model.state_dict().keys() if dummy else set[str]()
+        unlike = {name: each for name, each in tensors.items() if name in saved or _region(each) not in as_built}
+        self._made = {_region(each) for name, each in unlike.items() if now[name].hash is not None}
+        self.remade: set[str] = set()  # by the post-load work of an update
+        self.outside = [(weakref.ref(values), same) for values, same in built.outside(model)] if built else []
         self._left: dict[str, Print] = {}  # their state at the last audit, or after post-load work since
         self._casts: dict[str, list[Print]] = {}  # the states they may be cast to
         self.count, self.nbytes = 0, 0  # of the watched tensors; memory with two names counts once
+
+    def adapted(self, written: Collection[torch.Tensor]) -> None:
+        """SGLang has wrapped layers, and so renamed what they hold; updates write `written` too. Call it before `start`."""
+        self._names, self._written = {name for name, _, _ in _tensors(self.model)}, [*written]
 
     def start(self) -> None:
         """Records the current state; further calls do nothing."""
@@ -79,26 +134,52 @@ class Watch:
         if not self._left:
             yield
             return
-        before = {name: _place(values) for name, values, _ in _tensors(self._model)}
+        before = {name: _Place(values) for name, values, _ in _tensors(self.model)}
         yield
-        after = {name: values for name, values, _ in _tensors(self._model)}
+        after = {name: values for name, values, _ in _tensors(self.model)}
         self._names |= after.keys() - before.keys()
-        rewritten = {name: values for name, values in after.items() if name in self._names and not _untouched(values, before.get(name))}
+        touched = {name for name, values in after.items() if name not in before or before[name].left_by(values)}
+        self.remade |= touched
+        # torch does not count what is written to inference tensors
+        rewritten = {name: each for name, each in after.items() if name in self._names and (name in touched or each.is_inference())}
         kept = {name: left for name, left in self._left.items() if name in after}
         self._left = {**kept, **self._prints(rewritten)}
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: values for name, values, made_by in _tensors(self._model) if name in self._names or made_by in MADE_LATER}
+    def all(self) -> Iterator[tuple[str, torch.Tensor, Print | None]]:
+        """Yields (name, tensor, its state if it is watched) for every tensor of the model except its parameters."""
+        for name, values, _ in _tensors(self.model):
+            yield name, values, self._left.get(name)
 
-    def _prints(self, tensors: dict[str, torch.Tensor]) -> dict[str, Print]:
-        parameters, hashes = _Memory([*self._model.parameters(), *self._written]), {}
-        prints = {}
-        for name, values in tensors.items():
-            region = None if parameters.holds(values) else _region(values)
-            if region and region not in hashes:
-                hashes[region] = hash_tensor(values)
-            prints[name] = Print(values.dtype, tuple(values.shape), hashes[region] if region else None)
-        return prints
+    def unproven(self, name: str, values: torch.Tensor) -> bool:
+        """Whether loading has made or changed it, and the post-load work of an update has not."""
+        return _region(values) in self._made and name not in self.remade
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: values for name, values, made_by in _tensors(self.model) if name in self._names or made_by in MADE_LATER}
+
+    def _prints(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Print]:
+        return prints([*self.model.parameters(), *self._written], tensors)
+
+
+def prints(written: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, Print]:
+    """The tensors' states. `written`: what updates write, such as a model's parameters."""
+    memory, hashes = _Memory(written), {}
+    found = {}
+    for name, values in tensors.items():
+        region = None if memory.holds(values) else _region(values)
+        if region and region not in hashes:
+            hashes[region] = hash_tensor(values)
+        found[name] = Print(values.dtype, tuple(values.shape), hashes[region] if region else None)
+    return found
+
+
+def _grown(model: torch.nn.Module, name: str, values: torch.Tensor, before: Mapping[str, Print]) -> bool:
+    """Whether it is a rotary cache that begins with what it was."""
+    holder = dict(model.named_modules()).get(name.rpartition(".")[0])
+    if name not in before or not type(holder).__module__.startswith(ROTARY):
+        return False
+    begin = values[: before[name].shape[0]]
+    return Print(begin.dtype, tuple(begin.shape), hash_tensor(begin)) == before[name]
 
 
 class _Memory:
@@ -131,7 +212,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[
 
 def _inside(name: str, value: Any, held_by: tuple[str, str], seen: set[int]) -> Iterator[tuple[str, torch.Tensor, tuple[str, str]]]:
     if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided and value.device.type != "meta":
+        if _lies_here(value):
             yield name, value, held_by
         return
     if isinstance(value, dict):
@@ -148,6 +229,10 @@ def _inside(name: str, value: Any, held_by: tuple[str, str], seen: set[int]) -> 
             yield from _inside(part_name, part, holder, seen)
 
 
+def _lies_here(values: torch.Tensor) -> bool:
+    return values.layout == torch.strided and values.device.type != "meta"
+
+
 def _joined(name: str, own: str) -> str:
     return f"{name}.{own}" if name else own
 
@@ -162,13 +247,19 @@ def _span(values: torch.Tensor) -> tuple[int, int]:
     return values.data_ptr(), values.data_ptr() + reach * values.itemsize
 
 
-def _place(values: torch.Tensor) -> tuple[int, int | None]:
-    """Its address and torch's version counter, which is None for inference tensors."""
-    return values.data_ptr(), None if values.is_inference() else values._version
+class _Place:
+    """Where a tensor lay, and what torch had counted of the writes to it (nothing for inference tensors)."""
 
+    def __init__(self, values: torch.Tensor):
+        self._values, self._at = weakref.ref(values), self._place(values)
 
-def _untouched(values: torch.Tensor, before: tuple[int, int | None] | None) -> bool:
-    return before is not None and before[1] is not None and _place(values) == before
+    def left_by(self, values: torch.Tensor) -> bool:
+        """Whether `values`, by the same name, is another tensor, lies elsewhere, or has been written to."""
+        return self._values() is not values or self._place(values) != self._at
+
+    @staticmethod
+    def _place(values: torch.Tensor) -> tuple[int, int | None]:
+        return values.data_ptr(), None if values.is_inference() else values._version
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> Print:

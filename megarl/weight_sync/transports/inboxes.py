@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from megarl.reshard.deltas import HEADER_BYTES
+from megarl.reshard.deltas import HEADER_BYTES, INBOX_SHARE
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync.transports.base import Incoming
 
-INBOX_SHARE = 1 / 8  # of the bytes of a full update; in bf16 it takes changes of 6 % of the elements, in fp8 of 4 %
 SMALL_BYTES = 64  # and so much for each copy, whose delta may be little more than its numbers
 
 

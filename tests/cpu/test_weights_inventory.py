@@ -1,0 +1,95 @@
+"""The list of an engine's memory at the start of a run: each tensor is written, made again, constant, or named as none of these."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import planted_engine
+import pytest
+import torch
+from sglang_engine import make_checkpoint
+from test_weights_fp8 import OF_FAMILY, SHAPE
+from weights_rig import Generator, open_generator
+from weights_worker import DEADLINE_S
+
+from megarl.generator.quantization import server_arguments
+from megarl.messaging.link import Hub, RunKey
+from megarl.weight_sync.audit import AuditError
+from megarl.weight_sync.workers import Workers, connect, watch
+
+DOWN = "model.layers.0.mlp.down_proj"
+UNPROVEN = [f"{DOWN}.packed", f"{DOWN}.quant_method.scales['orders'][0]", f"{DOWN}.repacked"]
+CASES = [("deepseek_v3", "fp8_block"), ("qwen3_moe", "fp8_tensor"), ("qwen2", None)]
+ELSEWHERE = ["outside the model, 0", "outside the model, 1"]
+
+
+@pytest.fixture
+def key_file(tmp_path) -> Path:
+    RunKey.generate().save(tmp_path / "key")
+    return tmp_path / "key"
+
+
+def in_session(generator: Generator, key_file: Path, body: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
+            workers = Workers([generator.client], generator.engine.tp, hub, DEADLINE_S)
+            await generator.client.begin_update(DEADLINE_S)
+            await connect(workers, str(key_file))
+            try:
+                await body(workers)
+            finally:
+                await generator.client.end_update(DEADLINE_S)
+
+    generator.run(run())
+
+
+def listed(file: Path) -> Iterator[dict[str, Any]]:
+    return (msgspec.json.decode(line) for line in file.read_bytes().splitlines())
+
+
+def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys):
+    checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False)
+    file = tmp_path / "memory.jsonl"
+
+    async def strict(workers: Workers) -> None:
+        with pytest.raises(AuditError) as refusal:
+            await watch(workers, strict=True)
+        told = [line.partition(" [64, 192] float32 (")[0] for line in str(refusal.value).splitlines()[1:-1]]
+        assert sorted(told) == sorted(UNPROVEN + ELSEWHERE)
+
+    async def named(workers: Workers) -> None:
+        await watch(workers, strict=False, file=file)
+
+    with open_generator(checkpoint, "float32", 1, 1, tmp_path / "engine", entry=planted_engine.MAIN) as generator:
+        in_session(generator, key_file, strict)
+        in_session(generator, key_file, named)
+    assert "3 unproven (147456 bytes), 2 unproven outside (98304 bytes)" in (printed := capsys.readouterr().out)
+    assert all(name in printed for name in UNPROVEN + ELSEWHERE)
+    kinds = {entry["name"]: entry["kind"] for entry in listed(file)}
+    assert {name for name, kind in kinds.items() if kind == "unproven"} == set(UNPROVEN)
+    assert {name for name, kind in kinds.items() if "outside" in kind} == set(ELSEWHERE)
+    assert kinds[f"{DOWN}.derived"] == "derived" and kinds[f"{DOWN}.weight"] == "written"
+    assert kinds["model.layers.0.self_attn.rotary_emb.cos_sin_cache"] == "constant"
+
+
+@pytest.mark.parametrize("family, quantization", CASES)
+def test_an_engine_without_them_has_nothing_unproven(family, quantization, tmp_path, key_file):
+    """Latent attention makes w_kc and w_vc of kv_b_proj again."""
+    checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False, family, **SHAPE | OF_FAMILY.get(family, {}))
+    file = tmp_path / "memory.jsonl"
+
+    async def strict(workers: Workers) -> None:
+        await watch(workers, strict=True, file=file)
+
+    with open_generator(checkpoint, "bfloat16", 1, 1, tmp_path / "engine", **server_arguments(quantization)) as generator:
+        in_session(generator, key_file, strict)
+    found = list(listed(file))
+    kinds = {entry["name"]: entry["kind"] for entry in found}
+    assert {"written", "constant"} <= set(kinds.values()) and not any("unproven" in kind for kind in kinds.values())
+    if family == "deepseek_v3":
+        assert all(kinds[f"model.layers.{i}.self_attn.{made}"] == "derived" for i in (0, 1) for made in ("w_kc", "w_vc"))
+    assert all(entry["ranks"] == [0] and entry["bytes"] > 0 for entry in found if entry["kind"] != "working")
