@@ -106,15 +106,18 @@ def sft(plan: RunPlan) -> None:
         if node.is_head:
             print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
         return
+    resume = latest_checkpoint(run_dir)
 
     def prepare(_: Path) -> None:
         check_inputs(config, "sft", plan)
+        remove_leftovers(run_dir)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
+        begins = f"random, by seed {config.seed}" if config.model.random_init else plan.weights
         print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}")
-        print(f"Weights: {'random, by seed ' + str(config.seed) if config.model.random_init else plan.weights}", flush=True)
+        print(f"Weights: {f'the checkpoint {resume.checkpoint}' if resume.checkpoint else begins}", flush=True)
 
     job = Job("sft", run_dir / "logs", trainer_role="sft", driver_role=None)
-    _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps)
+    _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps, resume)
     if node.is_head:
         print(f"Supervised weights are in {config.sft.output}")
 

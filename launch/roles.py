@@ -78,13 +78,13 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
 
 def sft(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the supervised warm start."""
-    plan = load_plan(launch_dir)
+    plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
     prepare_megatron(plan)
     from megarl.executors.sft import run_sft_rank
     from megarl.trainer.deadlines import naming_peers
 
     with naming_peers("sft", rank):
-        run_sft_rank(plan, rank)
+        run_sft_rank(plan, rank, rendezvous)
 
 
 def reward_model(rank: int, launch_dir: Path) -> None:

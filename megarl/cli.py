@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import select
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 
 import megarl
 from megarl.bench import command as bench
@@ -24,6 +22,7 @@ from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
 from megarl.launch import engine_commands
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.weights import warm_start_due
 from megarl.report import command as report
 from megarl.starter import command as init
 
@@ -34,6 +33,7 @@ CONFIG is a YAML file; dotted.key=value after it overrides its settings. docs/co
 
 COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
+    "run": "sft, if sft.steps asks for it and it is not done, and then train; the same command goes on wherever it was ended",
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
     "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k, avg@k and maj@k of eval.samples",
@@ -44,6 +44,7 @@ COMMANDS = {
 EXAMPLES = {
     "init": init.EXAMPLES,
     "sft": ["megarl sft configs/quickstart.yaml"],
+    "run": ["megarl run configs/quickstart.yaml"],
     "reward-model": ["megarl reward-model configs/examples/reward_model.yaml"],
     "train": [
         "megarl train configs/quickstart.yaml",
@@ -110,11 +111,13 @@ def _resolved(arguments: argparse.Namespace) -> RunPlan:
     """Raises ConfigError with all that is wrong: with keys and values, sizes and paths, and what the command is to read."""
     from megarl.launch import inputs
 
-    command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
     loaded, plan = read_config(arguments.config, arguments.overrides), None
     problems = list(loaded.problems)
     if (config := loaded.config) is None:
         raise ConfigError(problems)
+    command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
+    if command == "run":
+        command = "dry-run" if warm_start_due(config) else "train"
     try:
         plan = resolve(config, command)
     except ConfigError as error:
@@ -229,11 +232,21 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     train(plan)
 
 
+def _run(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.commands import train
+    from megarl.launch.inputs import check_inputs
+
+    if warm_start_due(plan.config):
+        check_inputs(plan.config, "dry-run", plan, at_hand=True)  # what is wrong with the run is told before its warm start takes hours
+        _sft(resolve(plan.config, "sft"), arguments)
+        plan = resolve(plan.config, "train")
+    train(plan)
+
+
 def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.config.load import load_config
     from megarl.config.roles import flat
     from megarl.launch.commands import sft
-    from megarl.plan.resolve import resolve
     from megarl.plan.roles import roles_of
 
     config, others = plan.config, []
@@ -279,51 +292,15 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.estimate.hardware import Cluster
-    from megarl.estimate.roles import gpus, layouts, sizes
-    from megarl.estimate.sync_time import adapters_s, link_bytes_per_s
-    from megarl.reshard.map import ReshardMap
-    from megarl.reshard.proof import prove_exactly_once
-    from megarl.reshard.relays import foreseen
-    from megarl.reshard.report import copies_of, copy_fields, dump_lines, own_part_s, render_copies, to_json
-    from megarl.reshard.table import render
+    from megarl.estimate.map_command import run
 
-    config = plan.config
-    if not 0 <= arguments.delta <= 1:
-        raise ConfigError(f"--delta {arguments.delta:g}: must be at least 0 and at most 1")
-    if arguments.link is not None and not arguments.link > 0:
-        raise ConfigError(f"--link {arguments.link:g}: must be more than 0")
-    reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
-    rate = arguments.link * 1e9 if arguments.link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
-    facts = to_json(reshard_map, forwarding, rate, arguments.delta) if arguments.json else None
-    alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if config.lora.rank else {}
-    if facts is None:
-        prove_exactly_once(reshard_map)
-    if arguments.dump:
-        with open(arguments.dump, "w") as file:
-            file.writelines(f"{line}\n" for line in dump_lines(reshard_map))
-    if arguments.picture:
-        from megarl.reshard.picture import draw
-
-        title = f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to {sizes(asdict(plan.generator_topology))}"
-        draw(reshard_map, arguments.picture, title, forwarding)
-    if arguments.rank:
-        copies, part_s = copies_of(reshard_map, arguments.rank), own_part_s(reshard_map, arguments.rank)
-        if facts is None:
-            print(*render_copies(arguments.rank, copies, part_s), sep="\n")
-            return
-        facts |= {"rank": arguments.rank, "rank_part_s": part_s, "rank_copies": [copy_fields(copy) for copy in copies]}
-    if facts is not None:
-        print(json.dumps(facts | alone))
-        return
-    print(render(reshard_map, rate, forwarding, arguments.delta))
-    if any(alone.values()):  # the engines can serve the adapters
-        print(f"{alone['lora_predicted_s']:.3g} s for an update of the adapters alone (lora.sync=adapter)")
-    print("proven: every destination byte is written exactly once")
+    asked = {name: getattr(arguments, name) for name in ("delta", "link", "dump", "picture", "rank")}
+    run(plan, **asked, as_json=arguments.json)
 
 
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,
+    "run": _run,
     "reward-model": _reward_model,
     "train": _train,
     "eval": _eval,

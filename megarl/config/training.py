@@ -64,6 +64,9 @@ class SftConfig:
         "with `eval`, the weights that end up in `output`: those of the measurement with the lowest loss, or the last",
         one_of("best", "last"),
     )
+    save_every: int = setting(
+        100, "steps between checkpoints in run_dir/sft, from the last of which an interrupted warm start goes on; 0: none", at_least(0)
+    )
     output: str = setting(
         "${run_dir}/sft/hf",
         "folder of the HF checkpoint that megarl sft makes. megarl train and megarl eval begin with it if it exists and was made from the "

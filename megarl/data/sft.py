@@ -18,14 +18,14 @@ from megarl.models.spec import ModelSpec
 from megarl.types import TrainSequence
 
 
-def sft_batches(config: RunConfig, spec: ModelSpec) -> Iterator[list[TrainSequence]]:
-    """`sft.steps` batches of `sft.batch_size` sequences; batch t depends on t and `seed` alone.
+def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[list[TrainSequence]]:
+    """The batches of `sft.batch_size` sequences from step `done` to `sft.steps`; batch t depends on t and `seed` alone.
 
     Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's context.
     """
     tokenizer, size = load_tokenizer(config.model), config.sft.batch_size
     sources = load_sources(config, *sft_data(config), sft_mixture(config), "none", "sft")
-    for step in range(config.sft.steps):
+    for step in range(done, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
         yield [sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings) for ordinal in ordinals]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.config.errors import RunError
 from megarl.plan.resolve import RunPlan
 from megarl.trainer import checkpoint
@@ -36,11 +38,12 @@ def export_rank(plan: RunPlan, path: str, output: str, adapter: bool = False) ->
     shutdown_distributed()
 
 
-def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None) -> None:
-    """Loads the checkpoint at `path`. Raises RunError if it is damaged."""
+def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None) -> dict[str, Any]:
+    """Loads the checkpoint at `path`; returns its state. Raises RunError if it is damaged."""
     try:
-        checkpoint.load(trainer, path)
+        state = checkpoint.load(trainer, path)
         if critic is not None:
             checkpoint.load_critic(critic, path)
     except RuntimeError as error:
         raise RunError(str(error)) from error
+    return state

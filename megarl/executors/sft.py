@@ -9,22 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.algorithms.nll import nll_loss
+from megarl.config.errors import RunError
 from megarl.data.sft import sft_batches, sft_held_out
+from megarl.executors.export import load_checkpoint
+from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
+from megarl.plan.checkpoints import checkpoint_path, prune_checkpoints
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import WARM_START, warm_start_record
+from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.make import make_trainer
 from megarl.trainer.step import MegatronTrainer
 from megarl.types import TrainSequence
 
 
-def run_sft_rank(plan: RunPlan, rank: int) -> None:
+def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     """One trainer rank. Rank 0 writes `run_dir`/sft/metrics.jsonl; all ranks together export to `sft.output`.
 
     With `sft.eval`, the loss on it is measured before the first step, every `sft.every` steps, and after the last. If `sft.keep` is best,
-    weights with a lower loss than all before are exported beside `sft.output` at once, and put there at the end.
+    weights with a lower loss than all before are exported beside `sft.output` at once, and put there at the end. Every `sft.save_every`
+    steps a checkpoint is saved, which an interrupted warm start goes on from.
     """
     config, run_dir = plan.config, Path(plan.config.run_dir) / "sft"
     status = StatusBoard(run_dir, f"sft.{rank}").for_work()
@@ -47,11 +53,15 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
     else:
         trainer.load_hf(config.model.path)
     held_out, lowest = sft_held_out(config, plan.spec), math.inf
-    best = f"{config.sft.output}.best"
+    began, best = rendezvous.start_step, f"{config.sft.output}.best"
+    if rendezvous.checkpoint:
+        lowest = float(load_checkpoint(trainer, rendezvous.checkpoint)["lowest"])
+        if lowest < math.inf and not Path(best).is_dir():
+            raise RunError(f"{best}: the best weights so far are gone; to begin anew, remove {Path(rendezvous.checkpoint).parent}")
     record = {WARM_START: warm_start_record(config)}
-    metrics = MetricsWriter(run_dir) if rank == 0 else None
+    metrics = MetricsWriter(run_dir, resume_step=began) if rank == 0 else None
     started = time.monotonic()
-    for step, sequences in enumerate(sft_batches(config, plan.spec)):
+    for step, sequences in enumerate(sft_batches(config, plan.spec, began), began):
         status.set(f"step {step}")
         before = {"before/eval/loss": mean_loss(trainer, held_out, config.sft.batch_size)} if held_out and step == 0 else {}
         tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
@@ -66,9 +76,17 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
                 trainer.export_hf(best, config.model.path, record)
         if metrics is not None:
             wall_s = time.monotonic() - started
-            samples_per_s = (step + 1) * len(sequences) / wall_s
+            samples_per_s = (step + 1 - began) * len(sequences) / wall_s
             values = {"loss": result.loss, "entropy/mean": result.entropy, "grad_norm": result.grad_norm}
             metrics.write(step, {"wall_s": wall_s, **values, **before, "samples_per_s": samples_per_s})
+        if config.sft.save_every and done % config.sft.save_every == 0 and done < config.sft.steps:
+            status.set(f"saving after step {step}")
+            if metrics is not None:
+                metrics.sync()
+            files = {name: text.encode() for name, text in record.items()}
+            checkpoint.save(trainer, checkpoint_path(run_dir, done), {"lowest": str(lowest)}, files)
+            if rank == 0:
+                prune_checkpoints(run_dir, keep=1)
     status.set("exporting")
     if lowest < math.inf:
         if rank == 0:
@@ -77,6 +95,7 @@ def run_sft_rank(plan: RunPlan, rank: int) -> None:
         trainer.export_hf(config.sft.output, config.model.path, record)
     if metrics is not None:
         metrics.close()
+        prune_checkpoints(run_dir, keep=0)
     shutdown_distributed()
 
 

@@ -58,7 +58,8 @@ def make_room(run_dir: Path | str) -> None:
 def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints. If one cannot be removed (on NFS a file that is still open leaves a remnant), that is
     printed and left to the next launch, because it is no reason to end a run."""
-    for _, path in complete_checkpoints(run_dir)[:-keep]:
+    found = complete_checkpoints(run_dir)
+    for _, path in found[: len(found) - keep] if keep < len(found) else ():
         remove_whole(path)
 
 

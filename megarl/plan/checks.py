@@ -22,7 +22,7 @@ from megarl.plan.resume import check_resume
 from megarl.plan.roles import check_reward, check_roles, pairwise
 from megarl.plan.server_args import check_server_args
 from megarl.plan.teachers import check_distillation
-from megarl.plan.weights import check_warm_start
+from megarl.plan.weights import check_begun_warm_start, check_warm_start
 from megarl.rewards import shaping
 from megarl.rewards.parts import parts_of
 
@@ -150,6 +150,7 @@ def check_sft_command(config: RunConfig) -> Iterable[str]:
         yield from check_warm_start(config)
     else:
         yield from new_folder_problems("sft.output=", config.sft.output)
+        yield from check_begun_warm_start(config)
 
 
 def check_reward_model_command(config: RunConfig) -> Iterable[str]:

@@ -107,6 +107,11 @@ def why_first_weights(config: RunConfig) -> str:
     return f"{recipes.needs_reference(config.algorithm)}: its reference model is"
 
 
+def warm_start_due(config: RunConfig) -> bool:
+    """Whether megarl run begins with megarl sft, which may find that its work is done."""
+    return config.sft.steps > 0 and not complete_checkpoints(config.run_dir)
+
+
 def holds_weights(path: str) -> bool:
     return any(Path(path).glob("*.safetensors"))
 
@@ -128,12 +133,24 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
     instead = "remove it to train it anew, or name another folder"
     if made_by is None and holds_weights(config.model.path):
         yield f"sft.output={output}: is there already, and was not made by megarl sft (it has no {WARM_START}); {instead}"
-    if not made_by:
-        return
+    for key, now, then in _differences(made_by, config) if made_by else ():
+        yield f"{key}={now}: the warm start in sft.output={output} was made with {then}; {instead}"
+
+
+def check_begun_warm_start(config: RunConfig) -> Iterable[str]:
+    """Problems with going on with the warm start that was interrupted, if there is one."""
+    for _, folder in complete_checkpoints(Path(config.run_dir) / "sft")[-1:]:
+        for key, now, then in _differences(read_warm_start(str(folder)) or {}, config):
+            yield f"{key}={now}: the warm start that was interrupted had {then}; keep that, or remove {folder.parent} to begin anew"
+
+
+def _differences(made_by: Mapping[str, Any], config: RunConfig) -> Iterable[tuple[str, str, str]]:
+    """(key, value now, value then) of the settings that a warm start depends on."""
     for key, now in json.loads(warm_start_record(config)).items():
-        same = _same_folder(made_by[key], now) if key == "model.path" else made_by.get(key) == now
+        then = made_by.get(key)
+        same = _same_folder(then, now) if key == "model.path" and then else then == now
         if not same:
-            yield f"{key}={json.dumps(now)}: the warm start in sft.output={output} was made with {json.dumps(made_by.get(key))}; {instead}"
+            yield key, json.dumps(now), json.dumps(then)
 
 
 def read_warm_start(output: str) -> Mapping[str, Any] | None:
