@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
+from megarl.config.schema import RunConfig
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
 from megarl.launch.first_lines import headline, role_lines, sampling_lines, sizes, weights_lines
@@ -20,11 +21,12 @@ from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_c
 from megarl.launch.room import check_room_for_weights
 from megarl.launch.stopping import Stopped
 from megarl.launch.tracking import Trackers
-from megarl.observe.evaluations import sets
+from megarl.observe.evaluations import best_checkpoint, sets
 from megarl.observe.metrics import METRICS_FILE, check_lines
 from megarl.observe.progress import Doings, Progress
 from megarl.observe.rollouts import recover_ordinals
 from megarl.observe.status import clear_statuses
+from megarl.plan.best import scores_to_choose_by
 from megarl.plan.checkpoints import checkpoint_path, remove_leftovers
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import begin_with, needs_first_weights, why_first_weights
@@ -56,26 +58,30 @@ def train(plan: RunPlan) -> None:
             _launch_showing(plan, job, node, prepare, run_dir, config.max_steps, resume)
         except Stopped as stopped:
             if stopped.problem or latest_checkpoint(run_dir).step < config.max_steps:
-                _tell_stopped(run_dir, stopped, node)
+                _tell_stopped(config, stopped, node)
                 raise SystemExit(stopped.exit_status) from stopped
     elif node.is_head:
         steps = f"{resume.step} of {config.max_steps} steps"
         print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
     if node.is_head:
-        _report(run_dir)
+        _report(config)
 
 
-def _tell_stopped(run_dir: Path, stopped: Stopped, node: Node) -> None:
+def _tell_stopped(config: RunConfig, stopped: Stopped, node: Node) -> None:
     if node.is_head:
-        where = f"stopped at step {latest_checkpoint(run_dir).step} by {stopped.by}; the same command goes on from there"
+        where = f"stopped at step {latest_checkpoint(config.run_dir).step} by {stopped.by}; the same command goes on from there"
         print(f"{where}. It did not stop cleanly: {stopped.problem}" if stopped.problem else where, flush=True)
-        _report(run_dir)
+        _report(config)
 
 
-def _report(run_dir: Path) -> None:
+def _report(config: RunConfig) -> None:
     from megarl.observe.report import finish_report  # not at the top: it imports numpy and more
 
-    print(finish_report(run_dir), flush=True)
+    print(finish_report(config.run_dir), end="")
+    if config.checkpoint.keep_best and (best := best_checkpoint(config)):
+        score = f"{config.checkpoint.keep_best} {best[1]:.3f}"
+        print(f"  {'best checkpoint':<24}step {best[0]}, {score} (--best of megarl export and megarl eval)")
+    print(flush=True)
 
 
 def note_beginning(plan: RunPlan, resume: Resume) -> None:
@@ -190,8 +196,8 @@ def _read_result(path: Path) -> dict[str, float]:
         raise RuntimeError(f"{path}: the result is missing or damaged ({error}); evaluate again") from error
 
 
-def export(plan: RunPlan, output: Path, step: int | None = None, adapter: bool = False) -> None:
-    """Writes the weights of a checkpoint (the newest, or that of `step`) as an HF checkpoint at `output`, or as a PEFT adapter."""
+def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False) -> None:
+    """Writes the weights of a checkpoint (the newest, that of `step`, or the `best`) as an HF checkpoint at `output`, or an adapter."""
     if adapter and not plan.config.lora.rank:
         raise ConfigError("--lora: lora.rank is null: the run trains all weights, and has no adapter")
     run_dir, node = Path(plan.config.run_dir), this_node()
@@ -201,15 +207,26 @@ def export(plan: RunPlan, output: Path, step: int | None = None, adapter: bool =
         def prepare(folder: Path) -> None:
             nonlocal step
             check_room_for_weights(plan, "--output ", output)
+            step, why = best_step(plan.config) if best else (step, "")
             held = resources.enter_context(held_checkpoint(run_dir, step))
             check_resume_point(run_dir, held)
             (folder / "export.json").write_text(json.dumps({"checkpoint": held.checkpoint, "output": str(output), "adapter": adapter}))
             step = held.step
-            print(f"Weights: the checkpoint {checkpoint_path(run_dir, step)}", flush=True)
+            print(f"Weights: the checkpoint {checkpoint_path(run_dir, step)}{why}", flush=True)
 
         launch(plan, job, node, prepare)
     if node.is_head:
         print(f"{'The adapter' if adapter else 'Weights'} of step {step} {'is' if adapter else 'are'} in {output}")
+
+
+def best_step(config: RunConfig) -> tuple[int, str]:
+    """The step of the best checkpoint, and a remark that says so. Raises ConfigError if none can be chosen."""
+    if (key := config.checkpoint.keep_best) is None:
+        choice = ", ".join(scores_to_choose_by(config))
+        raise ConfigError(f"--best: checkpoint.keep_best is null; set it to what the best is chosen by: {choice or 'a held-out score'}")
+    if (best := best_checkpoint(config)) is None:
+        raise ConfigError(f"--best: no checkpoint in run_dir={config.run_dir} has been evaluated ({key})")
+    return best[0], f", the best by {key}: {best[1]:.3f}"
 
 
 def _launch_showing(

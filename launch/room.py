@@ -31,12 +31,12 @@ def check_room(plan: RunPlan, command: str) -> None:
 def check_room_for_checkpoints(plan: RunPlan) -> None:
     """Raises ConfigError if run_dir has no room for the checkpoints to come: each is complete before the oldest one is removed."""
     config = plan.config
-    there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
+    there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1 + (config.checkpoint.keep_best is not None)
     number = max(1, most - there)
     parameters = parameter_count(plan.spec, Lora.of(config.lora)) + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
     each_bytes = parameters * OPTIMIZER_BYTES
-    more = "more " if there else ""
-    what = f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={most - 1})"
+    more, best = "more " if there else "", ", keep_best" if config.checkpoint.keep_best else ""
+    what = f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={config.checkpoint.keep}{best})"
     needed_bytes = number * each_bytes
     if every := config.checkpoint.hf_every:
         exports = len({*range(every, config.max_steps + 1, every), config.max_steps} - exported_steps(config.run_dir))

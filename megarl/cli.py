@@ -118,6 +118,8 @@ def _resolved(arguments: argparse.Namespace) -> RunPlan:
     command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
     if command == "run":
         command = "dry-run" if warm_start_due(config) else "train"
+    if command == "eval" and arguments.best:
+        command = "export"  # the weights that are evaluated are still to be exported
     try:
         plan = resolve(config, command)
     except ConfigError as error:
@@ -170,7 +172,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     by_name["train"].set_defaults(**unused, search=False, theory=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank as PEFT does, not merged")
-    by_name["export"].add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
+    which = by_name["export"].add_mutually_exclusive_group()
+    which.add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
+    for options in (which, by_name["eval"]):
+        options.add_argument("--best", action="store_true", help="take the checkpoint with the best held-out score (checkpoint.keep_best)")
     reshard = by_name["reshard"]
     reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
     shares = "predict an update that carries only what has changed (weights.delta), if this share of the elements has; default: 0.01"
@@ -266,15 +271,21 @@ def _reward_model(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.launch.commands import evaluate
+    from megarl.config.load import load_config
+    from megarl.launch.commands import evaluate, export
 
+    if arguments.best:
+        exported = f"{plan.config.run_dir}/best"
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            export(plan, exported, best=True)
+        plan = resolve(load_config(arguments.config, [*arguments.overrides, f"model.path={exported}"]), "eval")
     evaluate(plan, arguments.json)
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.launch.commands import export
 
-    export(plan, arguments.output, arguments.step, arguments.lora)
+    export(plan, arguments.output, arguments.step, arguments.lora, arguments.best)
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:

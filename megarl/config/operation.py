@@ -13,6 +13,11 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 class CheckpointConfig:
     every: int = setting(10, "steps between checkpoints; 0: only at the end", at_least(0))
     keep: int = setting(2, "how many newest checkpoints are kept", at_least(1))
+    keep_best: str | None = setting(
+        None,
+        "a held-out score by its key in metrics.jsonl, such as eval/pass@1: the checkpoint with the highest one is kept beside the newest, "
+        "and megarl export and megarl eval take it with --best. It needs eval.every to be a multiple of checkpoint.every; null: none",
+    )
     beside: bool = setting(
         True,
         "write checkpoints while training goes on, from a copy in the hosts' memory (12 bytes a parameter, over all trainer ranks); each "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from megarl.config.schema import RunConfig
+from megarl.observe.evaluations import spared_steps
 from megarl.observe.trace import TraceWriter
 from megarl.plan.checkpoints import checkpoint_path, export_path, make_room, prune_checkpoints, remove_whole
 from megarl.trainer import checkpoint
@@ -65,7 +66,7 @@ class Saving:
         run_dir = self._config.run_dir
         with self._trace.span(f"checkpoint {step}"):
             if dist.get_rank() == 0:
-                make_room(run_dir)
+                make_room(run_dir, spared_steps(self._config))
             path, state = checkpoint_path(run_dir, step), {"step": step}
             self._checkpoint = checkpoint.begin(self._trainer, path, state, records(), beside=beside, critic=self._critic)
         self._saved = step
@@ -78,7 +79,7 @@ class Saving:
                 self._checkpoint.finish()
             self._checkpoint = None
             if dist.get_rank() == 0:
-                prune_checkpoints(self._config.run_dir, self._config.checkpoint.keep)
+                prune_checkpoints(self._config.run_dir, self._config.checkpoint.keep, spared_steps(self._config))
 
     def _begin_export_if_due(self, step: int) -> None:
         config, every = self._config, self._config.checkpoint.hf_every

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.schema import RunConfig
 from megarl.files import write_whole
 from megarl.observe.metrics import METRICS_FILE, add_to_last_row, read_metrics
+from megarl.plan.checkpoints import complete_checkpoints
 from megarl.types import Version
 
 Evaluation = dict[str, Any]  # "version", the scores of data.eval, and "suites": the scores of each by name
@@ -65,6 +67,24 @@ def as_metrics(evaluation: Evaluation) -> dict[str, float]:
     for name, scores in sets(evaluation).items():
         found |= {"/".join(("eval", *name.split(), key)): value for key, value in scores.items()}
     return found
+
+
+def best_checkpoint(config: RunConfig) -> tuple[int, float] | None:
+    """(step, score) of the checkpoint with the highest score by checkpoint.keep_best, of equal ones the earliest; None if none has been
+    evaluated."""
+    scores = {result["version"]: as_metrics(result).get(config.checkpoint.keep_best or "") for result in read_results(config.run_dir)}
+    found = [(score, -step) for step, _ in complete_checkpoints(config.run_dir) if (score := scores.get(step)) is not None]
+    return (-max(found)[1], max(found)[0]) if found else None
+
+
+def spared_steps(config: RunConfig) -> set[int]:
+    """Steps whose checkpoints stay besides the newest: that of the best, and those whose evaluation is still to come."""
+    if config.checkpoint.keep_best is None:
+        return set()
+    last = max((result["version"] for result in read_results(config.run_dir)), default=-1)
+    best = best_checkpoint(config)
+    coming = {step for step, _ in complete_checkpoints(config.run_dir) if step > last and step % config.eval.every == 0}
+    return coming | ({best[0]} if best else set())
 
 
 class NewEvaluations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -41,26 +42,28 @@ def remove_leftovers(run_dir: Path | str) -> None:
             shutil.rmtree(path)
 
 
-def make_room(run_dir: Path | str) -> None:
-    """Removes old checkpoints, but not the newest, if the disk has no room for one more of the newest one's size."""
-    complete = [path for _, path in complete_checkpoints(run_dir)]
+def make_room(run_dir: Path | str, spared: Collection[int] = ()) -> None:
+    """Removes old checkpoints, but neither the newest nor those of the steps `spared`, if the disk has no room for one more of the newest
+    one's size."""
+    complete = complete_checkpoints(run_dir)
     if not complete:
         return
-    *older, newest = complete
+    newest = complete[-1][1]
     needed_bytes = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-    for path in older:
+    for path in (path for step, path in complete[:-1] if step not in spared):
         if (free_bytes := shutil.disk_usage(newest).free) >= needed_bytes:
             return
         print(f"{free_bytes} bytes are free for a checkpoint of {needed_bytes}: {path} is removed first", flush=True)
         remove_whole(path)
 
 
-def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints. If one cannot be removed (on NFS a file that is still open leaves a remnant), that is
-    printed and left to the next launch, because it is no reason to end a run."""
+def prune_checkpoints(run_dir: Path | str, keep: int, spared: Collection[int] = ()) -> None:
+    """Removes all checkpoints but the newest `keep` and those of the steps `spared`. If one cannot be removed (on NFS a file that is still
+    open leaves a remnant), that is printed and left to the next launch, because it is no reason to end a run."""
     found = complete_checkpoints(run_dir)
-    for _, path in found[: len(found) - keep] if keep < len(found) else ():
-        remove_whole(path)
+    for step, path in found[: max(0, len(found) - keep)]:
+        if step not in spared:
+            remove_whole(path)
 
 
 def remove_whole(path: Path) -> None:

@@ -16,6 +16,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.config.schema import GRADERS, OWN_PLACE, RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.mixture import mixture_problems
+from megarl.plan.best import check_best
 from megarl.plan.megatron_settings import check_megatron_settings
 from megarl.plan.quantisation import check_ampere, check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
@@ -191,6 +192,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_curriculum,
     check_shaping,
     check_eval,
+    check_best,
     check_roles,
     check_reward,
     check_distillation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.launch import room
+from megarl.launch.commands import best_step
 from megarl.launch.resuming import check_resume_point, held_checkpoint, latest_checkpoint
+from megarl.observe.evaluations import best_checkpoint, spared_steps, write_result
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, make_room, prune_checkpoints
 from megarl.plan.resolve import resolve
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
@@ -145,12 +148,68 @@ def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(disk: Path,
     make_room(disk)
     assert [step for step, _ in complete_checkpoints(disk)] == [2, 4, 6], "more than 7 MiB are free"
     (disk / "other").write_bytes(bytes(5 << 20))
+    make_room(disk, spared={2, 4})
+    assert len(complete_checkpoints(disk)) == 3, "the best stays"
     make_room(disk)
     assert [step for step, _ in complete_checkpoints(disk)] == [4, 6]
     assert f"{checkpoint_path(disk, 2)} is removed first" in capsys.readouterr().out
     (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free + (1 << 20)))
     make_room(disk)
     assert [step for step, _ in complete_checkpoints(disk)] == [6]
+
+
+def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of equal ones the earliest; and those whose evaluation is still to come stay until it has."""
+    settings = [f"run_dir={tmp_path}", "checkpoint.every=2", "eval.every=4", "checkpoint.keep_best=eval/hard/pass@1"]
+    config = load_config(CONFIGS / "quickstart.yaml", [*settings, "eval.suites.hard.source=synthetic:chain"])
+
+    def saved(step: int) -> list[int]:
+        save(tmp_path, step)
+        prune_checkpoints(tmp_path, 1, spared_steps(config))
+        return [there for there, _ in complete_checkpoints(tmp_path)]
+
+    def evaluated(step: int, score: float) -> None:
+        write_result(tmp_path, step, {"pass@1": 1.0, "suites": {"hard": {"pass@1": score}}})
+
+    evaluated(0, 0.9)  # before the first step, of weights that no checkpoint has
+    assert saved(2) == [2] and saved(4) == [4] and saved(6) == [4, 6] and saved(8) == [4, 8]
+    assert best_checkpoint(config) is None
+    evaluated(4, 0.5)
+    evaluated(8, 0.5)
+    assert saved(10) == [4, 10] and saved(12) == [4, 12] and best_checkpoint(config) == (4, 0.5)
+    assert saved(14) == [4, 12, 14]
+    evaluated(12, 0.75)
+    assert saved(16) == [12, 16] and best_checkpoint(config) == (12, 0.75)
+    evaluated(16, 0.1)
+    assert saved(18) == [12, 18] and saved(20) == [12, 20], "12 is old by now"
+    assert best_step(config) == (12, ", the best by eval/hard/pass@1: 0.750")
+    [damaged] = (tmp_path / "eval").glob("version_000012.json")
+    damaged.write_text("{")
+    with pytest.raises(ConfigError, match="--best: no checkpoint in run_dir=.* has been evaluated"):
+        best_step(config)
+    with pytest.raises(ConfigError, match="--best: checkpoint.keep_best is null; set it to what .*: eval/pass@1, eval/reward/mean$"):
+        best_step(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["eval.every=20"], None),
+        ([], "checkpoint.keep_best=eval/pass@1: needs eval.every=0 to be a multiple of checkpoint.every=10, and neither to be 0"),
+        (["eval.every=15"], "checkpoint.keep_best=eval/pass@1: needs eval.every=15 to be a multiple of checkpoint.every=10, and neither"),
+        (["eval.every=10", "checkpoint.every=0"], "checkpoint.keep_best=eval/pass@1: needs eval.every=10 to be a multiple of"),
+        (
+            ["eval.every=10", "checkpoint.keep_best=eval/x/pass@1"],
+            "checkpoint.keep_best=eval/x/pass@1: must be one of eval/pass@1, eval/rew",
+        ),
+        (["eval.every=10", "eval.samples=4", "eval.temperature=1", "checkpoint.keep_best=eval/avg@4"], None),
+    ],
+)
+def test_what_a_best_can_be_chosen_by(settings: list[str], problem: str | None) -> None:
+    config = load_config(CONFIGS / "quickstart.yaml", ["checkpoint.keep_best=eval/pass@1", *settings])
+    with pytest.raises(ConfigError) if problem else contextlib.nullcontext() as raised:
+        resolve(config)
+    assert problem is None or any(told.startswith(problem) for told in raised.value.problems)
 
 
 FULL_SHARED_MEMORY = """

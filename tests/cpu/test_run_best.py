@@ -1,0 +1,37 @@
+"""A whole run that keeps its best checkpoint by a held-out score."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_tools import OVERRIDES, make_model, run
+
+from megarl.observe.evaluations import read_results
+from megarl.plan.checkpoints import complete_checkpoints
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path) -> None:
+    """At this learning rate weights change, but no answer does: all scores are equal, and the earliest of equal ones is the best."""
+    model, run_dir = make_model(tmp_path / "model"), tmp_path / "run"
+    settings = ["checkpoint.keep=1", "checkpoint.keep_best=eval/pass@1", "eval.every=2", "trainer.optimizer.lr=1.0e-7"]
+    arguments = ["configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *settings]
+    for steps in (4, 6):
+        done = run(["train", *arguments, f"max_steps={steps}"])
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [step for step, _ in complete_checkpoints(run_dir)] == [2, steps]
+        score = read_results(run_dir)[-1]["pass@1"]
+        assert f"  best checkpoint         step 2, eval/pass@1 {score:.3f} (--best of megarl export and megarl eval)\n" in done.stdout
+    evaluated = run(["eval", *arguments, "--best", "--json"])
+    assert evaluated.returncode == 0 and json.loads(evaluated.stdout)["pass@1"] == score, evaluated.stderr
+    best = f"Weights: the checkpoint {run_dir}/checkpoints/step_000002, the best by eval/pass@1: {score:.3f}\n"
+    assert best in evaluated.stderr
+    exported = run(["export", *arguments, "--best", "--output", str(tmp_path / "exported")])
+    assert exported.returncode == 0 and best in exported.stdout, exported.stderr
+    newest = run(["export", *arguments, "--output", str(tmp_path / "newest")])
+    assert newest.returncode == 0, newest.stderr
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "exported", run_dir / "best", tmp_path / "newest")]
+    assert weights[0] == weights[1] != weights[2]
