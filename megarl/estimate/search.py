@@ -32,6 +32,7 @@ from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.relays import ENGINES
 
+FINE_NODES = 4  # on so many nodes or fewer, trainer and engines may share one; on more, each side gets whole nodes
 LONG = 16384  # tokens of a sequence from which on shapes with context parallelism are tried
 
 
@@ -75,7 +76,7 @@ class Search:
 
     def run(self) -> Found:
         """Raises ConfigError if nothing fits the budget."""
-        unit = self.cluster.gpus_per_node if self.gpus >= 2 * self.cluster.gpus_per_node else 1
+        unit = self.cluster.gpus_per_node if self.gpus > FINE_NODES * self.cluster.gpus_per_node else 1
         splits = range(unit, self.gpus, unit)
         if not splits:
             raise ConfigError(f"--gpus {self.gpus}: must be at least 2: trainer and generator do not share GPUs")

@@ -7,6 +7,7 @@ import itertools
 import math
 from pathlib import Path
 
+import colocation
 import pytest
 
 from megarl.config.errors import ConfigError
@@ -71,11 +72,11 @@ def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
     assert estimate(chosen, spec).step_s <= 1.02 * shipped.step_s
 
 
-@pytest.mark.parametrize(("capacity", "gpus"), [(1, 16), (0, 16), (1, 12)])
+@pytest.mark.parametrize(("capacity", "gpus"), [(1, 20), (1, 16), (0, 16), (1, 12)])
 def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int) -> None:
     config, spec = load("8b_aipo", f"async.capacity={capacity}", "launch.ranks_per_node=4", "trainer.sequence_parallel=false")
     one = Search(config, spec, gpus)
-    unit = 4 if gpus >= 8 else 1
+    unit = 4 if gpus > 16 else 1  # whole nodes
     every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
     found = Search(config, spec, gpus).run()
     assert every[round(found.theta * gpus)] == pytest.approx(min(every.values()))
@@ -154,3 +155,8 @@ def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
     one = Search(config, spec, 1024)
     one.run()
     assert len(one.trainers) <= 24 and len(one.generators) <= 24
+
+
+def test_the_document_says_what_taking_turns_would_gain() -> None:
+    text = (CONFIGS.parent / "docs/planner.md").read_text()
+    assert f"{colocation.ASSUMED}\n\n{colocation.table()}\n" in text, "put what tests/tools/colocation.py prints there"

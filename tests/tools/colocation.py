@@ -1,0 +1,75 @@
+"""What colocating would gain: trainer and engines on the same GPUs in turn, beside each on its own (docs/planner.md).
+
+`python tests/tools/colocation.py` prints the table there. Everything is the planner's, and where it has no figure the assumption favours
+colocating: see ASSUMED.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.config.load import load_config
+from megarl.config.schema import RunConfig
+from megarl.estimate.estimate import estimate
+from megarl.estimate.knobs import turned
+from megarl.estimate.search import Search, search
+from megarl.estimate.training import training_memory
+from megarl.models import ModelSpec
+from megarl.plan.resolve import resolve
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs/8b_aipo.yaml"
+SETTINGS = "rollout.prompts_per_step=128 rollout.n=8 trainer.max_tokens_per_microbatch=32768 generator.kv_cache_tokens=100000".split()
+ROWS = [(512, 2048, 4), *((*lengths, gpus) for lengths in ((512, 2048), (2048, 8192), (6000, 16384)) for gpus in (8, 16, 32))]
+HOST_BYTES_PER_S = 50e9  # of a GPU to its host's memory, PCIe 5.0 x16
+LEFT_GIB = 4.0  # what the side that does not run leaves on a GPU: CUDA context, NCCL's buffers, graphs
+
+ASSUMED = f"""\
+Llama 3.1 8B on H100, 1024 responses a step. Apart: what `--search` finds, one step behind. In turn: each side the fastest shape
+that fits on all GPUs, less {LEFT_GIB:g} GiB that the other leaves there; weights and optimizer move to the host's memory and back at \
+{HOST_BYTES_PER_S / 1e9:g} GB/s a GPU;
+the update, and giving engines their memory back, take no time."""
+HEAD = [
+    "responses, mean / longest",
+    "GPUs",
+    "apart: train + generate",
+    "step",
+    "in turn: train, generate, move",
+    "step on-policy",
+    "step one behind",
+]
+
+
+def table() -> str:
+    rows: list[list[object]] = [[*HEAD], ["---"] * len(HEAD)]
+    for mean, longest, gpus in ROWS:
+        plan = resolve(load_config(CONFIG, [*SETTINGS, f"plan.response_tokens={mean}", f"rollout.max_tokens={longest}"]))
+        found, best = search(plan.config, plan.spec, gpus)
+        apart = estimate(best, plan.spec)
+        training = round(found.theta * gpus)
+        # One step behind, unfinished responses wait without their KV cache while training has the memory, and are prefilled again.
+        on_policy, behind = (in_turn(with_partial(plan.config, mode), plan.spec, gpus) for mode in ("block", "retract"))
+        steps = [sum(parts) + apart.glue_s for parts in (on_policy, behind)]
+        parts = ", ".join(f"{part:.1f}" for part in behind)
+        cells = [f"{mean} / {longest}", gpus, f"{training} + {gpus - training}", f"{apart.step_s:.1f}", parts, *(f"{s:.1f}" for s in steps)]
+        rows.append(cells)
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def with_partial(config: RunConfig, mode: str) -> RunConfig:
+    return replace(config, async_=replace(config.async_, partial_rollout=mode))
+
+
+def in_turn(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[float, float, float]:
+    """Seconds of training, of generation, and of moving what the trainer holds to the host and back."""
+    sides = Search(config, spec, gpus)
+    left = replace(sides.cluster.gpu, memory_gib=sides.cluster.gpu.memory_gib - LEFT_GIB)
+    sides.cluster = replace(sides.cluster, gpu=left)
+    trainer, generator = sides.trainer(gpus), sides.generator(gpus)
+    assert trainer is not None and generator is not None
+    held = training_memory(config, spec, turned(config, trainer.settings).trainer, left)
+    return trainer.seconds, generator.seconds, 2 * (held.weights + held.optimizer) / HOST_BYTES_PER_S
+
+
+if __name__ == "__main__":
+    print(f"{ASSUMED}\n\n{table()}")
