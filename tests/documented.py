@@ -37,9 +37,25 @@ FIRST_DAY = {
     "source .venv/bin/activate": "",
     "megarl sft configs/quickstart.yaml": SHORT,
     "megarl train configs/quickstart.yaml": SHORT,
+    "megarl run configs/quickstart.yaml": SHORT,
     "megarl export configs/quickstart.yaml --output runs/quickstart/export": SHORT,
     "megarl eval configs/quickstart.yaml model.path=runs/quickstart/export": SHORT,
     "megarl report runs/quickstart": "",
+}
+# then the first hour of docs/first_hour.md, in the same checkout,
+FIRST_HOUR = {
+    "megarl init first": "",
+    "megarl run first/run.yaml": SHORT,
+    "megarl report first/runs/first": "",
+    "megarl eval first/run.yaml --best": SHORT,
+    "megarl export first/run.yaml --best --output first/exported": SHORT,
+    "megarl run first/run.yaml max_steps=100": f"{SHORT} max_steps=3",
+    "megarl plan first/own.yaml": "",
+    "megarl train first/own.yaml --dry-run": "",
+    "megarl run first/own.yaml": OWN,
+    "megarl eval first/own.yaml --best": OWN,
+    "megarl export first/own.yaml --best --output first/own-exported": OWN,
+    "megarl report first/runs/own": "",
 }
 # then, marked `matrix`, the run of docs/own_run.md, in the order of the document,
 OWN_RUN = {
@@ -140,7 +156,7 @@ NOT_RUN = {
     "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=run1 "
     "-m megarl train CONFIG": PLACEHOLDERS,
 }
-LISTED = {**FIRST_DAY, **OWN_RUN, **LONG, **NOT_RUN}
+LISTED = {**FIRST_DAY, **FIRST_HOUR, **OWN_RUN, **LONG, **NOT_RUN}
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ FIRST_STEPS = """\
 {folder}: {listed}
 
 First steps, about five minutes on two cores:
-  megarl sft {run}    # a supervised warm start: the model has no weights yet
-  megarl train {run}  # reinforcement learning by the reward in graders.py
+  megarl run {run}  # a supervised warm start, since the model has no weights yet, then RL by the reward in graders.py
   megarl report {run_dir}  # one page of curves, times and samples
-Then change the lines marked OWN in {run}: your model, your data, your reward."""
+  megarl eval {run} --best  # the held-out score of the best checkpoint
+Then change the lines marked OWN in {run}: your model, your data, your reward (docs/first_hour.md)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

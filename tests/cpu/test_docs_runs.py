@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from documented import FIRST_DAY, LONG, OWN_RUN, checkout, run, snippets
+from documented import FIRST_DAY, FIRST_HOUR, LONG, OWN_RUN, checkout, run, snippets
 from run_tools import make_model, rows
 
 pytestmark = pytest.mark.timeout(900)
@@ -36,6 +36,27 @@ def test_what_a_newcomer_does_first(folder: Path) -> None:
     assert "runs/quickstart/sft/hf is there already: nothing to do" in printed and "runs/quickstart is complete: 2 of 2 steps" in printed
     assert "held-out scores of the weights in runs/quickstart/export" in printed
     does({f'python -c "{WITH_TRANSFORMERS.format("runs/quickstart/export")}"': ""}, folder)
+
+
+@pytest.mark.long
+def test_the_first_hour(folder: Path) -> None:
+    """Its commands in their order; its own files are there from the beginning, with a small model and rows of its alphabet."""
+    begin = "megarl init first"
+    does({begin: FIRST_HOUR[begin]}, folder)
+    make_model(folder / "first/my-model", max_position_embeddings=2048)
+    [settings], [graders] = snippets("first_hour.md", "yaml"), snippets("first_hour.md", "python")
+    for text in (settings, graders):
+        (folder / text.split(maxsplit=2)[1].rstrip(";")).write_text(text)
+    for name in ("questions", "held_out"):
+        data = [{"question": f"{n}+{n}=", "solution": str(2 * n % 10)} for n in range(10)]
+        (folder / f"first/{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in data))
+    printed = does({text: more for text, more in FIRST_HOUR.items() if text != begin}, folder)
+    for run_dir, steps in (("first", 2), ("first", 3), ("own", 2)):
+        assert f"{folder}/first/runs/{run_dir}: {steps} steps" in printed
+    assert printed.count("best checkpoint ") == 3 and printed.count("the best by eval/pass@1: ") == 4
+    for exported in ("first/exported", "first/own-exported"):
+        does({f'python -c "{WITH_TRANSFORMERS.format(exported)}"': ""}, folder)
+    assert all((folder / f"first/runs/{name}/report.html").stat().st_size > 0 for name in ("first", "own"))
 
 
 @pytest.mark.matrix

@@ -20,7 +20,7 @@ def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_p
     (folder / "held_out.jsonl").write_text("".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:32]))
     held_out = f"sft.eval={{source: {folder}/held_out.jsonl, prompt_key: prompt, demonstration_key: demonstration}}"
     settings = [held_out, f"sft.steps={STEPS}", f"sft.save_every={EVERY}", "sft.every=4", "sft.batch_size=32"]
-    settings += ["max_steps=2", "rollout.prompts_per_step=4", "rollout.n=2", "eval.limit=8", "observe.tensorboard=false"]
+    settings += ["max_steps=2", "rollout.prompts_per_step=4", "rollout.n=2", "eval.limit=8", "observe.trackers=[]"]
 
     def arguments(command: str, run_dir: Path, *more: str) -> list[str]:
         return [command, f"{folder}/run.yaml", f"run_dir={run_dir}", *settings, *more]

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("graders", None)  # of another test's folder: a process has one module of a name
     assert main(["init", "deep/my first"]) == 0
-    assert "megarl train 'deep/my first/run.yaml' " in capsys.readouterr().out
+    assert "megarl run 'deep/my first/run.yaml' " in capsys.readouterr().out
     yield tmp_path / "deep/my first"
     sys.modules.pop("graders", None)
 
