@@ -27,8 +27,9 @@ WRITTEN = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    sys.modules.pop("graders", None)  # of another test's folder: a process has one module of a name
+    # Another test's folder may have a graders.py too: a process has one module of a name.
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not Path(each, "graders.py").exists()])
+    sys.modules.pop("graders", None)
     assert main(["init", "deep/my first"]) == 0
     assert "megarl run 'deep/my first/run.yaml' " in capsys.readouterr().out
     yield tmp_path / "deep/my first"

@@ -90,6 +90,7 @@ class OneEngine:
 
     config = RunConfig(observe=ObserveConfig(probe_every=0))
     generator_topology = GeneratorTopology(engines=1, tp=1)
+    spec = None  # no adapters, whatever the model
 
 
 def group(ordinal: int, version: int = 0) -> Group:
