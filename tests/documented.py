@@ -115,6 +115,7 @@ GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these t
 SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
 FLEET = "run by tests/cpu/test_run_fleet.py beside a run"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
+STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_bench_offpolicy_runs.py"
 NOT_RUN = {
     "make check": ITSELF,
     "make test": ITSELF,
@@ -129,8 +130,10 @@ NOT_RUN = {
     "make setup": "has made the environment that these tests run in",
     "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of make matrix",
     "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",
-    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": "takes hours; two short runs of it are "
-    "made by tests/cpu/test_bench_offpolicy_runs.py",
+    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": STUDY,
+    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses --seeds 1 --lanes 2": STUDY,
+    "megarl bench offpolicy configs/offpolicy/chain.yaml --runs runs/offpolicy": STUDY,
+    "megarl bench offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs runs/faster trainer.optimizer.lr=5e-4": STUDY,
     "megarl report runs/q0 runs/q1 --output compared.html": PAGES,
     "megarl report runs/quickstart --serve": PAGES,
     "sbatch slurm/quickstart.sbatch": SLURM,
