@@ -164,6 +164,54 @@ def test_what_loading_has_made_must_be_made_again_by_updates():
     assert kinds["written"] == {"layers.0.weight", "layers.1.weight", "layers.0.transposed", "layers.1.transposed"}
 
 
+def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_one():
+    """As a forward pass casts or moves what it finds; also under the name that an adapter's wrapper gives it."""
+    before = [weakref.ref(values) for values in live_tensors()]
+    model = Model()
+    built = Built(model, before)
+    for layer in model.layers:
+        layer.repacked = layer.weight.detach() * 3
+    watch = Watch(model, built)
+    model.layers[1] = Wrapper(model.layers[1])
+    watch.adapted([])
+    for layer in (model.layers[0], model.layers[1].base_layer):
+        layer.repacked, layer.rotary = layer.repacked.to(torch.bfloat16), layer.rotary.to(torch.bfloat16)
+    watch.start()
+    kinds = {held.name: held.kind for held in inventory(watch)}
+    assert kinds["layers.0.repacked"] == kinds["layers.1.base_layer.repacked"] == "unproven"
+    assert kinds["layers.0.rotary"] == "constant"
+
+
+class Wrapper(torch.nn.Module):
+    """A layer with an adapter, as SGLang wraps it."""
+
+    def __init__(self, layer: torch.nn.Module):
+        super().__init__()
+        self.base_layer, self.weight = layer, layer.weight
+        self.pool = torch.zeros(2, 3)
+        self.offsets = torch.tensor([0, 8])
+
+
+def test_what_wrappers_of_layers_hold_is_no_constant():
+    """Adapters' memory is written; a copy of weights that they make is unproven; so is a parameter that they still have, though post-load
+    work has put another in its place."""
+    before = [weakref.ref(values) for values in live_tensors()]
+    model = Model()
+    built = Built(model, before)
+    watch = Watch(model, built)
+    layer, wrapper = model.layers[1], Wrapper(model.layers[1])
+    wrapper.transposed = layer.weight.detach().t().contiguous()
+    model.layers[1] = wrapper
+    watch.adapted([wrapper.pool])
+    watch.start()
+    with watch.rewriting():
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        layer.transposed = layer.weight.data.t()
+    kinds = {held.name: held.kind for held in inventory(watch)}
+    assert (kinds["layers.1.transposed"], kinds["layers.1.pool"], kinds["layers.1.offsets"]) == ("unproven", "written", "constant")
+    assert [held.kind for held in inventory(watch) if held.name == "layers.1.weight"] == ["written", "unproven"]
+
+
 @pytest.mark.parametrize("dummy, kind", [(True, "unproven"), (False, "constant")])
 def test_dummy_weights_prove_nothing_of_a_buffer_that_checkpoints_have(dummy, kind):
     before = [weakref.ref(values) for values in live_tensors()]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from megarl.weight_sync.commands import CONSTANT, DERIVED, OUTSIDE, UNPROVEN, UNPROVEN_OUTSIDE, WORKING, WRITTEN, Held
-from megarl.weight_sync.engine.watch import LOADING, Watch
+from megarl.weight_sync.engine.watch import LOADING, Watch, out_of_use, parameters_of
 
 
 def inventory(watch: Watch) -> list[Held]:
@@ -22,14 +22,15 @@ def inventory(watch: Watch) -> list[Held]:
 
 
 def _held(watch: Watch) -> Iterator[tuple[Held, torch.Tensor]]:
-    for name, values in watch.model.named_parameters():
+    for name, values in parameters_of(watch.model).items():
         yield _entry(name, values, WRITTEN), values
+    left_over = {id(parameter) for parameter in out_of_use(watch.model).values()}
     for name, values, left in watch.all():
         if left is None:
             yield _entry(name, values, WORKING, "made by forward passes"), values
         elif left.hash is None:
             yield _entry(name, values, WRITTEN, "in memory that updates write"), values
-        elif watch.unproven(name, values):
+        elif id(values) in left_over or watch.unproven(name, values):
             yield _entry(name, values, UNPROVEN, LOADING), values
         elif name in watch.remade:
             yield _entry(name, values, DERIVED, "made by post-load work"), values

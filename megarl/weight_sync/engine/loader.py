@@ -50,7 +50,7 @@ from megarl.weight_sync.commands import (
 from megarl.weight_sync.engine.beats import beating
 from megarl.weight_sync.engine.inventory import inventory
 from megarl.weight_sync.engine.pool import Pool
-from megarl.weight_sync.engine.watch import Built, Watch, live_tensors
+from megarl.weight_sync.engine.watch import Built, Watch, live_tensors, parameters_of
 from megarl.weight_sync.transports.base import Endpoint, Live, Memory, RemoteTensor, describe
 from megarl.weight_sync.transports.choice import AUTO, this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
@@ -106,10 +106,8 @@ class Worker:
         self.unwritten.adapted(pool.buffers.values())
 
     def parameters(self, model: torch.nn.Module) -> Parameters:
-        """By the names that they have without adapters: SGLang wraps each layer that gets one, and keeps what it wraps as `base_layer`.
-        A wrapper's `weight` comes first, that of its layer after it: the one in use, should post-load work have replaced it."""
-        found = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
-        return {**found, **(self.pool.buffers if self.pool else {})}
+        """All that updates write."""
+        return {**parameters_of(model), **(self.pool.buffers if self.pool else {})}
 
     def connect(self, command: Connect) -> None:
         if self.peer is not None:

@@ -92,11 +92,13 @@ class Watch:
         self.model = model
         tensors = {name: values for name, values, _ in _tensors(model)}
         self._names, self._written = set(tensors), list[torch.Tensor]()
+        self._known = {_region(each) for each in tensors.values()}
         now, before = prints(model.parameters(), tensors), built.prints if built else {}
         as_built = {_region(each) for name, each in tensors.items() if now[name] == before.get(name) or _grown(model, name, each, before)}
         saved = model.state_dict().keys() if dummy else set[str]()
         unlike = {name: each for name, each in tensors.items() if name in saved or _region(each) not in as_built}
         self._made = {_region(each) for name, each in unlike.items() if now[name].hash is not None}
+        self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # of those that are moved or cast later
         self.remade: set[str] = set()  # by the post-load work of an update
         self.outside = [(weakref.ref(values), same) for values, same in built.outside(model)] if built else []
         self._left: dict[str, Print] = {}  # their state at the last audit, or after post-load work since
@@ -104,8 +106,12 @@ class Watch:
         self.count, self.nbytes = 0, 0  # of the watched tensors; memory with two names counts once
 
     def adapted(self, written: Collection[torch.Tensor]) -> None:
-        """SGLang has wrapped layers, and so renamed what they hold; updates write `written` too. Call it before `start`."""
-        self._names, self._written = {name for name, _, _ in _tensors(self.model)}, [*written]
+        """SGLang has wrapped layers, and so renamed what they hold; updates write `written` too. Call it before `start`. Numbers that the
+        wrappers have made may be of weights, as if loading had made them; integers are places in a layer's output."""
+        tensors = {name: values for name, values, _ in _tensors(self.model)}
+        self._names, self._written = set(tensors), [*written]
+        new = {name: each for name, each in tensors.items() if each.is_floating_point() and _region(each) not in self._known}
+        self._made |= {_region(new[name]) for name, state in self._prints(new).items() if state.hash is not None}
 
     def start(self) -> None:
         """Records the current state; further calls do nothing."""
@@ -152,13 +158,31 @@ class Watch:
 
     def unproven(self, name: str, values: torch.Tensor) -> bool:
         """Whether loading has made or changed it, and the post-load work of an update has not."""
-        return _region(values) in self._made and name not in self.remade
+        return name not in self.remade and (_region(values) in self._made or unwrapped(name) in self._made_names)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: values for name, values, made_by in _tensors(self.model) if name in self._names or made_by in MADE_LATER}
 
     def _prints(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Print]:
-        return prints([*self.model.parameters(), *self._written], tensors)
+        return prints([*parameters_of(self.model).values(), *self._written], tensors)
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By the names that they have without adapters. A wrapper's `weight` comes first, that of its layer after it: the one in use, should
+    post-load work have replaced it."""
+    return {unwrapped(name): parameter for name, parameter in model.named_parameters()}
+
+
+def out_of_use(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters that wrappers still have, though post-load work has put others into their layers. No update writes them."""
+    found = dict(model.named_parameters())
+    used = {unwrapped(name): parameter for name, parameter in found.items()}
+    return {name: parameter for name, parameter in found.items() if used[unwrapped(name)] is not parameter}
+
+
+def unwrapped(name: str) -> str:
+    """SGLang wraps each layer that gets an adapter, and keeps what it wraps as `base_layer`."""
+    return name.replace(".base_layer.", ".")
 
 
 def prints(written: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, Print]:
@@ -199,7 +223,10 @@ class _Memory:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[str, str]]]:
-    """Yields (name, tensor, class and attribute that hold it) for every tensor of a model except its parameters. The name is its path."""
+    """Yields (name, tensor, class and attribute that hold it) for every tensor of a model except the parameters that updates write. The
+    name is its path."""
+    for name, parameter in out_of_use(model).items():
+        yield name, parameter, ("", "")
     seen: set[int] = set()
     for name, module in model.named_modules():
         for own, values in module._buffers.items():
