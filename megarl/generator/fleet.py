@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -183,17 +183,20 @@ class Fleet:
         self.pulse.beat()
         return index
 
-    async def leave(self, index: int, why: str, timeout_s: float) -> None:
-        """Goes on without an engine. It takes no more requests; those that it has are cut, and go on at others from the tokens they had.
-        Returns when it has none, and no update writes to it; it may be ended then. What it does not give back within `timeout_s` goes on
-        from the tokens of earlier requests, as if the engine were lost."""
+    def leave(self, index: int, why: str, timeout_s: float) -> Coroutine[Any, Any, None]:
+        """Goes on without an engine, from the call on: it takes no more requests. Those that it has are cut, and go on at others from the
+        tokens they had. What is returned is done when it has none, and no update writes to it; it may be ended then. What it does not give
+        back within `timeout_s` goes on from the tokens of earlier requests, as if the engine were lost."""
         if index in self.gone.keys() | self.leaving:
-            return
+            return asyncio.sleep(0)
         self.leaving.add(index)
         for others in (self.serving, self.returned, self.joining, self.intact):
             others.discard(index)
         self.lost.pop(index, None)
         self.pulse.beat()
+        return self._let_go(index, why, timeout_s)
+
+    async def _let_go(self, index: int, why: str, timeout_s: float) -> None:
         await self.pulse.until(lambda: index not in self.updating)
         try:
             async with asyncio.timeout(timeout_s):

@@ -74,6 +74,17 @@ def test_engines_are_added_listed_and_removed_by_calls(tmp_path, monkeypatch):
     with_calls(body, tmp_path, monkeypatch)
 
 
+def test_two_calls_at_once_do_not_remove_all_engines(tmp_path, monkeypatch):
+    async def body(fleet, link):
+        for engine in (0, 1):
+            link.calls.put_nowait(FleetCall("leave", engines=[engine]))
+        answers = [await link.answers.get() for _ in range(2)]
+        assert sorted(answer.error for answer in answers) == ["", "one engine at least must go on serving, and engine 1 would be gone"]
+        assert fleet.serving == {1}
+
+    with_calls(body, tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize(
     "on_failure, fixed, why", [("fail", "", "generator.on_failure=fail"), ("restart", "weights go by gloo", "by gloo")]
 )
