@@ -136,6 +136,8 @@ class EngineClient:
             await asyncio.sleep(0.1)
 
     async def _ready(self) -> bool:
+        if self._session.closed:  # it has left meanwhile
+            return False
         try:
             async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as response:
                 return response.status == 200
@@ -222,6 +224,8 @@ class EngineClient:
 
     async def _call(self, method: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> bytes:
         self._check_condemned()
+        if self._session.closed:  # it has left, between two steps of the event loop; aiohttp would raise a bare RuntimeError
+            raise EngineUnreachable(self.url, f"engine {self.url} has left")
         try:
             async with self._session.request(
                 method,

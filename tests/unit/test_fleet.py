@@ -257,6 +257,19 @@ def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
     asyncio.run(run())
 
 
+def test_an_engine_that_has_left_is_unreachable_for_whoever_still_asks_it():
+    """aiohttp's own error would end the run."""
+
+    async def run():
+        client = EngineClient("http://127.0.0.1:9", "key", "key")
+        await client.close()
+        assert not await client.fresh() and not await client.answers()
+        with pytest.raises(EngineUnreachable, match="engine http://127.0.0.1:9 has left"):
+            await client.version(timeout_s=1)
+
+    asyncio.run(run())
+
+
 def test_a_fleet_that_is_not_elastic_raises():
     async def answer(inputs, samplings):
         raise EngineUnreachable("engine", "gone")
