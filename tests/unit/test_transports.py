@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from megarl.kernels.audit import MASK, hash_tensor
 from megarl.messaging.host import Host
 from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy
-from megarl.weight_sync.transports.base import Endpoint, Live, RemoteTensor
-from megarl.weight_sync.transports.mooncake import landing_memory
+from megarl.weight_sync.transports import mooncake
+from megarl.weight_sync.transports.base import Endpoint, Live, Offer, RemoteTensor
+from megarl.weight_sync.transports.mooncake import MooncakeMemory, landing_memory
 from megarl.weight_sync.transports.shared_memory import MemoryFile, SharedMemoryTransport, aligned_offsets, view_at
 from megarl.weight_sync.writing import send, shapes_of
 
@@ -132,3 +136,23 @@ def test_moving_into_the_file_keeps_values_strides_and_what_is_shared():
 def test_too_little_memory_to_land_in_names_the_setting():
     with pytest.raises(RuntimeError, match=r"needs 1073741824.00 GiB for boxes .* lower generator.mem_fraction \(.*allocate"):
         landing_memory(1 << 60, torch.device("cpu"))
+
+
+def test_landing_memory_is_never_there_twice(monkeypatch):
+    """It takes what SGLang has left free, and is opened anew whenever engines come or go."""
+    alive: list[weakref.ref] = []
+
+    def allocate(size: int, device: torch.device) -> torch.Tensor:
+        assert not any(ref() is not None for ref in alive)
+        alive.append(weakref.ref(memory := landing_memory(size, device)))
+        return memory
+
+    engine: Any = SimpleNamespace(get_rpc_port=lambda: 1, batch_register_memory=lambda *_: 0)
+    monkeypatch.setattr(mooncake, "open_engine", lambda *_: engine)
+    monkeypatch.setattr(mooncake, "landing_memory", allocate)
+    parameters, memory = {"a": torch.zeros(6, 5)}, MooncakeMemory()
+    live = Live(0, "mooncake", Host(), "10.0.0.1", parameters, lambda: parameters)
+    for rows in (4, 3):
+        endpoint = memory.open(live, Offer(landing=[("a", Box((1, 0), (rows, 2)))]))
+        assert [landing.tensor for landing in endpoint.landings] == ["a"]
+    assert len(alive) == 2

@@ -63,6 +63,7 @@ class MooncakeMemory(Memory):
     """Parameters that can be written where they lie, and landing memory for boxes of short rows."""
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
+        vars(self).clear()  # of an earlier opening, for other writers: the room of its landing memory and inboxes is needed
         self._tensors, self._landing = live.tensors(), offer.landing
         engine = open_engine(live.address, offer.protocol)
         self._offsets, total = aligned_offsets(box.numel * self._tensors[name].itemsize for name, box in self._landing)
@@ -74,7 +75,7 @@ class MooncakeMemory(Memory):
         storages.append(self._changes.untyped_storage())
         blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
         register(engine, list(blocks.items()))
-        self._engine = engine  # replaces one that was opened earlier for other writers
+        self._engine = engine
         base = min(blocks)
         tensors = [describe(name, values, values.data_ptr() - base) for name, values in self._tensors.items()]
         begins = [self._memory.data_ptr() + offset - base for offset in self._offsets]
