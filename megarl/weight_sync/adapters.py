@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.kernels.audit import MASK
 from megarl.messaging.messages import WeightsOffer
 from megarl.models.adapter_pool import is_adapter
 from megarl.reshard.map import Copy
@@ -31,10 +32,12 @@ class AdaptersAlone:
         self._bytes, self._full_bytes = (sum(copy.bytes for copy in some) for some in (self.copies, copies))
         self._base = {}
 
-    def note(self, sent: Sent) -> None:
-        """Of a full update."""
-        for rank, shares in sent.shares.items():
-            self._base.setdefault(rank, {}).update({name: share for name, share in shares.items() if not is_adapter(name)})
+    def note(self, parts: Sequence[Sent]) -> None:
+        """Of a full update. A tensor's boxes may be in both parts, those that land and all others."""
+        self._base = {}
+        for rank, shares in ((rank, shares) for sent in parts for rank, shares in sent.shares.items()):
+            base = self._base.setdefault(rank, {})
+            base |= {name: (base.get(name, 0) + share) & MASK for name, share in shares.items() if not is_adapter(name)}
 
     def with_base(self, sent: Sent) -> Sent:
         """What the engines should hold after an update of `copies`."""

@@ -19,16 +19,17 @@ from megarl.reshard.map import ReshardMap
 
 
 class AmaxExchange:
-    """Construct it on every trainer rank: where the map cuts a tile, that is collective over the default process group."""
+    """Construct it on every trainer rank: where the map cuts a tile, that is collective over the default process group, unless the exchange
+    for the map `before` has a group already. (A group that is not used any more keeps its connections all the same.)"""
 
-    def __init__(self, map: ReshardMap, rank: int, timeout_s: float):
+    def __init__(self, map: ReshardMap, rank: int, timeout_s: float, before: AmaxExchange | None = None):
         self._rank, self._timeout_s = rank, timeout_s
         self._parts = amax_parts(map, rank)
         self._awaited = {peer: _shared(amax_parts(map, peer), rank) for peer in peers(self._parts)}
         cuts = any(row.cut for row in map.rows)
         together = cuts and map.source.world_size > 1
-        self._group: dist.ProcessGroup | None = None
-        if together:
+        self._group: dist.ProcessGroup | None = before._group if before else None
+        if together and self._group is None:
             with members_only():
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="amax")
             assert isinstance(group, dist.ProcessGroup)  # all ranks are members

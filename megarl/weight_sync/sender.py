@@ -109,6 +109,7 @@ class WeightsSender:
         self._applied: WeightsApplied | None = None  # the newest confirmation
         self._deltas = Deltas(config.weights)
         self._adapters = AdaptersAlone() if sends_adapters(config, plan.spec) else None
+        self._amax: AmaxExchange | None = None  # for the map
 
     def send(self, executor: WeightsExecutor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, and writes. Gives the executor a SyncReport, unless the run stops.
@@ -123,6 +124,7 @@ class WeightsSender:
             grant_s += self._plan.config.generator.startup_timeout_s
             self._prepare(executor)
         if self._adapters is None or not self._adapters.begun:  # otherwise the weights are frozen, and so are the maxima of their tiles
+            assert self._amax is not None  # `_prepare` has made it
             self._cut_amax = self._amax.table(executor.get_model())  # before the offer, so that no engine is paused for it
         base, found = -1, None
         if self._deltas.on and not again:
@@ -218,7 +220,7 @@ class WeightsSender:
     def _use(self, map: ReshardMap, rank: int) -> None:
         self._map = map
         prove_exactly_once(map)
-        self._amax = AmaxExchange(map, rank, self._timeout_s)
+        self._amax = AmaxExchange(map, rank, self._timeout_s, self._amax)
 
     def _write(self, executor: WeightsExecutor, grant: WeightsGrant, found: Found | None) -> int:
         """Returns the bytes written."""
@@ -238,19 +240,20 @@ class WeightsSender:
             return size_bytes
         if grant.plan_hash:
             if self._connect(executor, grant):
+                assert self._amax is not None
                 self._cut_amax = self._amax.table(model)
             executor.trace.mark("weights map", to=self._bytes_by_receiver())
         landing, others = self._writes
-        total = 0
+        parts = []
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
             started = time.monotonic()
-            sent = send(self._transport, copies, model, self._shapes, audited, self._cut_amax, self._payloads)
-            if self._adapters:
-                self._adapters.note(sent)
-            total += self._tell(grant, sent, started, more)
+            parts.append(send(self._transport, copies, model, self._shapes, audited, self._cut_amax, self._payloads))
+            self._tell(grant, parts[-1], started, more)
+        if self._adapters:
+            self._adapters.note(parts)
         declined = found is not None and not grant.plan_hash
         self._deltas.keep(grant.version, self._scheduled, self._cut_amax, self._payloads, declined)
-        return total
+        return sum(sent.bytes for sent in parts)
 
     def _tell(self, grant: WeightsGrant, sent: Sent, started: float, more: bool = False) -> int:
         """Returns the bytes written."""

@@ -23,6 +23,7 @@ from megarl.reshard.proof import prove_exactly_once
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync.adapters import AdaptersAlone
 from megarl.weight_sync.deltas import worth_it
+from megarl.weight_sync.writing import Sent
 
 MODELS = MODEL.parent
 ALL = Lora(4, 8.0, ("all",))
@@ -140,3 +141,11 @@ def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone(
     assert idle.offer(4) == WeightsOffer(4) and not worth_it([idle.offer(4)], 3)
     idle.begin([])
     assert worth_it([idle.offer(5), WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9)], 4)
+
+
+def test_a_tensor_whose_boxes_land_in_part_is_expected_whole() -> None:
+    """Later updates, of adapters alone, are audited with what both parts have brought; a full update begins anew."""
+    alone, last = AdaptersAlone(), 2**64 - 1
+    for _ in range(2):
+        alone.note([Sent(4, {0: {"down.weight": 5, "a.lora_A": 7}}), Sent(8, {0: {"down.weight": last}, 1: {"up.weight": 3}})])
+    assert alone.with_base(Sent(2, {0: {"a.lora_A": 9}})).shares == {0: {"down.weight": 4, "a.lora_A": 9}, 1: {"up.weight": 3}}

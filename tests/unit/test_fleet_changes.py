@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_fleets import Engine, of, run
 from loops import settle
 from small_maps import tiny_map
@@ -17,9 +18,13 @@ from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.returns import watch_returns
 from megarl.messaging.messages import WeightsGrant
+from megarl.models import ModelSpec
 from megarl.reshard.kinds import LayoutError
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import INSIDE_HOSTS, RelayRule, relayed
 from megarl.rollouts.admission import Admission
+from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync import sessions
 from megarl.weight_sync.sender import WeightsSender
 from megarl.weight_sync.sessions import EngineSessions
@@ -158,6 +163,24 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     ways = [(rule, written), (rule, written), (None, whole)]
     changes = [sender._connect(executor, WeightsGrant(1, [], 4, way, map.plan_hash)) for way, map in ways]
     assert changes == [True, False, True]
+
+
+def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(monkeypatch):
+    """A group of all trainer ranks for every engine that comes or goes would exhaust file descriptors."""
+    made: list[Any] = []
+
+    def new_group(**_: Any) -> Any:
+        made.append(torch.distributed.ProcessGroup(0, 2))
+        return made[-1]
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    spec = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)  # at tp 2: 64 rows of k and v
+    source, link = trainer_layout(spec, TrainerTopology(tp=2), "float32"), None
+    plan: Any = SimpleNamespace(config=RunConfig(), generator_topology=SimpleNamespace(engines=1), spec=None)
+    sender = WeightsSender(plan, link)  # type: ignore[arg-type]
+    for engines in (1, 2, 1):
+        sender._use(ReshardMap.build(source, generator_layout(spec, GeneratorTopology(engines), "bfloat16", "cpu", "fp8_block")), 0)
+        assert sender._amax._group is made[0] and len(made) == 1
 
 
 @pytest.mark.parametrize("ways, left", [("mooncake", {2}), ("gloo", {1, 2, 3})])
