@@ -232,7 +232,8 @@ class EmulatedSender(WeightsSender):
     write_s = 0.0
 
     def _prepare(self, executor: Any) -> None:
-        self._transport, self._amax = _NoTransport(), _NoAmax()
+        no_amax: Any = _NoAmax()
+        self._transport, self._amax = _NoTransport(), no_amax
 
     def _write(self, executor: Any, grant: WeightsGrant, found: Found | None) -> int:
         time.sleep(self.write_s)
