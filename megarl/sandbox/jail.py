@@ -78,6 +78,8 @@ class Jail:
         """`given`: on standard input. Ends all processes of the program whatever happens."""
         with tempfile.TemporaryDirectory(prefix="megarl-agent-") as own, _files(given) as (stdin, stdout, stderr):
             self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
+            if self._watch.done():
+                self._watch.result()  # raises what ended it: without it nothing bounds the programs' memory
             home = "/tmp" if self.kind == BWRAP else own
             path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
             variables = {"PATH": path, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **environment}

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import torch.distributed as dist
 
+from megarl.files import write_whole
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
@@ -144,8 +145,8 @@ async def watch(workers: Workers, strict: bool, file: Path | None = None) -> Non
         for held in each.held:
             ranks_of.setdefault(held, []).append(rank)
     if file is not None:
-        lines = [msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": ranks}) for held, ranks in ranks_of.items()]
-        file.write_bytes(b"".join(line + b"\n" for line in lines))
+        lines = [msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": ranks}).decode() for held, ranks in ranks_of.items()]
+        write_whole(file, "".join(f"{line}\n" for line in lines))
     most = max(watched, key=lambda each: each.bytes)
     kinds = {kind: [held for held in most.held if held.kind == kind] for kind in commands.KINDS}
     parts = [f"{len(of)} {kind} ({sum(held.bytes for held in of)} bytes)" for kind, of in kinds.items() if of]

@@ -20,6 +20,7 @@ from megarl.generator.completions import Completion, Sampling
 from megarl.generator.tool_parsers import find_parser, json_calls
 from megarl.rollouts.agents.endpoint import Endpoint, Served
 from megarl.rollouts.agents.episode import Episode
+from megarl.sandbox import jail
 
 TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")
 USER = {"role": "user", "content": "6*7="}
@@ -238,3 +239,20 @@ def test_an_endpoint_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sandbox = next(kind for kind in ("bwrap", "namespace", "limits") if can(kind))
     roll_out(Calculating(), command=script("call(); print(1)"), reward="program", sandbox=sandbox)
     assert not [*tmp_path.iterdir()]
+
+
+def test_no_program_runs_after_the_watch_over_memory_has_failed(monkeypatch) -> None:
+    def fails(pids: list[int]) -> None:
+        raise OSError("/proc is gone")
+
+    monkeypatch.setattr(jail, "_used_by", fails)
+    monkeypatch.setattr(jail, "_LOOK_S", 0.01)
+
+    async def run() -> None:
+        cell = jail.Jail(jail.LIMITS, memory_mib=1024, file_mib=1, deadline_s=60.0)
+        assert (await cell.run(["sleep", "0.5"], "", {}, None)).why == ""
+        with pytest.raises(OSError, match="/proc is gone"):
+            await cell.run(["sleep", "0.5"], "", {}, None)
+        await cell.close()
+
+    asyncio.run(run())

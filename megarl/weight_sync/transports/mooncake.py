@@ -63,7 +63,8 @@ class MooncakeMemory(Memory):
     """Parameters that can be written where they lie, and landing memory for boxes of short rows."""
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        vars(self).clear()  # of an earlier opening, for other writers: the room of its landing memory and inboxes is needed
+        for earlier in ("_engine", "_memory", "_changes"):  # for other writers; their room is needed, and the engine knows where they lie
+            vars(self).pop(earlier, None)
         self._tensors, self._landing = live.tensors(), offer.landing
         engine = open_engine(live.address, offer.protocol)
         self._offsets, total = aligned_offsets(box.numel * self._tensors[name].itemsize for name, box in self._landing)
