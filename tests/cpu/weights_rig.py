@@ -195,12 +195,12 @@ def open_generator(model: Path, dtype: str, tp: int, ep: int, folder: Path, **ex
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(contextlib.contextmanager(start_engine)(model, dtype, tp, folder / "engine.log", ep, **extra))
         runner = stack.enter_context(asyncio.Runner())
-        client = runner.run(_client_of(engine))
-        stack.callback(lambda: runner.run(client.close()))
         status = stack.enter_context(contextlib.closing(StatusBoard(folder, "generator.0")))
         trace = stack.enter_context(contextlib.closing(TraceWriter(folder, "generator.0")))
-        runner.run(client.wait_ready(180, engine.log, engine.died))
-        yield Generator(engine, client, runner, status, trace)
+        generator = Generator(engine, runner.run(_client_of(engine)), runner, status, trace)
+        stack.callback(lambda: runner.run(generator.client.close()))  # it may be another by then
+        runner.run(generator.client.wait_ready(180, engine.log, engine.died))
+        yield generator
 
 
 class OneAtATime(Generic[K, V]):
