@@ -24,6 +24,7 @@ _REFUSED = (
     "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias",
     "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
 )  # fmt: skip
+_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")  # beginnings that take something off the weights, which PEFT does anew when it loads
 
 
 def shown(logical_name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
@@ -83,6 +84,9 @@ def _settings_problems(settings: dict[str, Any], spec: ModelSpec, config: LoraCo
     if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:  # a text is a pattern
         theirs, ours = (", ".join(sorted(some)) for some in (there or (), names))
         yield f"its target_modules are {theirs}; lora.targets={yaml_text(config.targets)} are {ours}"
+    begun = str(settings.get("init_lora_weights", True))
+    if begun.lower().startswith(_CHANGE_WEIGHTS):
+        yield f"its init_lora_weights is {begun}: it goes with weights that this has changed; save it by PEFT as an ordinary adapter"
     if settings.get("bias", "none") != "none":
         yield f"its bias is {settings['bias']}; only none is supported"
     yield from (f"its {name} is {yaml_text(settings[name])}, which is not supported" for name in _REFUSED if settings.get(name))

@@ -179,6 +179,12 @@ class TestAdapterFolder:
             "its use_dora is true, which is not supported",
         ]
 
+    @pytest.mark.parametrize("begun", ["pissa", "pissa_niter_16", "olora", "corda", "loftq"])
+    def test_one_that_has_changed_the_weights_below_it_is_refused(self, begun: str, tmp_path: Path) -> None:
+        (problem,) = self.problems(self.write(tmp_path / "adapter", init_lora_weights=begun))
+        assert problem.startswith(f"its init_lora_weights is {begun}: ")
+        check_adapter(self.spec(), self.write(tmp_path / "ordinary", init_lora_weights="gaussian"))
+
     def test_tensors_that_do_not_fit_are_named(self, tmp_path: Path) -> None:
         lora = self.write(tmp_path / "adapter", r=3, target_modules=["q_proj", "o_proj"])
         of_others, stem = self.problems(replace(lora, rank=3, targets=["o_proj", "q_proj"])), "base_model.model.model.layers.0."
