@@ -95,7 +95,7 @@ class NodePart:
             device=device,
             return_routing=config.trainer.routing_replay,
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
-            tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else None,
+            tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
             adapter=self._adapter(device),
             **self._place(part),
         )

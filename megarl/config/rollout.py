@@ -64,6 +64,11 @@ class RolloutConfig:
     tool_memory_mib: int = setting(1024, "memory limit of a tool process", at_least(256))
 
     @property
+    def stops_on_text(self) -> bool:
+        """Whether requests may have stop strings, so that engines need the tokenizer: the run's, or those of a program's calls."""
+        return bool(self.stop) or self.name == "program"
+
+    @property
     def truncated(self) -> bool:
         """Whether tokens are drawn from parts of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0

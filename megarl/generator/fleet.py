@@ -15,7 +15,7 @@ import msgspec
 
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import ABORT, Completion, EngineError, Sampling
-from megarl.generator.stops import StopStrings
+from megarl.generator.stops import Decode, StopStrings
 from megarl.kept_sets import KeptSets, join
 from megarl.messaging.pulse import Pulse
 from megarl.types import Version
@@ -72,7 +72,7 @@ class Fleet:
     """`engines` are clients of servers that all hold the same weights, `version`.
 
     `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens` splits each response into several requests of
-    at most so many tokens. `stops` end a response in addition to the engines' own checks.
+    at most so many tokens. `decode`, of engines that have a tokenizer, ends responses at stop strings that the engines overlook.
 
     An `elastic` fleet goes on without an engine whose connection breaks (`lost`): its unfinished responses continue at other engines, from
     the tokens that earlier requests returned. Such an engine may come back, with other weights; it serves again after `take_back`. Those of
@@ -88,7 +88,7 @@ class Fleet:
         partial_rollout: str = "block",
         chunk_tokens: int | None = None,
         elastic: bool = False,
-        stops: StopStrings | None = None,
+        decode: Decode | None = None,
         frozen: bool = False,
         name: str = "engine",
     ):
@@ -103,7 +103,7 @@ class Fleet:
         self.updating: set[int] = set()  # an update has opened their memory
         self.elastic, self.frozen, self.name = elastic, frozen, name
         self.version: Version | None = None
-        self._partial_rollout, self._chunk_tokens, self._stops = partial_rollout, chunk_tokens, stops
+        self._partial_rollout, self._chunk_tokens, self._decode = partial_rollout, chunk_tokens, decode
         self._load: Counter[int] = Counter()  # samples by engine
         self._finished: Counter[int] = Counter()  # samples by engine
         self.tokens: Counter[int] = Counter()  # sampled, by engine
@@ -115,13 +115,17 @@ class Fleet:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         """Returns n completions of one prompt, from one engine unless it is lost, so that they share the prompt's KV cache.
 
-        Log-probs are those of the weights that sampled each token. Raises EngineError, TimeoutError.
+        Log-probs are those of the weights that sampled each token. Raises: EngineError, TimeoutError, ValueError if the engines have no
+        tokenizer to look for stop strings.
         """
+        if sampling.stop and self._decode is None:
+            raise ValueError(f"Sampling.stop={list(sampling.stop)}: engines look for stop strings only if rollout.stop has one")
+        stops = StopStrings(sampling.stop, self._decode) if sampling.stop and self._decode else None
         drafts = [Draft() for _ in range(n)]
         while any(not draft.finish_reason for draft in drafts):
             async with self._least_loaded(n) as index:
                 while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
-                    await self._continue(index, prompt_ids, sampling, unfinished)
+                    await self._continue(index, prompt_ids, sampling, unfinished, stops)
         return [draft.completion() for draft in drafts]
 
     async def ask(self, request: Callable[[EngineClient], Awaitable[T]]) -> T:
@@ -244,7 +248,9 @@ class Fleet:
         self.returned -= back
         self.pulse.beat()
 
-    async def _continue(self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft]) -> None:
+    async def _continue(
+        self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft], stops: StopStrings | None
+    ) -> None:
         """Sends one request, which continues each draft from its tokens so far to its end or the next cut. Sends none if the engine was
         lost while requests were held: it may run again by now, but without the weights."""
         await self.pulse.until(lambda: not self._held or index not in self.serving)
@@ -272,8 +278,8 @@ class Fleet:
                 draft.aborted = True
             else:
                 draft.add(completion, sampling.max_tokens)
-                if self._stops:
-                    draft.stop_at(self._stops, len(prompt_ids))
+                if stops:
+                    draft.stop_at(stops, len(prompt_ids))
         self._finished[index] += sum(bool(draft.finish_reason) for draft in drafts)
 
     async def hold(self, timeout_s: float) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+MOST_STRINGS = 32  # of a request; SGLang takes no more
+Decode = Callable[[Sequence[int]], str]
+"""The text of tokens, including special ones."""
+
 
 class StopStrings:
     """SGLang ends a request at a stop string, which saves sampling the tokens after it. But it checks only the request's last few tokens
@@ -13,8 +17,7 @@ class StopStrings:
     The string belongs to the response, its tokens and its text, since the policy sampled it.
     """
 
-    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
-        """`decode` returns the text of tokens, including special ones."""
+    def __init__(self, strings: Sequence[str], decode: Decode):
         self._strings, self._decode = strings, decode
 
     def end(self, token_ids: Sequence[int]) -> int | None:
@@ -30,3 +33,12 @@ class StopStrings:
     def _said(self, token_ids: Sequence[int]) -> bool:
         text = self._decode(token_ids)
         return any(string in text for string in self._strings)
+
+
+def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
+    """The text in front of its first stop string, and that string: the one that ends first, of several that end there the longest."""
+    found = [(at + len(string), -len(string), string) for string in strings if (at := text.find(string)) >= 0]
+    if not found:
+        return text, None
+    end, _, string = min(found)
+    return text[: end - len(string)], string

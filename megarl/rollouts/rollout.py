@@ -17,7 +17,6 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.stops import StopStrings
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.lora import sends_adapters
@@ -84,8 +83,8 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     engines = [engine_client(plan, rendezvous, url) for url in rendezvous.engine_urls()]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
-    stops = StopStrings(config.rollout.stop, load_tokenizer(config.model).decode_all) if config.rollout.stop else None
-    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, stops)
+    decode = load_tokenizer(config.model).decode_all if config.rollout.stops_on_text else None
+    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, decode)
     resources.push_async_callback(fleet.close)
     await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
     return fleet

@@ -151,7 +151,6 @@ def test_an_engine_that_fails_ends_the_run():
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("stop=['x']", "stop: set rollout.stop"),
         ("tool_choice='required'", "no call can be forced"),
         ("response_format={'type': 'json_object'}", "no format can be forced"),
         ("messages=[]", "the last message must not be"),

@@ -56,9 +56,14 @@ class RandomEngine:
                     values.append(value)
             if told != self.told:  # as completions_of reads it, the last one is left out
                 return [Completion(ids[:-1], logprobs[:-1], versions[:-1], ABORT) for ids, logprobs, versions in found]
-        return [self._ended(*each, sampling.max_tokens) for each, sampling in zip(found, samplings, strict=True)]
+        return [self._ended(*each, sampling) for each, sampling in zip(found, samplings, strict=True)]
 
-    def _ended(self, ids: list[int], logprobs: list[float], versions: list[int], most: int) -> Completion:
+    def _ended(self, ids: list[int], logprobs: list[float], versions: list[int], sampling: Sampling) -> Completion:
+        most = sampling.max_tokens
+        if self.random.random() < 0.5:  # it may overlook a stop string
+            for end in range(1, min(len(ids), most) + 1):
+                if any(string in TOKENIZER.decode_all(ids[:end]) for string in sampling.stop):
+                    return Completion(ids[:end], logprobs[:end], versions[:end], "stop")
         if self.random.random() < 0.7 and len(ids) <= most:
             ids[-1] = EOS
             self.drawn[logprobs[-1]] = EOS, versions[-1]
@@ -74,9 +79,21 @@ class RandomEngine:
 
 def said(answer: Answer, noise: random.Random) -> dict[str, Any]:
     """The message as an agent may send it back: without what means nothing."""
-    content = noise.choice([answer.content, answer.content.strip(), f" {answer.content}\n"])
+    content = noise.choice([answer.content, answer.content.strip(), f" {answer.content}\n", answer.content + (answer.stop or "")])
     calls = {"tool_calls": [openai_call(*call) for call in answer.calls]} if answer.calls else {}
     return {"role": "assistant", "content": content, **calls}
+
+
+def check_stop(answer: Answer, stop: tuple[str, ...]) -> None:
+    """The last token is the first one with which the text has a stop string, and the agent is told what was said before it."""
+    ids = answer.completion.token_ids.tolist()
+    texts = [TOKENIZER.decode_all(ids[:end]) for end in range(len(ids) + 1)]
+    assert not any(string in text for text in texts[:-1] for string in stop)
+    if found := [string for string in stop if string in texts[-1]]:
+        assert answer.stop in found and answer.completion.finish_reason == "stop"
+        assert texts[-1].startswith(answer.content + answer.stop) and not any(string in answer.content for string in stop)
+    else:
+        assert answer.stop is None and answer.content == texts[-2 if ids[-1] == EOS else -1]
 
 
 async def converse(episode: Episode, noise: random.Random) -> None:
@@ -84,7 +101,8 @@ async def converse(episode: Episode, noise: random.Random) -> None:
     heads: list[list[dict[str, Any]]] = [[{"role": "user", "content": f"{noise.randrange(10**6)}="}]]
     for _ in range(noise.randrange(2, 9)):
         messages = noise.choice(heads)
-        call = asyncio.create_task(episode.complete(messages, TOOLS, noise.choice([None, 5]), noise.choice([1, 1, 2])))
+        stop = noise.choice([(), ("7",), ("e", "12", ";<"), tuple("0123456789")])
+        call = asyncio.create_task(episode.complete(messages, TOOLS, noise.choice([None, 5]), noise.choice([1, 1, 2]), stop))
         if noise.random() < 0.2:
             for _ in range(noise.randrange(4)):
                 await asyncio.sleep(0)
@@ -93,6 +111,7 @@ async def converse(episode: Episode, noise: random.Random) -> None:
         if call.cancelled() or isinstance(call.exception(), Refused):
             continue
         for answer in call.result():
+            check_stop(answer, stop)
             more = {"role": noise.choice(["user", "tool"]), "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}
             heads.append([*messages, said(answer, noise), more])
         if noise.random() < 0.2:  # compaction: a summary in place of what was said
@@ -110,7 +129,7 @@ async def update(fleet: Fleet, engine: RandomEngine, noise: random.Random, done:
 
 async def play(mode: str, seed: int) -> tuple[RandomEngine, list[Episode]]:
     engine, noise, done = RandomEngine(seed), random.Random(seed + 1), asyncio.Event()
-    fleet: Any = Fleet([engine], mode)  # type: ignore[list-item]
+    fleet: Any = Fleet([engine], mode, decode=TOKENIZER.decode_all)  # type: ignore[list-item]
     fleet.release(0)
     episodes_ = [Episode(fleet.generate, TOKENIZER, TEMPLATE, json_calls, SAMPLING) for _ in range(3)]
     updates = asyncio.create_task(update(fleet, engine, noise, done))
@@ -128,6 +147,10 @@ def test_what_is_trained_on_is_what_was_sampled(mode: str, seed: int) -> None:
     trees = [each.tree for each in played]
     if not all(tree.turns for tree in trees):
         return
+    assert not any(each.counts["rewritten"] or each.counts["unstable"] for each in played), "all of them go on from what was sampled"
+    for turn in [turn for tree in trees for turn in tree.turns if turn.parent is not None]:
+        cut_off = turn.parent.completion.token_ids[-1] != EOS
+        assert (turn.context[0] == EOS) == cut_off, "the context ends a turn that the policy has not ended itself"
     prefix = shared_prefix(trees)
     rewards = [float(number) for number in range(len(trees))]
     groups = [tree.samples(len(prefix), TOKENIZER.decode_all, Score(reward), {}) for tree, reward in zip(trees, rewards, strict=True)]
@@ -158,16 +181,18 @@ class Scripted:
     """A named fake of generate: says given texts ("$": end-of-text), and remembers what it was asked."""
 
     def __init__(self, *texts: str):
-        self.texts, self.asked = list(texts), []
+        self.texts, self.asked, self.samplings = list(texts), [], []
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
         self.asked.append(prompt_ids)
+        self.samplings.append(sampling)
         found = []
         for _ in range(n):
             text = self.texts.pop(0)
             # One id a character: never how the tokenizer itself would write a call.
             ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text.removesuffix("$")] + [EOS] * text.endswith("$")
-            found.append(Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop" if ids[-1] == EOS else "length"))
+            ended = ids[-1] == EOS or any(string in text for string in sampling.stop)
+            found.append(Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop" if ended else "length"))
         return found
 
 
@@ -212,6 +237,60 @@ def test_a_turn_that_was_cut_is_closed_by_the_context():
         [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
         learned = [TOKENIZER.piece(number) for number, mine in zip(sample.token_ids, sample.policy_mask) if mine]
         assert learned == ["1", "2", "3", "<eos>"], "the end that the policy did not sample is not learned"
+
+    asyncio.run(agent())
+
+
+@pytest.mark.parametrize("sent_back", ["ab", "abXY", "ab\n"])
+def test_a_turn_that_a_stop_string_ended_goes_on_from_what_was_sampled(sent_back: str):
+    async def agent() -> None:
+        played, policy = episode("abXY", "3$")
+        [answer] = await played.complete([user("a")], stop=["Q", "XY"])
+        assert policy.samplings[0].stop == ("Q", "XY")
+        assert (answer.content, answer.stop, answer.finish_reason) == ("ab", "XY", "stop")
+        await played.complete([user("a"), {"role": "assistant", "content": sent_back}, user("b")])
+        sampled = played.tree.turns[0].completion.token_ids.tolist()
+        assert TOKENIZER.decode_all(sampled) == "abXY" and policy.asked[1][: len(policy.asked[0]) + 4] == [*policy.asked[0], *sampled]
+        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant>abXY<eos><user>b<assistant>"
+        [sample] = played.tree.samples(1, TOKENIZER.decode_all, Score(0.0), {})
+        learned = [TOKENIZER.piece(number) for number, mine in zip(sample.token_ids, sample.policy_mask) if mine]
+        assert learned == ["a", "b", "X", "Y", "3", "<eos>"] and not played.counts["rewritten"]
+
+    asyncio.run(agent())
+
+
+def test_a_call_in_front_of_a_stop_string_is_one():
+    async def agent() -> None:
+        played, policy = episode(f"go {CALL}Obs", "42$")
+        [answer] = await played.complete([user("a")], TOOLS, stop=["Obs"])
+        assert (answer.content, answer.finish_reason, answer.stop) == ("go", "tool_calls", "Obs")
+        [(number, call)] = answer.calls
+        told = {"role": "assistant", "content": "go", "tool_calls": [openai_call(number, call)]}
+        await played.complete([user("a"), told, {"role": "tool", "tool_call_id": number, "content": "42"}], TOOLS)
+        assert not played.counts["rewritten"] and len(played.tree.leaves()) == 1
+        assert TOKENIZER.decode_all(policy.asked[1]).endswith("</tool_call>Obs<eos><tool>42<assistant>")
+
+    asyncio.run(agent())
+
+
+def test_the_name_of_the_end_of_text_may_be_a_stop_string():
+    async def agent() -> None:
+        played, policy = episode("ab$", "3$")
+        [answer] = await played.complete([user("a")], stop=["b<eos>"])
+        assert (answer.content, answer.stop) == ("a", "b<eos>")
+        await played.complete([user("a"), {"role": "assistant", "content": "a"}, user("b")])
+        assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant>ab<eos><user>b<assistant>", "it ends once"
+
+    asyncio.run(agent())
+
+
+def test_the_runs_own_stop_strings_stay_in_the_text():
+    async def agent() -> None:
+        played, policy = episode("abXY", sampling=Sampling(MAX_TOKENS, stop_token_ids=(EOS,), stop=("XY",)))
+        [answer] = await played.complete([user("a")], stop=["Q"])
+        assert (answer.content, answer.stop, policy.samplings[0].stop) == ("abXY", None, ("XY", "Q"))
+        with pytest.raises(Refused, match=r"stop: 32 texts; with those of rollout.stop, there can be 32"):
+            await played.complete([user("a")], stop=["Q"] * 32)
 
     asyncio.run(agent())
 

@@ -14,7 +14,7 @@ from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
 from megarl.generator.fleet import Fleet
 from megarl.generator.returns import watch_returns
-from megarl.generator.stops import StopStrings
+from megarl.generator.stops import StopStrings, cut
 
 
 class FakeEngine:
@@ -281,7 +281,12 @@ def test_a_fleet_that_is_not_elastic_raises():
 def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
     """Its parts may lie in two requests, and an engine may have gone on behind it; what is cut takes its log-probs and experts along."""
     texts = {1: "a", 2: "\n", 3: "En", 4: "d", 5: "End"}
-    stops = StopStrings(["\nEnd", "zz"], lambda ids: "".join(texts[token] for token in ids))
+    strings = "\nEnd", "zz"
+
+    def decode(ids):
+        return "".join(texts[token] for token in ids)
+
+    stops = StopStrings(strings, decode)
     assert stops.end([1, 2, 3, 4, 1]) == 4 and stops.end([2, 5]) == 2 and stops.end([1, 3, 4]) is None and stops.end([]) is None
 
     async def answer(inputs, samplings):
@@ -290,6 +295,26 @@ def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
         return [Completion(more, [-0.5 * token for token in more], [0] * len(more), "length", routing) for _ in inputs]
 
     async def run():
-        return await Fleet([FakeEngine(answer)], "resume", chunk_tokens=3, stops=stops).generate([7, 7], Sampling(max_tokens=9), 1)
+        fleet = Fleet([FakeEngine(answer)], "resume", chunk_tokens=3, decode=decode)
+        return await fleet.generate([7, 7], Sampling(max_tokens=9, stop=strings), 1)
 
     assert asyncio.run(run()) == [Completion([1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0], [0] * 4, "stop", bytes(5))]
+
+
+def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
+    with pytest.raises(ValueError, match=r"Sampling.stop=\['x'\]: engines look for stop strings only if rollout.stop has one"):
+        asyncio.run(Fleet([]).generate([1], Sampling(max_tokens=2, stop=("x",)), 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "strings", "found"),
+    [
+        ("abc", ("x",), ("abc", None)),
+        ("abXcY", ("Y", "X"), ("ab", "X")),
+        ("abcX", ("abcX", "c"), ("ab", "c")),  # a reader from left to right meets it first
+        ("abcX", ("X", "cX"), ("ab", "cX")),
+        ("Xab", ("X",), ("", "X")),
+    ],
+)
+def test_a_text_is_cut_in_front_of_the_stop_string_that_ends_first(text, strings, found):
+    assert cut(text, strings) == found

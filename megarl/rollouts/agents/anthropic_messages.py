@@ -8,23 +8,25 @@ from typing import Any
 
 from megarl.data.chat import Message
 from megarl.rollouts.agents.episode import Answer, Refused
-from megarl.rollouts.agents.openai_chat import Request, refuse, text_of, whole_number
+from megarl.rollouts.agents.openai_chat import FORCED, Request, refuse_unless_neutral, stop_strings, text_of, tool_choice, whole_number
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_NEUTRAL = {"output_format": ((), f"no format can be forced: {FORCED}"), "mcp_servers": (([],), "the endpoint calls no tools")}
 
 
 def read_request(body: dict[str, Any]) -> Request:
     """Raises Refused for what cannot be honoured. What decides how tokens are drawn, temperature and top_p, is the run's: it is ignored."""
-    refuse(body, "stop_sequences", "set rollout.stop, for all calls of the run")
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise Refused(f"tool_choice.type={choice}: must be auto or none: no call can be forced upon the policy")
+    refuse_unless_neutral(body, _NEUTRAL)
+    if (asked := (body.get("output_config") or {}).get("format")) is not None:
+        raise Refused(f"output_config.format={str(asked)[:50]}: no format can be forced: {FORCED}")
+    choice = tool_choice("tool_choice.type", (body.get("tool_choice") or {}).get("type", "auto"))
     tools = [] if choice == "none" else [*map(_tool, body.get("tools") or [])]
     system = text_of(body.get("system"))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
         messages += _messages(message)
-    return Request(messages, tools, whole_number(body, "max_tokens"), 1, bool(body.get("stream")), str(body.get("model", "")))
+    stop, stream = stop_strings(body, "stop_sequences"), bool(body.get("stream"))
+    return Request(messages, tools, whole_number(body, "max_tokens"), 1, stream, str(body.get("model", "")), stop=stop)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -93,11 +95,13 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _stop(answer: Answer) -> dict[str, Any]:
+    if answer.stop is not None and not answer.calls:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
     return {"stop_reason": _STOP_REASONS[answer.finish_reason], "stop_sequence": None}
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    return {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.completion.token_ids)}
 
 
 def error(message: str, kind: str) -> dict[str, Any]:

@@ -150,15 +150,16 @@ async def _read(request: web.Request, most_bytes: int) -> bytes:
 
 
 async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
-    answers, name = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n), secrets.token_hex(12)
+    answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop)
+    logprobs, name = [episode.logprobs(answer) if asked.logprobs else None for answer in answers], secrets.token_hex(12)
     if not asked.stream:
-        return openai_chat.written(answers, name, asked.model)
-    chunks = openai_chat.streamed(answers, name, asked.model, asked.usage)
+        return openai_chat.written(answers, logprobs, name, asked.model)
+    chunks = openai_chat.streamed(answers, logprobs, name, asked.model, asked.usage)
     return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
 
 
 async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
-    [answer], name = await episode.complete(asked.messages, asked.tools, asked.max_tokens), secrets.token_hex(12)
+    [answer], name = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop), secrets.token_hex(12)
     if not asked.stream:
         return anthropic_messages.written(answer, name, asked.model)
     events = anthropic_messages.streamed(answer, name, asked.model)

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from megarl.data.chat import ChatTemplate, Message
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
+from megarl.generator.stops import MOST_STRINGS, cut
 from megarl.generator.tool_parsers import Parser, ToolCall, Tools
 from megarl.rollouts.agents.tree import Tree, Turn
 from megarl.rollouts.environments.base import Generate
@@ -49,7 +50,20 @@ class Answer(NamedTuple):
     calls: list[tuple[str, ToolCall]]  # with their ids
     finish_reason: str  # "stop" | "length" | "tool_calls"
     prompt_tokens: int
-    completion_tokens: int
+    completion: Completion
+    stop: str | None = None  # the call's stop string that ended it; the content is what was said before it
+
+
+class _Asked(NamedTuple):
+    """Where in the tree a call is."""
+
+    parent: Turn | None  # the turn to go on from
+    context: list[int]  # the ids between it and what is to be sampled
+    conversation: bytes  # its name
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [*(self.parent.token_ids if self.parent else ()), *self.context]
 
 
 @dataclass
@@ -70,17 +84,20 @@ class Episode:
     _begun: int = 0  # completions
     _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
 
-    async def complete(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1) -> list[Answer]:
-        """Samples n next turns. Messages and tools are in OpenAI's form, contents are texts. Raises: Refused, EngineError, TimeoutError.
+    async def complete(
+        self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1, stop: Sequence[str] = ()
+    ) -> list[Answer]:
+        """Samples n next turns. Messages and tools are in OpenAI's form, contents are texts. A turn also ends at any of the strings `stop`.
+        Raises: Refused, EngineError, TimeoutError.
 
         A call that is cancelled leaves nothing in the tree: nobody has seen what it would have sampled.
         """
         try:
-            parent, context, asked = self._ready(messages, tools, n)
+            asked = self._ready(messages, tools, n, stop)
         except Refused as refusal:
             self.last_refusal = str(refusal)
             raise
-        ids = [*(parent.token_ids if parent else ()), *context]
+        ids = asked.prompt_ids
         room = self.sampling.max_tokens - len(ids)
         if room < 1:
             self.counts["out_of_room"] += 1
@@ -88,10 +105,10 @@ class Episode:
             self.last_refusal = f"the maximum context length is exceeded: {len(ids)} tokens, and {limit}"
             raise Refused(self.last_refusal, "context_length_exceeded")
         self._begun += n
-        sampling = replace(self.sampling, max_tokens=min(room, max_tokens or room))
+        sampling = replace(self.sampling, max_tokens=min(room, max_tokens or room), stop=(*self.sampling.stop, *stop))
         completions = await self.generate(ids, sampling, n)
         self.counts["calls"] += 1
-        return [self._answer(parent, context, len(ids), completion, tools, asked) for completion in completions]
+        return [self._answer(asked, completion, tools, stop) for completion in completions]
 
     def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
         """How long the prompt of these messages is, without what was sampled before. Raises Refused."""
@@ -102,16 +119,23 @@ class Episode:
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
 
-    def _ready(self, messages: Sequence[Message], tools: Tools, n: int) -> tuple[Turn | None, list[int], bytes]:
-        """The turn to go on from, the ids between it and what is to be sampled, and a name for the conversation. Raises Refused."""
+    def logprobs(self, answer: Answer) -> list[tuple[str, float]]:
+        """The text and the log-prob of each token that was sampled for an answer, without the end-of-text."""
+        ids, values = answer.completion.token_ids, answer.completion.logprobs
+        return [(self.tokenizer.piece(number), value) for number, value in zip(ids, values) if number not in self.tokenizer.eos_ids]
+
+    def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str]) -> _Asked:
+        """Raises Refused."""
         if not messages or messages[-1]["role"] == "assistant":
             raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
         if self._begun + n > self.max_calls:
             raise Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
+        if len(stop) + len(self.sampling.stop) > MOST_STRINGS:
+            raise Refused(f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}")
         try:
             self.parser("", tools)  # raises now, not after the policy has answered, for tools that it cannot read
             conversations = _conversations(messages, tools)
-            return *self._place(messages, tools, conversations), conversations[-1]
+            return _Asked(*self._place(messages, tools, conversations), conversations[-1])
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
 
@@ -144,19 +168,20 @@ class Episode:
                 ids += self.tokenizer.encode_text(part, special_tokens=special)
         return ids
 
-    def _answer(
-        self, parent: Turn | None, context: list[int], prompt_tokens: int, completion: Completion, tools: Tools, asked: bytes
-    ) -> Answer:
-        turn = self.tree.add(parent, context, completion)
+    def _answer(self, asked: _Asked, completion: Completion, tools: Tools, stops: Sequence[str]) -> Answer:
+        turn = self.tree.add(asked.parent, asked.context, completion)
         ids = completion.token_ids.tolist()
-        text = self.tokenizer.decode_all(ids[:-1] if ids[-1] in self.tokenizer.eos_ids else ids)
+        text, stop = cut(self.tokenizer.decode_all(ids), stops)
+        if stop is None and ids[-1] in self.tokenizer.eos_ids:
+            text = self.tokenizer.decode_all(ids[:-1])
         content, calls = self.parser(text, tools) if tools else (text, [])
         named = [("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call) for call in calls]
         finish_reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-        told = {"role": "assistant", "content": content, "tool_calls": [openai_call(*call) for call in named]}
-        self._known[_next(asked, told)] = turn
+        told = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
+        for form in (content, content + (stop or "")):  # agents that need the stop string put it back
+            self._known[_next(asked.conversation, {**told, "content": form})] = turn
         self.last_content = content
-        return Answer(content, named, finish_reason, prompt_tokens, len(ids))
+        return Answer(content, named, finish_reason, len(asked.prompt_ids), completion, stop)
 
 
 def openai_call(number: str, call: ToolCall) -> dict[str, Any]:

@@ -1,0 +1,219 @@
+"""What unmodified agents send, by the official packages, in one process with the real endpoint; the policy is a named fake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from test_agents_endpoint import EOS, TOKENIZER
+from test_agents_hostile import ANTHROPIC, OPENAI, USER, post, served
+
+from megarl.generator.completions import Completion, Sampling
+from megarl.rollouts.agents.episode import Episode
+
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+pytestmark = pytest.mark.timeout(200)
+TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}, "strict": True}}
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+class Saying:
+    """A named fake of generate: says given texts, one id a character, up to the first stop string or its end-of-text."""
+
+    def __init__(self, *texts: str):
+        self.texts, self.asked = list(texts), []
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        self.asked.append(TOKENIZER.decode_all(prompt_ids))
+        found = []
+        for _ in range(n):
+            text = self.texts.pop(0)
+            ends = [at + len(string) for string in sampling.stop if (at := text.find(string)) >= 0]
+            ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text[: min(ends, default=len(text))]]
+            ids = (ids if ends else [*ids, EOS])[: sampling.max_tokens]
+            logprobs = [-0.25 * (number + 1) for number in range(len(ids))]
+            found.append(Completion(ids, logprobs, [0] * len(ids), "stop" if ends or ids[-1] == EOS else "length"))
+        return found
+
+
+def talk(policy: Saying, agent: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> Episode:
+    """Lets the agent call the policy by clients of the two packages. Returns its episode."""
+
+    async def run() -> Episode:
+        async with served(policy) as (_, [episode], [to]):
+            url = f"http://127.0.0.1:{to.port}"
+            async with (
+                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=to.key, max_retries=0) as one,
+                anthropic.AsyncAnthropic(base_url=url, api_key=to.key, max_retries=0) as other,
+            ):
+                await agent(one, other)
+            return episode
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("stop", ["Ob", ["Q", "Ob"]])
+def test_stop_of_openai(stop: Any):
+    async def agent(client: Any, _: Any) -> None:
+        one = (await client.chat.completions.create(model="x", messages=[USER], stop=stop)).choices[0]
+        assert (one.message.content, one.finish_reason) == ("think", "stop")
+        messages = [USER, one.message.model_dump(exclude_none=True), {"role": "user", "content": "7"}]
+        stream = await client.chat.completions.create(model="x", messages=messages, stop=stop, stream=True)
+        parts = [chunk.choices[0] async for chunk in stream]
+        assert "".join(part.delta.content or "" for part in parts) == "b" and parts[-1].finish_reason == "stop"
+
+    policy = Saying("thinkObserve", "bOb")
+    episode = talk(policy, agent)
+    assert policy.asked[1] == "<bos><user>6*7=<assistant>thinkOb<eos><user>7<assistant>" and not episode.counts["rewritten"]
+    assert len(episode.tree.leaves()) == 1
+
+
+def test_stop_sequences_of_anthropic():
+    async def agent(_: Any, client: Any) -> None:
+        asked = {"model": "x", "max_tokens": 50, "stop_sequences": ["Q", "Ob"]}
+        one = await client.messages.create(messages=[USER], **asked)
+        assert (one.content[0].text, one.stop_reason, one.stop_sequence) == ("think", "stop_sequence", "Ob")
+        messages = [USER, {"role": "assistant", "content": one.content[0].text}, {"role": "user", "content": "7"}]
+        async with client.messages.stream(messages=messages, **asked) as stream:
+            two = await stream.get_final_message()
+        assert (two.content[0].text, two.stop_reason, two.stop_sequence) == ("b", "stop_sequence", "Q")
+        three = await client.messages.create(messages=[USER], **asked)
+        assert (three.content[0].text, three.stop_reason, three.stop_sequence) == ("c", "end_turn", None)
+
+    episode = talk(Saying("thinkObserve", "bQ", "c"), agent)
+    assert len(episode.tree.leaves()) == 2
+
+
+def test_logprobs_are_those_that_were_sampled():
+    async def agent(client: Any, _: Any) -> None:
+        asked = {"model": "x", "messages": [USER], "logprobs": True, "top_logprobs": 0}
+        one = (await client.chat.completions.create(**asked)).choices[0].logprobs.content
+        assert [(each.token, each.logprob, each.bytes, each.top_logprobs) for each in one] == [
+            ("a", -0.25, [97], []),
+            ("<", -0.5, [60], []),
+        ]
+        parts = [chunk.choices[0] async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        assert [each.token for part in parts if part.logprobs for each in part.logprobs.content] == ["b"]
+        assert (await client.chat.completions.create(model="x", messages=[USER])).choices[0].logprobs is None
+
+    talk(Saying("a<", "b", "c"), agent)
+
+
+def test_fields_that_ask_for_nothing_else_are_taken():
+    """Those of the package's own signature, and what agents for other servers add."""
+
+    async def agent(client: Any, other: Any) -> None:
+        harmless = {
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0,
+            "logit_bias": {},
+            "logprobs": False,
+            "top_logprobs": None,
+            "max_completion_tokens": 100,
+            "metadata": {"a": "b"},
+            "modalities": ["text"],
+            "n": 1,
+            "parallel_tool_calls": False,
+            "prediction": None,
+            "prompt_cache_key": "k",
+            "reasoning_effort": "low",
+            "response_format": {"type": "text"},
+            "safety_identifier": "s",
+            "seed": 7,
+            "service_tier": "auto",
+            "stop": None,
+            "store": False,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.3,
+            "tool_choice": "auto",
+            "tools": [TOOL],
+            "top_p": 0.5,
+            "user": "u",
+            "verbosity": "low",
+            "extra_body": {"repetition_penalty": 1.0, "top_k": 20, "min_p": 0, "chat_template_kwargs": {}, "min_tokens": 0},
+        }
+        messages = [
+            {"role": "developer", "content": [{"type": "text", "text": "s"}], "name": "d"},
+            {"role": "user", "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7="}], "name": "u"},
+        ]
+        stream = await client.chat.completions.create(model="x", messages=messages, stream=True, **harmless)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].usage.completion_tokens == len(CALL) + 1 and chunks[-2].choices[0].finish_reason == "tool_calls"
+        [call] = chunks[0].choices[0].delta.tool_calls
+        said = {"role": "assistant", "name": "solver", "content": None, "refusal": None, "audio": None, "function_call": None}
+        said["tool_calls"] = [call.model_dump(exclude={"index"})]
+        result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "42"}], "name": "calculate"}
+        two = await client.chat.completions.create(model="x", messages=[*messages, said, result], **{**harmless, "stream_options": None})
+        assert two.choices[0].message.content == "42"
+        of_anthropic = {
+            "metadata": {"user_id": "u"},
+            "service_tier": "auto",
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "stop_sequences": [],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+            "extra_body": {"output_config": {"effort": "low"}, "mcp_servers": [], "temperature": 0.3, "top_k": 5, "top_p": 0.9},
+        }
+        three = await other.messages.create(model="x", max_tokens=50, messages=[USER], **of_anthropic)
+        assert three.content[0].text == "3"
+
+    policy = Saying(CALL, "42", "3")
+    episode = talk(policy, agent)
+    assert policy.asked[1].endswith(f"{CALL}<eos><tool>42<assistant>") and policy.asked[2] == "<bos><system>s<user>6*7=<assistant>"
+    assert not episode.counts["rewritten"] and len(episode.tree.leaves()) == 2, "an assistant's name is the agent's label"
+
+
+def test_no_tools_are_shown_where_none_may_be_called():
+    async def agent(client: Any, other: Any) -> None:
+        one = await client.chat.completions.create(model="x", messages=[USER], tools=[TOOL], tool_choice="none")
+        assert one.choices[0].message.content == CALL and one.choices[0].finish_reason == "stop"
+        tool = {"name": "calculate", "input_schema": {"type": "object"}}
+        two = await other.messages.create(model="x", max_tokens=5, messages=[USER], tools=[tool], tool_choice={"type": "none"})
+        assert two.stop_reason == "end_turn"
+
+    policy = Saying(CALL, "a")
+    talk(policy, agent)
+    assert policy.asked == ["<bos><user>6*7=<assistant>"] * 2
+
+
+FORCED = "that would need tokens of another distribution than the policy's, whose log-probs training uses"
+DRAWN = "how tokens are drawn is the run's to say"
+FUNCTION = {"type": "function", "function": {"name": "calculate"}}
+REFUSED = [
+    (OPENAI, "tool_choice", "required", f"tool_choice=required: must be auto or none: no call can be forced upon the policy: {FORCED}"),
+    (OPENAI, "tool_choice", FUNCTION, FORCED),
+    (OPENAI, "response_format", {"type": "json_schema"}, f"response_format.type=json_schema: no format can be forced: {FORCED}"),
+    (OPENAI, "guided_json", {}, f"guided_json={{}}: cannot be set: {FORCED}"),
+    (OPENAI, "presence_penalty", 0.5, f"presence_penalty=0.5: must be 0: {DRAWN}"),
+    (OPENAI, "frequency_penalty", -1, DRAWN),
+    (OPENAI, "repetition_penalty", 1.1, "repetition_penalty=1.1: must be 1"),
+    (OPENAI, "logit_bias", {"5": 100}, DRAWN),
+    (OPENAI, "chat_template_kwargs", {"enable_thinking": False}, "rendered by the chat template as it is"),
+    (OPENAI, "top_logprobs", 5, "only the log-probs of the tokens that were sampled are known"),
+    (OPENAI, "functions", [{"name": "f"}], "tools has taken its place"),
+    (OPENAI, "modalities", ["text", "audio"], "modalities=['text', 'audio']: must be ['text']"),
+    (OPENAI, "stop", ["x", ""], "stop=['x', '']: must be texts of 1 to 256 characters"),
+    (OPENAI, "stop", "x" * 257, "must be texts of 1 to 256 characters"),
+    (OPENAI, "stop", 5, "does not have the form it must have"),
+    (OPENAI, "stop", ["x"] * 33, "stop: 33 texts; with those of rollout.stop, there can be 32"),
+    (ANTHROPIC, "stop_sequences", [7], "stop_sequences=[7]: must be texts"),
+    (ANTHROPIC, "tool_choice", {"type": "any"}, "tool_choice.type=any: must be auto or none: no call can be forced upon the policy"),
+    (ANTHROPIC, "output_config", {"format": {"type": "json_schema"}}, FORCED),
+    (ANTHROPIC, "mcp_servers", [{"name": "x"}], "the endpoint calls no tools"),
+]
+
+
+def test_what_would_change_what_is_sampled_is_refused_with_the_reason() -> None:
+    policy = Saying()
+
+    async def run() -> None:
+        async with served(policy) as (client, _, [to]):
+            for path, name, value, told in REFUSED:
+                status, found = await post(client, to, path, {"messages": [USER], "max_tokens": 5, name: value})
+                assert status == 400 and told in found["error"]["message"], (name, value, found)
+
+    asyncio.run(run())
+    assert not policy.asked
