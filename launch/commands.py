@@ -33,7 +33,7 @@ from megarl.plan.weights import begin_with, needs_first_weights, why_first_weigh
 from megarl.rollouts.ledger import Ledger
 from megarl.trainer.hf_files import fingerprint
 
-SHARES = ("pass@", "avg@", "maj@")
+SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
 
 
 def train(plan: RunPlan) -> None:

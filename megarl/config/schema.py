@@ -161,6 +161,7 @@ _REWARDS = one_of(
     "math",
     "last_number",
     "choice",
+    "ifeval",
     UNSCORED,
     or_like=rf"{IMPORT_PATH}|roles\.[\w-]+",
     written="package.module:function, ./file.py:function, roles.NAME",
@@ -181,9 +182,9 @@ class RewardConfig:
     name: str = setting(
         "math",
         "how a response is scored. math: 1 if its final answer equals the reference mathematically, else 0; last_number: 1 if the last "
-        "number of a list does; choice: 1 if it chooses the letter A to J that is the reference; none: nothing is scored, for a run that "
-        "learns from teachers alone; a function of your own "
-        "(docs/own_run.md); or a model of `roles` (docs/rewards.md)",
+        "number of a list does; choice: 1 if it chooses the letter A to J that is the reference; ifeval: 1 if it follows all instructions "
+        "of the reference (docs/evaluation.md); none: nothing is scored, for a run that learns from teachers alone; a function of your "
+        "own (docs/own_run.md); or a model of `roles` (docs/rewards.md)",
         _REWARDS,
         MODULE,
     )
@@ -278,7 +279,14 @@ class WeightsConfig:
         return self.audit != "off"
 
 
-GRADERS = {"math500": "math", "gsm8k": "math", "aime2024": "math", "aime2025": "math", "mmlu_pro": "choice"}  # benchmark -> reward.name
+GRADERS = {  # benchmark -> reward.name
+    "math500": "math",
+    "gsm8k": "math",
+    "aime2024": "math",
+    "aime2025": "math",
+    "mmlu_pro": "choice",
+    "ifeval": "ifeval",
+}
 OWN_PLACE = "benchmark"  # as source
 
 

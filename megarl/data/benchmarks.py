@@ -1,7 +1,7 @@
 """Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and what is asked of their rows.
 
 The questions are worded as is usual for each: MATH-500, AIME and GSM8K as Qwen2.5-Math's evaluation asks them (arXiv:2409.12122), MMLU-Pro
-as its authors' own (arXiv:2406.01574), without their five worked examples.
+as its authors' own (arXiv:2406.01574), without their five worked examples. IFEval's prompts say all themselves.
 """
 
 from __future__ import annotations
@@ -56,6 +56,13 @@ def _choice(record: Record) -> tuple[str, str]:
     return _CHOICE.format(record.get("category") or "general knowledge", _text(record, "question"), listed), answer
 
 
+def _instructed(record: Record) -> tuple[str, Record]:
+    wanted = ("instruction_id_list", "kwargs")
+    if absent := [repr(column) for column in wanted if column not in record]:
+        raise RowProblem(f"must have the columns {' and '.join(absent)}; its columns are {', '.join(map(repr, record))}")
+    return _text(record, "prompt"), {column: record[column] for column in wanted}
+
+
 def _text(record: Record, field: str) -> str:
     value = record.get(field)
     if not isinstance(value, str) or not value.strip():
@@ -69,6 +76,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "aime2024": Benchmark("HuggingFaceH4/aime_2024", "train", _question(("problem", "answer"), ("Problem", "Answer"))),
     "aime2025": Benchmark("math-ai/aime25", "test", _question(("problem", "answer"), ("question", "answer"))),
     "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "test", _choice),
+    "ifeval": Benchmark("google/IFEval", "train", _instructed),
 }
 
 

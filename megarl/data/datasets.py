@@ -19,6 +19,7 @@ from megarl.data.formats import columns_of, learned, messages_of, tools_of
 from megarl.data.records import records
 from megarl.data.rows import Answers, Pair, Row, RowProblem, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
+from megarl.rewards import ifeval
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
@@ -78,7 +79,7 @@ def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tup
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
     """The form of reference answers that training, or evaluation (of `suite`), needs: a verifier the final one."""
     needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
-    forms: tuple[Answers, ...] = ("final", "whole", "unused")
+    forms: tuple[Answers, ...] = ("final", "instructions", "whole", "unused")
     return next(form for form in forms if form in needs)
 
 
@@ -86,7 +87,7 @@ def _answer_for(part: Part, config: RunConfig) -> Answers:
     if part.name == UNSCORED:
         return "unused"
     if part.role is None:
-        return "whole" if ":" in part.name else "final"
+        return "whole" if ":" in part.name else "instructions" if part.name == ifeval.NAME else "final"
     settings = config.roles.get(part.role)
     return "whole" if settings and "{answer}" in (settings.template or "") else "unused"
 
@@ -165,10 +166,10 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
     if columns.answer is None:
         text = _last(messages, columns.prompt)
     else:
-        text = _whole_answer(record, columns.answer) if answers == "whole" else _text(record, columns.answer, numbers=True)
+        text = _text(record, columns.answer, numbers=True) if answers == "final" else _whole_answer(record, columns.answer)
     return Row(
         prompt=prompt,
-        answer=text if answers == "whole" else _final_answer(text, columns.answer or columns.prompt),
+        answer=_REFERENCES[answers](text, columns.answer or columns.prompt),
         demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else text,
         where=where,
         record=record if answers == "whole" else {},
@@ -291,6 +292,18 @@ def _final_answer(text: str, field: str) -> str:
     return answer
 
 
+def _instructions(text: str, field: str) -> str:
+    try:
+        return ifeval.reference(text)
+    except ValueError as problem:
+        raise RowProblem(f"field {field!r}: {problem}") from problem
+
+
+_REFERENCES: dict[Answers, Callable[[str, str], str]] = {
+    "final": _final_answer,
+    "instructions": _instructions,
+    "whole": lambda text, field: text,
+}
 _KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
 
 

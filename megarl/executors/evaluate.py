@@ -19,6 +19,7 @@ from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.intervals import interval
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
+from megarl.rewards import ifeval
 from megarl.rewards.failures import failure_metrics, too_many_failures
 from megarl.rewards.parts import parts_in_evaluation
 from megarl.rewards.score import CORRECT
@@ -32,6 +33,18 @@ from megarl.types import Group, Prompt
 def pass_at(k: int, samples: int, correct: int) -> float:
     """Unbiased estimate, from `samples` of one prompt, of the chance that one of `k` is right (Chen et al. 2021, arXiv:2107.03374, (1))."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
+
+
+def instruction_scores(groups: Sequence[Group]) -> dict[str, float]:
+    """IFEval's accuracies, over prompts and over all instructions; a response that could not be graded has followed none."""
+    counts = [float(ifeval.instructions(group.prompt.answer)) for group in groups]
+    found: dict[str, float] = {}
+    for measure in ifeval.MEASURES:
+        shares = [fmean(sample.reward_parts.get(measure, 0.0) for sample in group.samples) for group in groups]
+        weights = counts if measure.startswith("instruction") else None
+        found[measure] = fmean(shares, weights)
+        found[f"ci95/{measure}/low"], found[f"ci95/{measure}/high"] = interval(shares, len(groups[0].samples), weights)
+    return found
 
 
 def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> dict[str, float]:
@@ -52,6 +65,8 @@ def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> d
     for name, share in shares.items():
         found[name] = fmean(share)
         found[f"ci95/{name}/low"], found[f"ci95/{name}/high"] = interval(share, n)
+    if grader == ifeval.NAME and not graded:
+        found |= instruction_scores(groups)
     return {
         **({} if graded else found),
         "samples": len(samples),

@@ -68,6 +68,13 @@ def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
     return [Part(config.eval.reward, config.reward.failed_score, key="eval.reward")]
 
 
+def all_parts(config: RunConfig) -> list[Part]:
+    """Those of training and of all evaluations."""
+    benchmarks = [name for name, suite in config.eval.suites.items() if suite and suite.benchmark]
+    evaluated = [part for name in ("", *benchmarks) for part in parts_in_evaluation(config, name)]
+    return [*parts_of(config.reward), *evaluated]
+
+
 @dataclass(frozen=True)
 class WeightedSum:
     """Scores a response by all parts at once."""

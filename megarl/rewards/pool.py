@@ -12,12 +12,14 @@ import msgspec
 
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
+from megarl.rewards import ifeval
 from megarl.rewards.parts import Part, excerpt, single
 from megarl.rewards.score import Score, ScoreRequest, arguments_of
 from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
 from megarl.sandbox.pool import CallFailed, WorkerPool
 
 OF_VERIFIERS = ("response", "answer")
+_PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 
 class RewardPool(WorkerPool):
@@ -45,7 +47,16 @@ class RewardPool(WorkerPool):
         limits = (config.workers, config.timeout_s, config.memory_mib)
         own = name not in VERIFIERS  # the launcher has imported it, so here too it may read files and keys
         logged = f"reward:{self._part.part}" if self._part.part else "reward"
-        super().__init__(logged, "megarl.rewards.worker", arguments, *limits, paths, log_folder, as_here=own)
+        super().__init__(
+            logged,
+            "megarl.rewards.worker",
+            arguments,
+            *limits,
+            paths,
+            log_folder,
+            as_here=own,
+            passed=_PASSED if name == ifeval.NAME else (),
+        )
 
     async def __aenter__(self) -> RewardPool:
         self.open()

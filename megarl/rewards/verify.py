@@ -7,10 +7,12 @@ math-verify's LaTeX grammar, never through `sympify` or `parse_expr`, which eval
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from megarl.rewards.choice import choice_reward
 from megarl.rewards.equality import equal
 from megarl.rewards.extract import clean, last_line, last_number, last_running_number, marked_answer
+from megarl.rewards.ifeval import ifeval_reward
 from megarl.rewards.limits import Refused, check_characters
 
 MAX_TEXT_CHARS = 1 << 18
@@ -36,7 +38,12 @@ def last_number_reward(text: str, answer: str) -> float:
     return float(_equal_or_refused(clean(answer), last_running_number(text)))
 
 
-VERIFIERS: dict[str, Callable[[str, str], float]] = {"math": math_reward, "last_number": last_number_reward, "choice": choice_reward}
+VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # as a user's own function they give a number, or a dict with "score"
+    "math": math_reward,
+    "last_number": last_number_reward,
+    "choice": choice_reward,
+    "ifeval": ifeval_reward,
+}
 
 
 def _unmarked_answers(text: str) -> list[str]:

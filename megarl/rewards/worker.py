@@ -5,6 +5,7 @@ megarl.rewards.pool starts it, and kills it when an answer takes too long.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -16,11 +17,18 @@ from typing import Any
 import msgspec
 
 from megarl.config.named import attribute
-from megarl.rewards.score import Score, score_of
+from megarl.rewards.score import score_of
 from megarl.sandbox import process
 from megarl.sandbox.mistakes import own_line
 
-# Equal pairs that make SymPy do its late imports before the clock runs and side effects are forbidden.
+_INSTRUCTIONS = {
+    "language:response_language": {"language": "en"},
+    "length_constraints:number_sentences": {"num_sentences": 2, "relation": "at least"},
+    "change_case:capital_word_frequency": {"capital_frequency": 1, "capital_relation": "at least"},
+    "length_constraints:number_words": {"num_words": 9, "relation": "at least"},
+}
+_FOLLOWED = "This is the FIRST of two sentences, and it is English. This is the other one."
+# Right pairs that make SymPy do its late imports before the clock runs and side effects are forbidden.
 _WARM_UP = {
     "math": [
         ("\\boxed{x^2+2x+1}", "(x+1)^2"),
@@ -30,6 +38,7 @@ _WARM_UP = {
     ],
     "last_number": [("1,2", "2.0")],
     "choice": [("the answer is (B)", "B")],
+    "ifeval": [(_FOLLOWED, json.dumps({"instruction_id_list": list(_INSTRUCTIONS), "kwargs": list(_INSTRUCTIONS.values())}))],
 }
 # SymPy evaluates these to make numbers from text; latex2sympy uses that for what its grammar took for a number.
 _NUMBER_SOURCE = re.compile(rb"from sympy import \*|[-+]?\s*(?:Integer|Float)\s*\(\s*'?[\d.]+(?:[eE][-+]?\d+)?'?\s*\)")
@@ -50,8 +59,8 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
 
     verify = VERIFIERS[verifier]
     for text, answer in _WARM_UP[verifier]:
-        if verify(text, answer) != 1.0:
-            raise RuntimeError(f"verifier {verifier} does not find {text!r} equal to {answer!r}")
+        if score_of(verify(text, answer)).reward != 1.0:
+            raise RuntimeError(f"verifier {verifier} does not find {text!r} right, given {answer!r}")
     process.limit_resources(memory_mib, files_writable=False)
     _forbid_side_effects()
     process.serve(lambda text, answer: score(verify, text, answer), timeout_s)
@@ -78,10 +87,10 @@ def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str
     return reward
 
 
-def score(verify: Callable[[str, str], float], text: str, answer: str) -> dict[str, Any]:
+def score(verify: Callable[[str, str], Any], text: str, answer: str) -> dict[str, Any]:
     """The verifier's score. Raises ValueError if it fails on this text, MemoryError."""
     try:
-        return msgspec.to_builtins(Score(verify(text, answer)))
+        return msgspec.to_builtins(score_of(verify(text, answer)))
     except MemoryError:
         raise
     except Exception as error:

@@ -81,9 +81,10 @@ class WorkerPool:
         paths: Sequence[str] = (),
         log_folder: Path | None = None,
         as_here: bool = False,
+        passed: Sequence[str] = (),
     ):
         """`paths`: folders to import from, beside this package's. `as_here`: workers get this process's working directory and environment;
-        otherwise the root directory, and no environment but PATH."""
+        otherwise the root directory, and no environment but PATH and what is `passed`."""
         self.name = name
         self.timed_out = 0  # calls that took too long
         self.replaced = 0  # workers lost for any reason
@@ -94,6 +95,7 @@ class WorkerPool:
         self._workers = workers
         self._log_folder = log_folder
         self._as_here = as_here
+        self._passed = passed
         self._waiting: deque[_Request] = deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -232,7 +234,8 @@ class WorkerPool:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
             # No await from here until the process is known: a cancellation at that moment would leave it behind.
             # PYTHONHASHSEED is fixed: what depends on the order of a set must not differ between workers.
-            inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
+            passed = {name: os.environ[name] for name in self._passed if name in os.environ}
+            inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", **passed}
             environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
             end = theirs.fileno()
             process = subprocess.Popen(self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder)

@@ -60,7 +60,7 @@ def rows_of(name: str, rows: list[dict], folder: Path) -> list:
     return list(load_rows(dataset, key, 0, answers_of(config, True, "own")))
 
 
-@pytest.mark.parametrize("name", GRADERS)
+@pytest.mark.parametrize("name", ROWS)
 def test_rows_in_the_data_sets_own_format_are_asked_and_their_answers_found(name: str, tmp_path: Path) -> None:
     found = rows_of(name, ROWS[name], tmp_path)
     assert [row.answer for row in found] == {
@@ -177,7 +177,7 @@ PAIRS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GRADERS)
+@pytest.mark.parametrize("name", PAIRS)
 def test_300_pairs_in_the_style_of_each(name: str) -> None:
     rng, grade = random.Random(f"{name}/7"), VERIFIERS[GRADERS[name]]
     pairs = [pair for _ in range(150) for pair in PAIRS[name](rng)]

@@ -54,7 +54,7 @@ def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
     if part.role is not None or more:
         raise ConfigError(f"{part.setting}: policies are judged by one rule: set eval.reward")
     if verify := VERIFIERS.get(part.name):
-        return lambda response, prompt: verify(response, prompt.answer)
+        return lambda response, prompt: score_of(verify(response, prompt.answer)).reward
     function = find_callable(part.name, part.setting, VERIFIERS)
     wanted = parameters_of(function, part.setting)
 

@@ -12,7 +12,8 @@ from megarl.config.errors import ConfigError, problems_of
 from megarl.config.named import find_callable
 from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
+from megarl.rewards import ifeval
+from megarl.rewards.parts import Part, all_parts
 from megarl.rewards.score import parameters_of
 from megarl.rollouts.environments.base import Rollout
 from megarl.rollouts.environments.functions import check_arguments
@@ -52,7 +53,10 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
 
 
 def load_reward(part: Part) -> OwnReward | None:
-    """The user's own function of that part of the reward; None if something else scores it. Raises: ConfigError."""
+    """The user's own function of that part of the reward; None if something else scores it. Raises: ConfigError, also if that is not
+    installed."""
+    if part.name == ifeval.NAME:
+        ifeval.check_installed(part.setting)
     if ":" not in part.name:
         return None
     function = find_callable(part.name, part.setting)
@@ -68,6 +72,6 @@ def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
     """
     without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
     rollout = functools.partial(find_rollout, config) if without else lambda: load_rollout(config, load_tokenizer(config.model))
-    rewards = [functools.partial(load_reward, part) for part in (*parts_of(config.reward), *parts_in_evaluation(config))]
+    rewards = [functools.partial(load_reward, part) for part in all_parts(config)]
     if problems := problems_of(rollout, *rewards):
         raise ConfigError(problems)

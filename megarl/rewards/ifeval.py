@@ -1,0 +1,118 @@
+"""IFEval (arXiv:2311.07911): whether a response follows the instructions of its prompt, graded by the authors' code as lm-eval keeps it."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from statistics import fmean
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from megarl.config.errors import ConfigError
+
+NAME = "ifeval"  # as reward.name
+MEASURES = ("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose")
+_PACKAGES = ("lm_eval", "langdetect", "immutabledict", "nltk")
+_SENTENCES = "tokenizers/punkt_tab/english"
+
+
+class _Graders(NamedTuple):
+    measures: ModuleType  # lm_eval.tasks.ifeval.utils
+    instructions: dict[str, Any]  # of each type by its id, such as "punctuation:no_comma"
+
+
+def check_installed(setting: str) -> None:
+    """Raises ConfigError that says what is missing, and the command that installs it. Args: setting: what needs it, as key=value."""
+    if absent := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise ConfigError(f"{setting}: needs the packages of the extra ifeval ({', '.join(absent)} not found): pip install -e '.[ifeval]'")
+    import nltk
+
+    try:
+        nltk.data.find(_SENTENCES)
+    except LookupError as error:
+        where = "NLTK_DATA names another folder than nltk's own"
+        command = "python -m nltk.downloader punkt_tab"
+        raise ConfigError(f"{setting}: needs nltk's data punkt_tab, which splits sentences: {command} ({where})") from error
+
+
+@cache
+def _graders() -> _Graders:
+    """The library's folder for IFEval, without the packages around it, which would load datasets, pandas and much else that the graders do
+    not use: five seconds, and most of the memory that a worker may have. Language detection, which draws by lot, is given a seed."""
+    check_installed(f"reward.name={NAME}")
+    (root,) = find_spec("lm_eval").submodule_search_locations  # type: ignore[union-attr, misc]
+    hollow = {name: folder for name, folder in (("lm_eval", root), ("lm_eval.tasks", f"{root}/tasks")) if name not in sys.modules}
+    for name, folder in hollow.items():
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [folder]
+    try:
+        registry = import_module("lm_eval.tasks.ifeval.instructions_registry")
+        measures = import_module("lm_eval.tasks.ifeval.utils")
+    finally:
+        for name in hollow:
+            del sys.modules[name]
+    import langdetect
+
+    langdetect.DetectorFactory.seed = 0
+    return _Graders(measures, registry.INSTRUCTION_DICT)
+
+
+def reference(answer: str) -> str:
+    """The instructions of a row, checked: JSON of an object with instruction_id_list and kwargs, without the nulls that rows from the hub
+    have for all other instructions' arguments. Raises ValueError."""
+    found = json.loads(answer)
+    names, given = (found.get(key) if isinstance(found, dict) else None for key in ("instruction_id_list", "kwargs"))
+    if not isinstance(names, list) or not isinstance(given, list) or not 0 < len(names) == len(given):
+        raise ValueError("must be an object with instruction_id_list and kwargs, two lists of one length")
+    return json.dumps({"instruction_id_list": names, "kwargs": [_arguments(*each) for each in zip(names, given)]})
+
+
+def _arguments(name: Any, given: Any) -> dict[str, Any]:
+    """The arguments of an instruction; what is missing the library would draw by lot."""
+    known = _graders().instructions
+    if name not in known:
+        raise ValueError(f"{name!r} is none of the {len(known)} instructions: {', '.join(known)}")
+    if not isinstance(given, dict):
+        raise ValueError(f"kwargs of {name} must be an object, not {given!r}")
+    own = {key: _whole(value) for key, value in given.items() if value is not None}
+    instruction = known[name](name)
+    wanted = instruction.get_instruction_args_keys()
+    if set(own) != set(wanted) or not all(own.values()):
+        takes = f"needs {', '.join(wanted)}, none of them 0 or empty," if wanted else "takes no arguments,"
+        raise ValueError(f"{name} {takes} not {own}")
+    try:
+        instruction.build_description(**own)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{name} cannot take {own}: {error}") from error
+    return own
+
+
+def _whole(value: Any) -> Any:
+    """A number of a column with nulls may come as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def instructions(answer: str) -> int:
+    """How many a row has."""
+    return len(json.loads(answer)["instruction_id_list"])
+
+
+def ifeval_reward(text: str, answer: str) -> dict[str, float]:
+    """1 if all instructions of `answer` (see `reference`) are followed strictly, and MEASURES: whether all are, and which share, strictly
+    and loosely (with the first line, the last line, asterisks left out).
+
+    Two of the data set's 541 rows ask for a "letter" that is none (# and !), for which the authors' code draws another by lot: here it is
+    always the same one.
+    """
+    measures, row = _graders().measures, json.loads(answer)
+    example = measures.InputExample(key=0, prompt="", **row)
+    found = {}
+    for level in ("strict", "loose"):
+        random.seed(answer)
+        followed = getattr(measures, f"test_instruction_following_{level}")(example, text).follow_instruction_list
+        found |= {f"prompt_{level}": float(all(followed)), f"instruction_{level}": fmean(followed)}
+    return {"score": found["prompt_strict"], **found}
