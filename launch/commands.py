@@ -21,7 +21,7 @@ from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_c
 from megarl.launch.room import check_room_for_weights
 from megarl.launch.stopping import Stopped
 from megarl.launch.tracking import Trackers
-from megarl.observe.evaluations import best_checkpoint, sets
+from megarl.observe.evaluations import best_checkpoint, note_lost, sets
 from megarl.observe.metrics import METRICS_FILE, check_lines
 from megarl.observe.progress import Doings, Progress
 from megarl.observe.rollouts import recover_ordinals
@@ -64,6 +64,7 @@ def train(plan: RunPlan) -> None:
         steps = f"{resume.step} of {config.max_steps} steps"
         print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
     if node.is_head:
+        mend_evaluations(config)
         _report(config)
 
 
@@ -103,6 +104,15 @@ def mend_records(run_dir: Path, resume: Resume) -> None:
     for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recovered):
         if lost:
             print(lost, flush=True)
+    for version in note_lost(run_dir, resume.step):
+        print(f"the evaluation of version {version} is lost: the run ended meanwhile, and goes on from version {resume.step}", flush=True)
+
+
+def mend_evaluations(config: RunConfig) -> None:
+    """Says which versions a complete run will never evaluate, since it ended before engines of their own had."""
+    last = config.max_steps
+    for version in note_lost(config.run_dir, last + 1, due=[last] if config.eval.engines else []):
+        print(f"the evaluation of version {version} is lost: the run ended before it", flush=True)
 
 
 def sft(plan: RunPlan) -> None:

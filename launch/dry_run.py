@@ -16,7 +16,7 @@ from megarl.launch.processes import ProcessSpec
 from megarl.launch.start import NodePart
 from megarl.launch.worker import PARENT
 from megarl.messaging.host import loopback
-from megarl.messaging.rendezvous import POLICY, EngineAddress, Rendezvous
+from megarl.messaging.rendezvous import EVALUATION, POLICY, EngineAddress, Rendezvous
 from megarl.plan.resolve import RunPlan
 
 _MOST_NODES = 4096
@@ -72,7 +72,7 @@ def _what(alike: list[NodePlan]) -> str:
         words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
     for fleet in dict.fromkeys(part.fleet for part in alike[0].engines):
         own = [part for node in alike for part in node.engines if part.fleet == fleet]
-        what = "engines" if fleet == POLICY else f"engines of {fleet}"
+        what = {POLICY: "engines", EVALUATION: "evaluation engines"}.get(fleet, f"engines of {fleet}")
         words.append(f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node")
     if any(0 in node.serves for node in alike):
         words.append(f"the generator's driver and reward workers (node {next(n.node for n in alike if 0 in n.serves)})")
@@ -80,7 +80,7 @@ def _what(alike: list[NodePlan]) -> str:
 
 
 def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
-    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * fleet.engines for fleet in fleets_of(plan)}
+    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * fleet.engines for fleet in fleets_of(plan, job)}
     unknown = Rendezvous(
         hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0,
         engines=engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",

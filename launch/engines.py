@@ -30,6 +30,7 @@ class KeptEngine:
     host: str
     port: int
     key: str  # for requests
+    spare: bool = False  # training does not need it
     restarts: int = 0
     started: float = field(default_factory=time.monotonic)
     answered: float | None = None  # time of its last answer; None: none since it was started
@@ -88,10 +89,11 @@ class EngineKeeper:
         """The names of processes whose death does not in itself end the run."""
         return {name for name in self._processes.names if name in self._engines or name in self._departures}
 
-    def keep(self, spec: ProcessSpec, host: str, port: int, key: str) -> None:
+    def keep(self, spec: ProcessSpec, host: str, port: int, key: str, spare: bool = False) -> None:
+        """The run ends if an engine dies more often than it may; it goes on without one that is `spare`."""
         if self._policy == "fail":
             return
-        engine = KeptEngine(spec, host, port, key)
+        engine = KeptEngine(spec, host, port, key, spare)
         self._engines[spec.name] = engine
         threading.Thread(target=self._ask_on, args=[engine], name=f"health of {spec.name}", daemon=True).start()
 
@@ -136,6 +138,10 @@ class EngineKeeper:
             self._drop(name)
             return
         useless = not engine.ever_answered and not failure.signalled  # it would fail the same way again
+        if not useless and engine.spare and engine.restarts == self._max_restarts:
+            print(f"{failure}\n{name} is dropped after generator.max_restarts={self._max_restarts}; the run goes on without it", flush=True)
+            self._drop(name)
+            return
         if useless or engine.restarts == self._max_restarts:
             raise failure
         engine.restarts += 1

@@ -17,11 +17,12 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
     start = f"from the checkpoint of step {step}" if step else "from the start"
     engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
     where = f" on {nodes} nodes" if nodes > 1 else ""
+    evaluating = f", {config.eval.engines} more to evaluate" if config.eval.engines else ""
     capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
     batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
     return (
         f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}\n"
-        f"  {batch}, trainer {sizes(plan)} -> {engines}{where}\n  in {config.run_dir}"
+        f"  {batch}, trainer {sizes(plan)} -> {engines}{evaluating}{where}\n  in {config.run_dir}"
     )
 
 

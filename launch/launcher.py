@@ -32,7 +32,7 @@ from megarl.launch.tracing import traced
 from megarl.launch.watch import RunWatch, termination_as_exit
 from megarl.messaging.departures import Departures
 from megarl.messaging.link import RunKey
-from megarl.messaging.rendezvous import EngineAddress, Rendezvous, free_ports
+from megarl.messaging.rendezvous import EVALUATION, EngineAddress, Rendezvous, free_ports
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 
@@ -141,20 +141,28 @@ def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callab
 
 def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[NodePlan]:
     trainers = plan.trainer_topology.world_size if job.trainer_role else 0
-    fleets = fleets_of(plan) if job.driver_role else []
+    fleets = fleets_of(plan, job) if job.driver_role else []
     ranks = trainers + sum(fleet.engines * fleet.tp for fleet in fleets)
     slots = slots_per_node(ranks, nodes, gpus_of_node, plan.config.launch.ranks_per_node)
     return place(trainers, fleets, nodes, slots)
 
 
-def fleets_of(plan: RunPlan) -> list[EngineFleet]:
-    """The policy's engines, then those of each role."""
-    policy = EngineFleet(plan.generator_topology.engines, plan.generator_topology.tp)
-    return [policy, *(EngineFleet(r.settings.engines, r.settings.tp, r.name, f"roles.{r.name}") for r in plan.served)]
+def evaluates_apart(plan: RunPlan, job: Job) -> bool:
+    """Whether a run has engines that only evaluate, and a driver of theirs."""
+    return job.command == "train" and plan.config.eval.engines > 0
+
+
+def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
+    """The policy's engines, those that only evaluate, then those of each role."""
+    tp = plan.generator_topology.tp
+    policy = [EngineFleet(plan.generator_topology.engines, tp)]
+    if evaluates_apart(plan, job):
+        policy.append(EngineFleet(plan.config.eval.engines, tp, EVALUATION))
+    return [*policy, *(EngineFleet(r.settings.engines, r.settings.tp, r.name, f"roles.{r.name}") for r in plan.served)]
 
 
 def _drives(node: NodePlan, job: Job) -> bool:
-    """Whether the driver runs on this node: it runs beside the first engine."""
+    """Whether the drivers run on this node: they run beside the first engine."""
     return job.driver_role is not None and 0 in node.serves
 
 
@@ -172,10 +180,10 @@ def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, 
 
 
 def report_of(plan: RunPlan, node: Node, mine: NodePlan, drives: bool = False, hosts: int | None = None) -> NodeReport:
-    """`drives`: whether the driver runs here. `hosts`: how many there are in the run, if more than `node` knows of."""
+    """`drives`: whether the drivers run here. `hosts`: how many there are in the run, if more than `node` knows of."""
     address = address_of(plan.config.launch.interface, hosts or node.count)
     wanted = [part.name for part in mine.engines] + [f"{part.whole}.group" for part in mine.answering]
-    wanted += ["hub"] * drives + ["trainer"] * (0 in mine.trainer_ranks)
+    wanted += ["hub", "evaluator"] * drives + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
     problems = problems_here(plan) if node.count > 1 else []
     return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems, infiniband_ports())
@@ -198,6 +206,7 @@ def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport],
         engine_admin_key=keys.admin,
         start_step=resume.step,
         checkpoint=resume.checkpoint,
+        evaluator_port=driver.ports.get("evaluator", 0),
     )
 
 
@@ -222,7 +231,8 @@ def engine_keeper(processes: ProcessGroup, plan: RunPlan, folder: Path, training
 def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job) -> tuple[set[str], set[str]]:
     """Starts this node's processes. Returns the names of the workers, with whose end the job ends, and of the trainer ranks among them."""
     trainers = here.trainers(job.trainer_role) if job.trainer_role else []
-    drivers = [here.driver(job.driver_role)] if job.driver_role and _drives(here.placed, job) else []
+    roles = [job.driver_role, *(["evaluator"] if evaluates_apart(here.plan, job) else [])]
+    drivers = [here.driver(role) for role in roles if role and _drives(here.placed, job)]
     workers = [*trainers, *drivers]
     start_engines(processes, keeper, here)
     for spec in workers:
@@ -237,4 +247,5 @@ def start_engines(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart)
     for part, spec in zip(here.placed.engines, here.engines()):
         processes.start(spec)
         if part.parts == 1:  # the parts of an engine that spans nodes could only be restarted together
-            keeper.keep(spec, here.report.address, here.report.ports[part.name], here.rendezvous.engine_key)
+            evaluates = part.fleet == EVALUATION
+            keeper.keep(spec, here.report.address, here.report.ports[part.name], here.rendezvous.engine_key, evaluates)

@@ -15,7 +15,8 @@ from megarl.config.load import load_config
 from megarl.controller import Controller
 from megarl.files import write_whole
 from megarl.launch.binding import gpus
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import EVALUATOR, GENERATOR, Rendezvous
+from megarl.plan.evaluation import evaluation_plan
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.roles import find_served
 from megarl.plan.weights import find_weights
@@ -37,6 +38,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     from megarl.rollouts.ledger import Ledger
     from megarl.rollouts.packing import judged
     from megarl.trainer.deadlines import naming_peers
+    from megarl.weight_sync.evaluation import EvaluationSender
     from megarl.weight_sync.sender import WeightsSender
 
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
@@ -47,11 +49,15 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
     )
     max_generated = rollout.max_num_gen_batches and rollout.max_num_gen_batches * rollout.prompts_per_step
     weights = WeightsSender(plan, link, stop)
+    outgoing: list[WeightsSender] = [weights]
+    if config.eval.engines:
+        evaluator = Peer(link.name, rendezvous.key, rendezvous.evaluator_address)
+        outgoing.append(EvaluationSender(evaluation_plan(plan), evaluator, stop))
     resend = partial(weights.send, again=True)
     rollouts = RolloutsReceiver(link, config.timeouts.rollouts_s, buffer, stop, resend, max_generated)
     with naming_peers("trainer", rank):
         executor = TrainerExecutor(plan, rank, rendezvous, rollouts.ledger)
-        Controller(executor, incoming=[rollouts], outgoing=[weights], max_steps=config.max_steps).run()
+        Controller(executor, incoming=[rollouts], outgoing=outgoing, max_steps=config.max_steps).run()
     link.close()
 
 
@@ -67,13 +73,30 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
-    link = Hub("generator.0", rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
+    link = Hub(GENERATOR, rendezvous.key, rendezvous.hub_host, rendezvous.hub_port)
     base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
     weights = WeightsReceiver(plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file)
     initial = InitialWeights(weights)
     with contextlib.closing(GeneratorExecutor(plan, rendezvous, RolloutsSender(link), lambda: weights.fixed)) as executor:
         Controller(executor, incoming=[weights], outgoing=[], max_steps=plan.config.max_steps, initial=[initial]).run()
         link.close()
+
+
+def train_on_evaluator(rank: int, launch_dir: Path) -> None:
+    """The driver of a run's engines that only evaluate. When the run is stopped, it is ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    from megarl.executors.evaluator import evaluate_versions
+    from megarl.messaging.link import Hub
+    from megarl.reshard.layout import trainer_layout
+    from megarl.trainer.layer_spec import layer_spec
+    from megarl.weight_sync.common import sent_layout
+    from megarl.weight_sync.evaluation import EvaluationReceiver
+
+    plan, rendezvous = evaluation_plan(load_plan(launch_dir, "train")), Rendezvous.load(launch_dir)
+    base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
+    with contextlib.closing(Hub(EVALUATOR, rendezvous.key, rendezvous.hub_host, rendezvous.evaluator_port)) as link:
+        weights = EvaluationReceiver(plan, sent_layout(plan, base, layer_spec()), link, rendezvous.key_file)
+        asyncio.run(evaluate_versions(plan, rendezvous, weights))
 
 
 def sft(rank: int, launch_dir: Path) -> None:
@@ -150,6 +173,7 @@ def load_plan(launch_dir: Path, command: str | None = None, overrides: Sequence[
 ROLES: dict[str, Callable[[int, Path], None]] = {
     "trainer": train_on_trainer,
     "generator": train_on_generator,
+    "evaluator": train_on_evaluator,
     "sft": sft,
     "reward_model": reward_model,
     "evaluate": evaluate,

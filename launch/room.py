@@ -31,7 +31,9 @@ def check_room(plan: RunPlan, command: str) -> None:
 def check_room_for_checkpoints(plan: RunPlan) -> None:
     """Raises ConfigError if run_dir has no room for the checkpoints to come: each is complete before the oldest one is removed."""
     config = plan.config
-    there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1 + (config.checkpoint.keep_best is not None)
+    there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
+    if config.checkpoint.keep_best is not None:
+        most += 2 if config.eval.engines else 1  # the best one, and that of the version which is being evaluated
     number = max(1, most - there)
     parameters = parameter_count(plan.spec, Lora.of(config.lora)) + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
     each_bytes = parameters * OPTIMIZER_BYTES

@@ -53,9 +53,9 @@ class Controller(Generic[E]):
             self._send()
             executor.save_checkpoint()
         self._receive(self.initial)  # the last weights
-        executor.shutdown()
         for channel in self.outgoing:
             channel.close()
+        executor.shutdown()
 
     def _receive(self, channels: Sequence[ReceivingEnd[E]]) -> None:
         for channel in channels:

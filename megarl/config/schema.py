@@ -309,6 +309,12 @@ class SuiteConfig(DatasetConfig):
 @dataclass
 class EvalConfig:
     every: int = setting(0, "steps between evaluations inside a run; 0: only before the first and after the last step", at_least(0))
+    engines: int = setting(
+        0,
+        "further engines, as the generator's, which evaluate beside the training and serve no rollouts (docs/evaluation.md); 0: the "
+        "generator's engines evaluate between two updates",
+        at_least(0),
+    )
     samples: int = setting(
         1, "samples per prompt, for avg@k, pass@k and maj@k (docs/evaluation.md); more than one needs a temperature", at_least(1)
     )

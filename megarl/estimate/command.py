@@ -34,7 +34,7 @@ def run(
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
-    found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) if gpus is None else gpus - served
+    found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) + roles.evaluating(plan) if gpus is None else gpus - served
     if searching or theory:
         found, best = search(asked, plan.spec, budget)
         optima = compare(found, best, plan.spec, budget) if theory else None
@@ -71,6 +71,9 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
         role = facts[name]
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
         print(f"{name:<10} {roles.sizes(role)}: {ranks}; weights {roles.gib_range(role)} a rank")
+    if evaluating := roles.evaluating(plan):
+        ranks = f"{evaluating} rank{'s' * (evaluating > 1)}"
+        print(f"evaluation engines {plan.config.eval.engines}, tp {plan.generator_topology.tp}: {ranks}; as the generator's")
     for role in plan.served:
         engines, tp = role.settings.engines, role.settings.tp
         ranks = f"{engines * tp} rank{'s' * (engines * tp > 1)}"

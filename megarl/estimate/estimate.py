@@ -94,6 +94,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
     ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
+    ranks += config.eval.engines * config.generator.tp
     full_s, delta_s = sync_s(spec, config, cluster)
     landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
     return Estimate(

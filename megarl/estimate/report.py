@@ -117,7 +117,7 @@ def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> It
     settings = found.settings
     m_t, m_g = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], settings["generator.tp"]
     precision = settings["generator.quantization"] or "model.dtype"
-    used = m_t * settings["trainer.dp"] + m_g * settings["generator.engines"]
+    used = m_t * settings["trainer.dp"] + m_g * (settings["generator.engines"] + asked.eval.engines)
     yield (
         f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, m_g {m_g}, b_t {settings['trainer.max_tokens_per_microbatch']} tokens, "
         f"b_g {settings['generator.max_concurrency']}, theta {found.theta:.3f}, engines in {precision}"

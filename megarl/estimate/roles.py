@@ -24,6 +24,11 @@ def gpus(plan: RunPlan) -> int:
     return plan.trainer_topology.world_size + plan.generator_topology.world_size
 
 
+def evaluating(plan: RunPlan) -> int:
+    """The GPUs of the engines that only evaluate."""
+    return plan.config.eval.engines * plan.generator_topology.tp
+
+
 def describe(plan: RunPlan) -> dict[str, Any]:
     """Parallel sizes of the roles, parameters, and bytes of weights per rank, as plain values."""
     trainer, generator = layouts(plan)
@@ -33,6 +38,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "parameters": parameter_count(plan.spec),
         "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
         "generator": {"ranks": generator.world_size, **asdict(plan.generator_topology), **_weight_bytes(generator)},
+        **({"evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}} if plan.config.eval.engines else {}),
         "steps": plan.steps,
         "sequences_per_step": plan.sequences_per_step,
     }

@@ -145,9 +145,10 @@ class Search:
 
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
         for shape in self.generator_shapes:
-            if gpus < shape.tp:
+            engines = gpus // shape.tp - self.config.eval.engines  # those that only evaluate are as large
+            if engines < 1:
                 continue
-            generator = replace(shape, engines=min(gpus // shape.tp, self.workload.sequences))
+            generator = replace(shape, engines=min(engines, self.workload.sequences))
             landing = self._landing(shape)
             if self.config.generator.kv_cache_tokens is not None:
                 generator = self._with_cache(generator, landing)

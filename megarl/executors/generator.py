@@ -29,6 +29,7 @@ from megarl.observe.evaluations import write_result
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.asynchrony import run_ahead
+from megarl.plan.evaluation import is_due
 from megarl.plan.resolve import RunPlan
 from megarl.roles.opening import open_scorers, open_served, open_teachers
 from megarl.rollouts.admission import Admission
@@ -165,21 +166,9 @@ class GeneratorExecutor:
         config = self.plan.config
         if config.async_.partial_rollout == "block":
             # If all engines are lost nothing would ever finish: the requests go on after the update, at engines that have come back.
-            await self._while_serving(asyncio.ensure_future(self.stream.drain()))
+            await self.fleet.while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
         self.stream.stand_still()
-
-    async def _while_serving(self, work: asyncio.Future) -> bool:
-        """Waits for `work`, but cancels it when the last engine is lost. Returns whether it was done."""
-        lost = asyncio.ensure_future(self.fleet.pulse.until(lambda: not self.fleet.serving))
-        try:
-            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            return work.done()
-        finally:
-            work.cancel()
-            lost.cancel()
 
     def release(self, version: Version) -> None:
         """Goes on after an update: the engines serve `version`."""
@@ -198,7 +187,7 @@ class GeneratorExecutor:
             sampling = msgspec.structs.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0)
         prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
         answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
-        if not await self._while_serving(answers):
+        if not await self.fleet.while_serving(answers):
             return ProbeReady(self.version, [], [], [], [], [])
         completions = [completion for (completion,) in answers.result()]
         return ProbeReady(
@@ -211,10 +200,9 @@ class GeneratorExecutor:
         )
 
     async def evaluate(self) -> None:
-        """Evaluates the version that the engines have just taken, if it is due: the first, the last, and every `eval.every`-th."""
+        """Evaluates the version that the engines have just taken, if it is due, and evaluation has no engines of its own."""
         config, version = self.plan.config, self.version
-        due = version in (0, config.max_steps) or (config.eval.every > 0 and version % config.eval.every == 0)
-        if not (due and self.held_out):
+        if config.eval.engines or not (self.held_out and is_due(config, version)):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
             result = await evaluate_sets(self.plan, self.rollouts_of.held_out, self.held_out, self.tokenizer, self.fleet.size)

@@ -110,6 +110,7 @@ class TrainerExecutor:
             self._evaluations = NewEvaluations(run_dir, self.curr_step - 1)
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
+        self._evaluation_sync: dict[str, float] = {}
         self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
         self.saving.resume()
 
@@ -141,6 +142,10 @@ class TrainerExecutor:
         """Takes the cost of sending the weights. `applied` waits for the generator to confirm that they are in use, and returns None if the
         run stops first; it is called only when the step is reported."""
         self._sync, self._applied = report, applied
+
+    def put_evaluation_sync(self, report: SyncReport) -> None:
+        """Takes the cost of sending the weights to the engines that only evaluate."""
+        self._evaluation_sync = {"eval/sync_s": report.wait_s + report.sync_s}
 
     def step(self) -> None:
         """Consumes the batch from `put_batch`; makes weight version `curr_step + 1`."""
@@ -220,12 +225,13 @@ class TrainerExecutor:
                 "prompts/buffered": batch.buffered,
                 "prompts/first": batch.groups[0].ordinal,
                 "prompts/last": batch.groups[-1].ordinal,
+                **self._evaluation_sync,
                 **self._evaluations.metrics(),
             },
             {name: [getattr(sample, field) for sample in batch.generated] for name, field in DISTRIBUTIONS.items()},
             results[0].agreement.histograms() if results and results[0].agreement else {},
         )
-        self._probe_metrics = {}
+        self._probe_metrics, self._evaluation_sync = {}, {}
         self._write_rollouts(batch)
         self.ordinals.write(batch.step, *([group.ordinal for group in some] for some in (batch.groups, batch.dropped)))
 

@@ -243,7 +243,7 @@ class Fleet:
         back = set(indices) - self.lost.keys() - self.leaving - self.gone.keys()
         self.joining -= back
         if back - self.serving:
-            print(f"engines {sorted(back - self.serving)} serve version {version} from now on", flush=True)
+            print(f"{self.name}s {sorted(back - self.serving)} serve version {version} from now on", flush=True)
         self.serving |= back
         self.returned -= back
         self.pulse.beat()
@@ -320,6 +320,18 @@ class Fleet:
         """Submits requests again, after the serving engines have taken `version`."""
         self.version, self._held = version, False
         self.pulse.beat()
+
+    async def while_serving(self, work: asyncio.Future) -> bool:
+        """Waits for `work`, but cancels it when the last engine is lost. Returns whether it was done."""
+        lost = asyncio.ensure_future(self.pulse.until(lambda: not self.serving))
+        try:
+            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done()
+        finally:
+            work.cancel()
+            lost.cancel()
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self.engines))

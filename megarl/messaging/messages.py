@@ -39,8 +39,8 @@ class WeightsGrant(_Message, frozen=True):
     """Generator: the engines are paused, write `version` now.
 
     With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
-    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write. `delta`: write only what has changed
-    since the base that was offered.
+    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write, or `later`: the version is to be
+    offered once more. `delta`: write only what has changed since the base that was offered.
     """
 
     version: int
@@ -49,6 +49,7 @@ class WeightsGrant(_Message, frozen=True):
     relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), if engines pass on a part
     plan_hash: str = ""  # of the map without what engines pass on
     delta: bool = False
+    later: bool = False
 
 
 class WeightsWritten(_Message, frozen=True):

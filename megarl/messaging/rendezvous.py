@@ -15,6 +15,8 @@ from megarl.messaging.link import RunKey
 
 LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services have lower ports
 POLICY = "engine"  # names of the processes of the policy's engines begin with it
+EVALUATION = "eval_engine"  # those of the engines that only evaluate (eval.engines)
+GENERATOR, EVALUATOR = "generator.0", "evaluator.0"  # the drivers of both
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -42,6 +44,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     start_step: int
     checkpoint: str  # folder to resume from, empty for a fresh run
     first_engine: int = 0  # the number of the first of `engines`, where they have joined a run
+    evaluator_port: int = 0  # of the hub of the driver of the engines that only evaluate, on the same host
 
     @property
     def key(self) -> RunKey:
@@ -50,6 +53,10 @@ class Rendezvous(msgspec.Struct, frozen=True):
     @property
     def hub_address(self) -> str:
         return f"tcp://{with_port(self.hub_host, self.hub_port)}"
+
+    @property
+    def evaluator_address(self) -> str:
+        return f"tcp://{with_port(self.hub_host, self.evaluator_port)}"
 
     def engine_urls(self, name: str = POLICY) -> list[str]:
         return [engine.url for engine in self.engines[name]]

@@ -6,8 +6,10 @@ that were evaluated. Scores of the last weights are added to the last row when a
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from megarl.observe.metrics import METRICS_FILE, add_to_last_row, read_metrics
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.types import Version
 
+JOURNAL = "journal.jsonl"  # in run_dir/eval, where engines of their own evaluate: what became of each version
+BEGUN = "begun"
+SKIPPED, FAILED, LOST = MISSED = ("skipped", "failed", "lost")
 Evaluation = dict[str, Any]  # "version", the scores of data.eval, and "suites": the scores of each by name
 VERSION_KEY = "eval/version"
 
@@ -48,11 +53,58 @@ def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
             yield path, None
 
 
+def note(run_dir: Path | str, version: Version, what: str, why: str = "") -> None:
+    """Adds to the journal that the evaluation of `version` has BEGUN, or is one of MISSED."""
+    folder = Path(run_dir) / "eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / JOURNAL, "a") as file:
+        file.write(json.dumps({"version": version, "what": what, **({"why": why} if why else {})}) + "\n")
+
+
+def read_journal(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
+    """By version: what was noted of it last, and why. A torn line is left out."""
+    path, found = Path(run_dir) / "eval" / JOURNAL, {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            found[row["version"] + 0] = row["what"], row.get("why", "")
+    return found
+
+
+def missed(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
+    """The versions that were due, but have no scores: which of MISSED, and why."""
+    noted = {v: told for v, told in sorted(read_journal(run_dir).items()) if told[0] in MISSED}
+    there = {result["version"] for result in read_results(run_dir)} if noted else ()
+    return {v: told for v, told in noted.items() if v not in there}
+
+
+def missed_counts(run_dir: Path | str) -> dict[str, int]:
+    """eval/skipped and so on; only those that are not 0."""
+    counts = Counter(what for what, _ in missed(run_dir).values())
+    return {f"eval/{what}": counts[what] for what in MISSED if counts[what]}
+
+
+def note_lost(run_dir: Path | str, version: Version, due: Collection[Version] = ()) -> list[Version]:
+    """Notes evaluations that had begun when the run ended, of weights older than `version`, which a resumed run starts from: it will not
+    have them again; and those of `due` that had not even begun. Returns their versions."""
+    there, journal = {result["version"] for result in read_results(run_dir)}, read_journal(run_dir)
+    begun = {v for v, (what, _) in journal.items() if what == BEGUN and v < version}
+    lost = sorted((begun | (set(due) - journal.keys())) - there)
+    for each in lost:
+        note(run_dir, each, LOST, "the run ended meanwhile")
+    return lost
+
+
 def forget_after(run_dir: Path | str, version: Version) -> None:
     """Removes evaluations of weights newer than `version`, which a resumed run will make again."""
     for result in read_results(run_dir):
         if result["version"] > version:
             (Path(run_dir) / "eval" / f"version_{result['version']:06d}.json").unlink()
+    if (journal := Path(run_dir) / "eval" / JOURNAL).exists():
+        kept = {v: told for v, told in read_journal(run_dir).items() if v <= version}
+        journal.unlink()
+        for each, told in kept.items():
+            note(run_dir, each, *told)
 
 
 def sets(evaluation: Mapping[str, Any]) -> dict[str, Evaluation]:
@@ -83,7 +135,10 @@ def spared_steps(config: RunConfig) -> set[int]:
         return set()
     last = max((result["version"] for result in read_results(config.run_dir)), default=-1)
     best = best_checkpoint(config)
-    coming = {step for step, _ in complete_checkpoints(config.run_dir) if step > last and step % config.eval.every == 0}
+    none = missed(config.run_dir)
+    coming = {
+        step for step, _ in complete_checkpoints(config.run_dir) if step > last and step % config.eval.every == 0 and step not in none
+    }
     return coming | ({best[0]} if best else set())
 
 
@@ -92,18 +147,30 @@ class NewEvaluations:
 
     def __init__(self, run_dir: Path | str, version: Version):
         self._run_dir, self._reported = Path(run_dir), version
+        self._missed: dict[str, int] = {}
 
     def metrics(self) -> dict[str, float]:
-        """The newest of them as metrics; empty if there is none."""
+        """The newest of them as metrics, and how many versions were missed by now, if that has changed; empty if nothing is new."""
+        found: dict[str, float] = {}
+        if (counts := missed_counts(self._run_dir)) != self._missed:
+            self._missed = counts
+            found |= counts
         new = [result for result in read_results(self._run_dir) if result["version"] > self._reported]
-        if not new:
-            return {}
-        self._reported = new[-1]["version"]
-        return as_metrics(new[-1])
+        if new:
+            self._reported = new[-1]["version"]
+            found |= as_metrics(new[-1])
+        return found
 
 
 def complete_metrics(run_dir: Path | str) -> None:
-    """Adds the newest evaluation to the last row if no row has it. Call it when the run's processes have ended."""
+    """Adds the newest evaluation to the last row if no row has it, and what was missed. Call it when the run's processes have ended."""
     results, rows = read_results(run_dir), read_metrics(Path(run_dir) / METRICS_FILE)
-    if results and rows and results[-1]["version"] > max((row[VERSION_KEY] for row in rows if VERSION_KEY in row), default=-1):
-        add_to_last_row(run_dir, as_metrics(results[-1]))
+    if not rows:
+        return
+    counts = missed_counts(run_dir)
+    told = {key: value for row in rows for key, value in row.items() if key in counts}
+    more: dict[str, float] = dict(counts) if counts != told else {}
+    if results and results[-1]["version"] > max((row[VERSION_KEY] for row in rows if VERSION_KEY in row), default=-1):
+        more |= as_metrics(results[-1])
+    if more:
+        add_to_last_row(run_dir, more)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.observe.advisories import RULES, advisories
-from megarl.observe.evaluations import VERSION_KEY
+from megarl.observe.evaluations import MISSED, VERSION_KEY
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
 from megarl.observe.rollouts import escape
 from megarl.observe.status import Status, duration, read_statuses
@@ -200,7 +200,7 @@ class Progress:
         self._line(" ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
         if failed := describe_failures([row]):
             self._line(f"  step {row['step']}: {failed}")
-        for line in held_out_lines([row]):
+        for line in (*held_out_lines([row]), *missed_lines([row])):
             self._line(f"  {line}")
 
     def _print_advisories(self) -> None:
@@ -246,7 +246,7 @@ def _starting(run_dir: Path) -> list[str]:
     """What engines say last in their logs: which weights they load, what they compile, and how much of it is left."""
     found = []
     for log in sorted((run_dir / "logs").glob("*.log")):
-        if not log.name.startswith(("trainer.", "generator.", "reward.", "tracker.")) and log.stat().st_size:
+        if not log.name.startswith(("trainer.", "generator.", "evaluator.", "reward.", "tracker.")) and log.stat().st_size:
             with open(log, "rb") as file:
                 file.seek(max(0, log.stat().st_size - PRINTED_BYTES))
                 lines = escape(re.sub(r"[\r\n]+", "\n", file.read().decode(errors="replace"))).splitlines()
@@ -268,6 +268,12 @@ def source_line(row: Row) -> str:
 def held_out_lines(rows: Sequence[Row]) -> list[str]:
     """One line per row with held-out scores: each set's pass@1 (with several samples also pass@k) and mean reward."""
     return [f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}" for row in rows if VERSION_KEY in row]
+
+
+def missed_lines(rows: Sequence[Row]) -> list[str]:
+    """One line per row in which the number of versions without an evaluation that was due has changed."""
+    found = [(row, [f"{row[f'eval/{what}']:.0f} {what}" for what in MISSED if f"eval/{what}" in row]) for row in rows]
+    return [f"evaluations by step {row['step']}: {', '.join(counts)}" for row, counts in found if counts]
 
 
 def _scores(row: Row) -> Iterator[str]:

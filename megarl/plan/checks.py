@@ -140,6 +140,17 @@ def check_eval(config: RunConfig) -> Iterable[str]:
             yield f"eval.suites.{name}.samples={suite.samples}: at temperature 0 they are all the same; set eval.suites.{name}.temperature"
 
 
+def check_eval_engines(config: RunConfig) -> Iterable[str]:
+    engines, transport = config.eval.engines, config.weights.transport
+    if not engines:
+        return
+    if not held_out(config):
+        yield f"eval.engines={engines}: needs a held-out set: set data.eval.source"
+    if transport in ("gloo", "nccl"):
+        why = "whose process groups cannot change: the loss of one of these engines would end the run"
+        yield f"weights.transport={transport}: with eval.engines={engines} it must be neither gloo nor nccl, {why}"
+
+
 def check_sft_command(config: RunConfig) -> Iterable[str]:
     if config.sft.every and config.sft.eval is None:
         yield f"sft.every={config.sft.every}: needs held-out demonstrations: set sft.eval.source"
@@ -192,6 +203,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_curriculum,
     check_shaping,
     check_eval,
+    check_eval_engines,
     check_best,
     check_roles,
     check_reward,

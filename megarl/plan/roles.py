@@ -34,7 +34,8 @@ from megarl.plan.model_paths import missing_folder
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
-TAKEN = ("trainer", "generator", "engine", "reward", "tool", "sft", "evaluate", "export", "hub")  # names of other processes
+_PROCESSES = "trainer generator engine reward tool sft evaluate export hub evaluator evaluation eval_engine"
+TAKEN = tuple(_PROCESSES.split())  # names of other processes
 TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is of lengths
 # The reward models that SGLang has: a linear map to one score, or Qwen2.5-Math-RM's two layers.
 TWO_LAYERS = "Qwen2ForRewardModel"

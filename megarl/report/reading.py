@@ -33,7 +33,10 @@ KINDS = {
     "train step": "train",
     "wait for batch": "wait for a batch",
     "wait for engines": "wait for engines",
+    "wait for evaluation engines": "evaluation weights",
     "write weights": "write weights",
+    "write evaluation weights": "evaluation weights",
+    "evaluation weights": "evaluation weights",
     "checkpoint": "save",
     "complete": "save",
     "export": "save",
@@ -261,8 +264,8 @@ def _number(value: Any) -> float | int | str | None:
 
 
 def _by_rank(name: str) -> tuple[str, int, str]:
-    """Trainers before generators before engines before the rest; ranks by number."""
+    """Trainers before generators before engines before those that only evaluate before the rest; ranks by number."""
     role, _, rest = name.partition(".")
     number = NUMBER.match(rest)
-    order = {"launcher": "0", "trainer": "1", "generator": "2", "engine": "3"}.get(role, f"4{role}")
+    order = {"launcher": "0", "trainer": "1", "generator": "2", "engine": "3", "eval_engine": "4"}.get(role, f"5{role}")
     return order, int(number[0]) if number else 0, rest

@@ -17,7 +17,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
@@ -77,14 +77,15 @@ class CheckedRollout:
             raise RuntimeError(f"{where}: {'; '.join(problems)}")
 
 
-async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> Fleet:
-    """Opens clients of all engines, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose engines."""
+async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False, name: str = POLICY) -> Fleet:
+    """Opens clients of all engines of that name, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose
+    engines."""
     config = plan.config
-    engines = [engine_client(plan, rendezvous, url) for url in rendezvous.engine_urls()]
+    engines = [engine_client(plan, rendezvous, url) for url in rendezvous.engine_urls(name)]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
     decode = load_tokenizer(config.model).decode_all if config.rollout.stops_on_text else None
-    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, decode)
+    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, decode, name=name)
     resources.push_async_callback(fleet.close)
     await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
     return fleet
@@ -115,12 +116,13 @@ async def open_rollouts(
     *,
     teachers: Teachers | None = None,
     training: bool = True,
+    logs: Path | None = None,
 ) -> Rollouts:
-    """The rollouts of a run, with their reward workers and tool processes, which `resources` ends. `scorers`, `teachers`: the roles on
-    engines. Without `training`, those of held-out prompts alone are wanted."""
+    """The rollouts of a run, with their reward workers and tool processes, which `resources` ends, and which log to `logs` (None: those of
+    the run). `scorers`, `teachers`: the roles on engines. Without `training`, those of held-out prompts alone are wanted."""
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
-    logs = Path(config.run_dir) / "logs"
+    logs = logs or Path(config.run_dir) / "logs"
     if (close := getattr(rollout, "close", None)) is not None:
         resources.push_async_callback(close)
     tools = ToolProcesses(config.rollout, logs)

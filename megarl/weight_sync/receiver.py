@@ -142,7 +142,7 @@ class WeightsReceiver:
             executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights", **self._told_of(taken))
         executor.release(version)
         compared = self._plan.config.weights.delta != "off"
-        self._applied(executor, version, taken, changed_fraction(offered.offers) if compared else None)
+        self._applied(executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None)
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version`, which the other engines go on serving, into engines that have come back."""
@@ -155,13 +155,13 @@ class WeightsReceiver:
             else:
                 taken = await self._write(fleet, session)
                 executor.trace.add(f"pause for weights {version} again", *taken.pause, "weights", **self._told_of(taken))
-                self._applied(executor, version, taken)
+                self._applied(fleet, version, taken)
 
-    def _applied(self, executor: ServingExecutor, version: Version, taken: Taken, changed: float | None = None) -> None:
+    def _applied(self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None) -> None:
         began, ended = taken.pause
-        engines = len(executor.fleet.serving)
+        engines = len(fleet.serving)
         self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, engines, changed))
-        self._over(executor.fleet)
+        self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
         """For the trace. The audit has raised an error where memory was not as sent."""
@@ -250,7 +250,7 @@ class WeightsReceiver:
             if hello.plan_hash != self._sessions.map.plan_hash:
                 differing.append(f"{sender} computed {hello.plan_hash}")
         if differing:
-            ours = f"generator.0 computed {self._sessions.map.plan_hash}"
+            ours = f"{self._link.name} computed {self._sessions.map.plan_hash}"
             raise RuntimeError(f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their layouts agree?")
         return [hosts[name] for name in self._trainers]
 

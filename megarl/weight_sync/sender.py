@@ -33,6 +33,7 @@ import torch
 
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
+from megarl.messaging.rendezvous import GENERATOR
 from megarl.messaging.stopping import StopRequest
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
@@ -94,6 +95,9 @@ class WeightsExecutor(Protocol):
 class WeightsSender:
     """Trainer → generator. Construct on every trainer rank; `send` is called by all of them, once a version."""
 
+    receiver = GENERATOR
+    of = ""  # the trace's word for what the engines are for
+
     def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
         config = plan.config
         self._stop = stop or StopRequest()
@@ -119,6 +123,21 @@ class WeightsSender:
         The deadline for the grant is that of a batch: with `async.partial_rollout=block` the grant waits for rollouts to finish. The
         first grant also waits for the engines to start.
         """
+        version = executor.version
+        self._report = report = self._report if again else SyncReport()
+        grant = self._bring(executor, report, again)
+        if grant is None or grant.engines == 0:
+            return
+        executor.put_sync(report, applied=partial(self._await_applied, version))
+        if is_probe_version(version, self._probe_every) and not again:
+            awaited = f"log-probs of the probe of version {version} from {self.receiver}"
+            with executor.trace.span(f"probe version {version}"):
+                probe = self._unless_stopped(executor, ProbeReady, self._timeout_s, awaited)
+                if probe is not None:
+                    executor.compare_probe(probe)
+
+    def _bring(self, executor: WeightsExecutor, report: SyncReport, again: bool = False) -> WeightsGrant | None:
+        """Offers the weights, and writes them if they are wanted. Returns the grant; None if the run stops before it comes."""
         version, grant_s = executor.version, self._plan.config.timeouts.rollouts_s
         if self._transport is None:
             grant_s += self._plan.config.generator.startup_timeout_s
@@ -130,17 +149,10 @@ class WeightsSender:
         if self._deltas.on and not again:
             base, found = self._find_changes(executor)
         self._link.send(self._adapters.offer(version) if self._adapters else offer_of(version, base, found))
-        self._report = report = self._report if again else SyncReport()
-        if not self._send_granted(executor, report, grant_s, found):
-            return
-        self._unconfirmed, self._applied = version, None
-        executor.put_sync(report, applied=partial(self._await_applied, version))
-        if is_probe_version(version, self._probe_every) and not again:
-            awaited = f"log-probs of the probe of version {version} from generator.0"
-            with executor.trace.span(f"probe version {version}"):
-                probe = self._unless_stopped(executor, ProbeReady, self._timeout_s, awaited)
-                if probe is not None:
-                    executor.compare_probe(probe)
+        grant = self._send_granted(executor, report, grant_s, found)
+        if grant is not None and grant.engines:
+            self._unconfirmed, self._applied = version, None
+        return grant
 
     def _find_changes(self, executor: WeightsExecutor) -> tuple[Version, Found | None]:
         """(the version that it can send the changes from, or -1; the changes, if it has looked for them)"""
@@ -159,31 +171,32 @@ class WeightsSender:
         fits = found is not None and all(size <= self._transport.room(rank) for rank, size in found.sizes.items())
         return base if fits else -1, found
 
-    def _send_granted(self, executor: WeightsExecutor, report: SyncReport, timeout_s: float, found: Found | None) -> bool:
-        """Waits for the grant and writes. Returns False if the run stops first, or if no engine is left to write to."""
+    def _send_granted(self, executor: WeightsExecutor, report: SyncReport, timeout_s: float, found: Found | None) -> WeightsGrant | None:
+        """Waits for the grant, and writes unless there is nothing to write to. Returns the grant; None if the run stops first."""
         version, began = executor.version, time.monotonic()
-        with executor.trace.span(f"wait for engines to take weights {version}"):
-            grant = self._unless_stopped(executor, WeightsGrant, timeout_s, f"generator.0 to take weights version {version}")
+        with executor.trace.span(f"wait for {self.of}engines to take weights {version}"):
+            grant = self._unless_stopped(executor, WeightsGrant, timeout_s, f"{self.receiver} to take weights version {version}")
         if grant is None:
-            return False
+            return None
         if grant.version != version:
-            raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, generator.0 granted version {grant.version}")
+            wrong = f"{self.receiver} granted version {grant.version}"
+            raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, {wrong}")
         granted = time.monotonic()
         report.wait_s += granted - began
         if grant.engines == 0:
-            return False
-        with executor.trace.span(f"write weights {version}") as told:
+            return grant
+        with executor.trace.span(f"write {self.of}weights {version}") as told:
             try:
                 told["bytes"] = self._write(executor, grant, found)
             except Exception as error:  # tells the generator at once, instead of letting it run into its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
                 raise
         report.sync_s += time.monotonic() - granted
-        return True
+        return grant
 
     def _unless_stopped(self, executor: WeightsExecutor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
-        """Receives a message that the generator sends to every rank; None, on every rank, when the run is to stop. Collective."""
-        with executor.status.waiting("generator.0", awaited):
+        """Receives a message that the receiver sends to every rank; None, on every rank, when the run is to stop. Collective."""
+        with executor.status.waiting(self.receiver, awaited):
             found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
         if self._stop.agree(found is None, executor.device):
             return None
@@ -194,15 +207,15 @@ class WeightsSender:
         return self._stop.asked
 
     def _await_applied(self, version: Version) -> WeightsApplied | None:
-        """The generator's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
+        """The receiver's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
         while self._applied is None or self._applied.version != version:
-            awaited = f"generator.0 to apply weights version {version}"
+            awaited = f"{self.receiver} to apply weights version {version}"
             found = self._link.receive_unless(self._stop_asked, WeightsApplied, self._timeout_s, awaited)
             if found is None:
                 return None
             applied = found[1]
             if applied.version > version:
-                raise RuntimeError(f"weights version {version} was written last, generator.0 applied version {applied.version}")
+                raise RuntimeError(f"weights version {version} was written last, {self.receiver} applied version {applied.version}")
             self._applied = applied
         self._unconfirmed = None
         return self._applied
@@ -242,7 +255,7 @@ class WeightsSender:
             if self._connect(executor, grant):
                 assert self._amax is not None
                 self._cut_amax = self._amax.table(model)
-            executor.trace.mark("weights map", to=self._bytes_by_receiver())
+            executor.trace.mark(f"{self.of}weights map", to=self._bytes_by_receiver())
         landing, others = self._writes
         parts = []
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
@@ -276,7 +289,7 @@ class WeightsSender:
             self._whole, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
         map = self._whole if grant.relay is None else relayed(self._whole, RelayRule(*grant.relay))[0]
         if map.plan_hash != grant.plan_hash:
-            raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, the generator {grant.plan_hash}")
+            raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, {self.receiver} {grant.plan_hash}")
         if changed := map.plan_hash != self._map.plan_hash:
             self._use(map, executor.rank)
         endpoints = [Endpoint.decode(text) for text in grant.endpoints]

@@ -15,6 +15,7 @@ from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
+from megarl.messaging.rendezvous import GENERATOR
 from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
@@ -62,7 +63,8 @@ class EngineSessions:
         An engine that turns out to be lost is left out. Any other error is raised, and the engines are not used any more.
         """
         while True:
-            await self._notice_restarts(fleet, serving)
+            if serving >= 0:
+                await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
             await self._try_joining(fleet, sorted(fleet.joining & fleet.returned), trainers)
             members = sorted(fleet.returned) if joining else fleet.members
             if not members:
@@ -96,18 +98,6 @@ class EngineSessions:
                     grant = WeightsGrant(version, [], len(members), opened.relay, opened.map.plan_hash)
                     endpoints = [opened.endpoints_of(rank) for rank in range(len(trainers))]
                 return Session(members, session, opened, grant, endpoints)
-
-    async def _notice_restarts(self, fleet: Fleet, serving: Version) -> None:
-        """Counts an engine as lost if it was restarted while it had no requests: it no longer has the weights."""
-        asked = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic and serving >= 0 else []
-        answers = await asyncio.gather(*(engine.version(self._plan.config.timeouts.weights_s) for engine in asked), return_exceptions=True)
-        for engine, answer in zip(asked, answers):
-            if isinstance(answer, EngineUnreachable):
-                fleet.lose(answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-            elif answer == -1:
-                fleet.lose(EngineUnreachable(engine.url, "it was started again"))
 
     async def _try_joining(self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]) -> None:
         """Tries engines that join before the others are paused for them: that they reach the hub, are laid out as planned, and open their
@@ -161,7 +151,8 @@ class EngineSessions:
         hosts = await self._check(workers, map)
         if self._plan.config.weights.audited:
             config = self._plan.config
-            file = Path(config.run_dir) / "engine_memory.jsonl" if self._opened is None else None
+            of_generator = self._opened is None and self._link.name == GENERATOR
+            file = Path(config.run_dir) / "engine_memory.jsonl" if of_generator else None
             await watch(workers, config.weights.audit == STRICT, file)
         return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)
 
@@ -171,6 +162,19 @@ class EngineSessions:
         hosts = await connect(workers, self._key_file)
         await settle_layout(workers, map.destination)
         return hosts
+
+
+async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
+    """Counts an engine as lost if it was restarted while it had no requests: it no longer has the run's weights."""
+    asked = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic else []
+    answers = await asyncio.gather(*(engine.version(timeout_s) for engine in asked), return_exceptions=True)
+    for engine, answer in zip(asked, answers):
+        if isinstance(answer, EngineUnreachable):
+            fleet.lose(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif answer == -1:
+            fleet.lose(EngineUnreachable(engine.url, "it was started again"))
 
 
 def _two_sided(pairs: Iterable[Iterable[str]]) -> str:

@@ -36,7 +36,7 @@ class Writes:
             sender, message = await self._link.arrival(WeightsWritten, self._timeout_s, awaited)
             expected = sender in self._trainers and sender not in self._finished()
             if not expected or message.version != self._version:
-                raise RuntimeError(f"generator.0 waited for {awaited}, but {sender} has written version {message.version}")
+                raise RuntimeError(f"{self._link.name} waited for {awaited}, but {sender} has written version {message.version}")
             if message.error:
                 raise RuntimeError(f"{sender} could not write weights version {self._version}: {message.error}")
             self.parts.append((sender, message))

@@ -58,12 +58,14 @@ def until(condition, poll=lambda: None, seconds=60):
         time.sleep(0.02)
 
 
-def kept(group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0, code=SERVER, env=None) -> EngineKeeper:
+def kept(
+    group: ProcessGroup, policy: str, max_restarts: int = 2, health_s: float = 1.0, code=SERVER, env=None, spare: bool = False
+) -> EngineKeeper:
     (port,) = free_ports(1)
     keeper = EngineKeeper(group, policy, max_restarts, health_s, startup_s=30)
     spec = ProcessSpec("engine.0", [sys.executable, "-c", code, str(port)], env or {})
     group.start(spec)
-    keeper.keep(spec, "127.0.0.1", port, "key")
+    keeper.keep(spec, "127.0.0.1", port, "key", spare)
     return keeper
 
 
@@ -85,6 +87,19 @@ def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_p
         group.check(among=group.names - keeper.names)
         child(group).kill()
         with pytest.raises(ProcessFailed, match="(?s)engine.0 was killed by SIGKILL; the end of .*engine starts"):
+            until(lambda: False, keeper.poll, seconds=20)
+
+
+def test_the_run_goes_on_without_one_that_training_does_not_need(tmp_path, capsys):
+    """Once it has been started again as often as it may; one that never answered at all ends the run too."""
+    with ProcessGroup(tmp_path) as group:
+        keeper = kept(group, "restart", max_restarts=0, spare=True)
+        until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
+        child(group).kill()
+        until(lambda: not group.names, keeper.poll)
+        assert "engine.0 is dropped after generator.max_restarts=0; the run goes on without it" in capsys.readouterr().out
+        keeper = kept(group, "restart", max_restarts=0, spare=True, code="raise SystemExit(1)")
+        with pytest.raises(ProcessFailed, match="engine.0 exited with status 1"):
             until(lambda: False, keeper.poll, seconds=20)
 
 

@@ -1,0 +1,156 @@
+"""The driver of a run's engines that only evaluate (`eval.engines`): one version at a time, while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.data.prompts import HeldOutSet, held_out_sets
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.executors.engine_statuses import show_engines
+from megarl.executors.evaluate import evaluate_sets
+from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.fleet import Fleet
+from megarl.generator.returns import watch_returns
+from megarl.messaging.background import Background
+from megarl.messaging.rendezvous import EVALUATION, EVALUATOR, Rendezvous
+from megarl.observe.evaluations import BEGUN, FAILED, note, write_result
+from megarl.observe.status import StatusBoard
+from megarl.observe.trace import TraceWriter
+from megarl.plan.evaluation import is_due
+from megarl.plan.resolve import RunPlan
+from megarl.roles.opening import open_scorers, open_served
+from megarl.rollouts.rollout import Rollout, open_fleet, open_rollouts
+from megarl.types import Group, Prompt, Version
+from megarl.weight_sync.evaluation import EvaluationReceiver
+from megarl.weight_sync.receiver import Taken
+from megarl.weight_sync.sessions import notice_restarts
+
+LOOK_S = 1.0
+
+
+@dataclass
+class Evaluations:
+    """Evaluates what the engines hold. An evaluation that loses all engines is noted as failed; any other error of it ends the run."""
+
+    plan: RunPlan  # the evaluation's (plan.evaluation)
+    fleet: Fleet
+    rollout: Rollout  # of held-out prompts
+    sets: Sequence[HeldOutSet]
+    tokenizer: Tokenizer
+    trace: TraceWriter
+    status: StatusBoard
+    background: Background
+    evaluating: Version | None = None
+    gone: str = ""  # why there will be no engine any more
+
+    @property
+    def version(self) -> Version:
+        return -1 if self.fleet.version is None else self.fleet.version
+
+    def begin(self, version: Version, taken: Taken) -> None:
+        """Called when the engines hold `version`; nothing is being evaluated."""
+        assert self.evaluating is None
+        told = {"bytes": taken.bytes_written, "audited": self.plan.config.weights.audited}
+        self._record(f"evaluation weights {version}", *taken.pause, taken.engines, **told)
+        if is_due(self.plan.config, version):
+            self.evaluating = version
+            note(self.plan.config.run_dir, version, BEGUN)
+            self.background.start(self._evaluate(version), f"evaluation of version {version}")
+
+    def miss(self, version: Version, what: str, why: str) -> None:
+        """Notes that `version` has no scores, if it was due."""
+        if is_due(self.plan.config, version):
+            note(self.plan.config.run_dir, version, what, why)
+            print(f"the evaluation of version {version} {'was ' * (what != FAILED)}{what}: {why}", flush=True)
+
+    async def _evaluate(self, version: Version) -> None:
+        began, engines = time.perf_counter(), sorted(self.fleet.serving)
+        self.status.set(f"evaluating version {version}")
+        others: set[Version] = set()
+        sets = evaluate_sets(self.plan, self._noting(version, others), self.sets, self.tokenizer, len(engines))
+        work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
+        if not await self.fleet.while_serving(work):
+            await asyncio.wait({work})  # until it has stopped asking engines
+            self.miss(version, FAILED, f"its engines were lost: {'; '.join(self.fleet.lost.values())}")
+        elif others:
+            self.miss(version, FAILED, f"version {', '.join(map(str, sorted(others)))} has answered too: an engine was started again")
+        else:
+            write_result(self.plan.config.run_dir, version, work.result())
+        self._record(f"evaluate version {version}", began, time.perf_counter(), engines)
+        self.status.set("waiting for the next version to evaluate")
+        self.evaluating = None
+        self.fleet.pulse.beat()
+
+    def _noting(self, version: Version, others: set[Version]) -> Rollout:
+        """The rollout, which notes the versions that have answered besides `version`."""
+
+        async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
+            group = await self.rollout(prompt, sampling, n)
+            for sample in group.samples:
+                own = sample.policy_mask or [1] * len(sample.versions)
+                others.update({v for v, policys in zip(sample.versions, own) if policys} - {version})
+            return group
+
+        return rollout
+
+    def _record(self, what: str, began: float, ended: float, engines: Sequence[int], **told: Any) -> None:
+        for index in engines:
+            self.trace.add(what, began, ended, f"{self.fleet.name}.{index}", **told)
+
+    async def watch_engines(self) -> None:
+        """Waits for lost engines to come back, until none can."""
+        generator, logs = self.plan.config.generator, Path(self.plan.config.run_dir) / "logs"
+        try:
+            await watch_returns(self.fleet, logs, generator.on_failure == "restart", generator.startup_timeout_s)
+        except EngineError as error:
+            print(f"no version is evaluated any more: {error}", flush=True)
+            self.gone = "no engine was there, and none will be"
+            self.fleet.pulse.beat()
+
+    async def watch_versions(self) -> None:
+        """Notices engines that are started again between two requests of an evaluation: they would answer with the run's first weights."""
+        while True:
+            await self.fleet.pulse.until(lambda: self.evaluating is not None)
+            with contextlib.suppress(TimeoutError):  # one that hangs is ended by its launcher
+                await notice_restarts(self.fleet, self.plan.config.timeouts.weights_s)
+            await asyncio.sleep(LOOK_S)
+
+    async def all_done(self, receiver: EvaluationReceiver) -> None:
+        """Returns when the run's last version is evaluated, or cannot be."""
+        await receiver.take_all(self)
+        await self.fleet.pulse.until(lambda: self.evaluating is None)
+
+
+async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: EvaluationReceiver) -> None:
+    """Evaluates the versions that are due, to the run's last."""
+    config, run_dir = plan.config, Path(plan.config.run_dir)
+    status, trace = StatusBoard(run_dir, EVALUATOR).for_work(), TraceWriter(run_dir, EVALUATOR)
+    tokenizer, background, elastic = load_tokenizer(config.model), Background(), config.generator.on_failure != "fail"
+    async with AsyncExitStack() as resources:
+        with status.waiting("the engines", "start-up"):
+            fleet = await open_fleet(plan, rendezvous, resources, elastic, EVALUATION)
+            served = await open_served(plan, rendezvous, resources, elastic)
+        scorers = open_scorers(plan, served, tokenizer)
+        logs = run_dir / "logs" / "evaluator"
+        rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False, logs=logs)
+        sets = held_out_sets(config, tokenizer)
+        evaluations = Evaluations(plan, fleet, rollouts.held_out, sets, tokenizer, trace, status, background)
+        resources.push_async_callback(background.close)
+        background.start(evaluations.watch_engines(), f"lost engines of {fleet.name}")
+        for role in served.values():
+            restarted = config.generator.on_failure == "restart"
+            returns = watch_returns(role, run_dir / "logs", restarted, config.generator.startup_timeout_s)
+            background.start(returns, f"lost engines of {role.name}")
+        background.start(evaluations.watch_versions(), f"restarts of {fleet.name}")
+        background.start(show_engines(fleet, run_dir, trace), f"status of the engines of {fleet.name}")
+        status.set("waiting for the first version")
+        await background.beside(evaluations.all_done(receiver))
+    status.set("done")
+    trace.close()

@@ -1,0 +1,27 @@
+"""Rollouts whose held-out prompts wait at a gate: for tests of what goes on beside an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from megarl.generator.completions import Sampling
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.environments.single_turn import single_turn
+from megarl.types import Prompt, Sample
+
+GATE = "GATED_ROLLOUTS_GATE"  # environment: a file; while it is there, no held-out prompt is answered
+DEADLINE_S = 200
+
+
+async def held_out_waits(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
+    """Training takes its time, so that the run leaves room for what is tested."""
+    gate, deadline = Path(os.environ[GATE]), time.monotonic() + DEADLINE_S
+    if sampling.temperature > 0:
+        await asyncio.sleep(0.5)
+    while sampling.temperature == 0 and gate.exists():
+        assert time.monotonic() < deadline, f"{gate} is still there"
+        await asyncio.sleep(0.01)
+    return await single_turn(context, prompt, sampling, n)

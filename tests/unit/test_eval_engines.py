@@ -1,0 +1,276 @@
+"""Engines that only evaluate: who has them, which versions they are given, and what becomes of those that they are not given."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_fleets
+import pytest
+from resolving import CONFIGS, config, problems_of
+
+from megarl.config.load import load_config
+from megarl.generator.client import EngineUnreachable
+from megarl.launch.dry_run import render_launch
+from megarl.launch.launcher import Job, placement
+from megarl.messaging.messages import WeightsGrant
+from megarl.observe.evaluations import (
+    BEGUN,
+    FAILED,
+    LOST,
+    SKIPPED,
+    NewEvaluations,
+    complete_metrics,
+    forget_after,
+    missed,
+    note,
+    note_lost,
+    read_journal,
+    spared_steps,
+    write_result,
+)
+from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from megarl.observe.progress import missed_lines
+from megarl.plan.checkpoints import checkpoint_path
+from megarl.plan.evaluation import evaluation_plan, is_due
+from megarl.plan.resolve import resolve
+from megarl.types import Version
+from megarl.weight_sync import evaluation
+from megarl.weight_sync.evaluation import EvaluationReceiver
+from megarl.weight_sync.receiver import Taken
+
+HELD_OUT = "data.eval.source=eval.jsonl"
+
+
+def test_the_first_the_last_and_every_nth_version_are_due(tmp_path: Path) -> None:
+    settings = config(tmp_path, HELD_OUT, "eval.every=4", "max_steps=10")
+    assert [version for version in range(11) if is_due(settings, version)] == [0, 4, 8, 10]
+    settings.eval.every = 0
+    assert [version for version in range(11) if is_due(settings, version)] == [0, 10]
+
+
+def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_whole(tmp_path: Path) -> None:
+    more = ["generator.tp=2", "generator.engines=3", "generator.quantization=fp8_block", "weights.delta=auto", "observe.probe_every=5"]
+    plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=2", "async.partial_rollout=in_flight", *more))
+    own = evaluation_plan(plan)
+    assert (own.generator_topology.engines, own.generator_topology.tp) == (2, 2) and own.engine_dtype == plan.engine_dtype
+    assert own.config.generator.quantization == "fp8_block" and own.config.generator.engines == 2
+    assert (own.config.weights.delta, own.config.observe.probe_every, own.config.async_.partial_rollout) == ("off", 0, "block")
+    assert plan.generator_topology.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
+
+
+@pytest.mark.parametrize(
+    "overrides, problem",
+    [
+        (["eval.engines=1"], "eval.engines=1: needs a held-out set: set data.eval.source"),
+        (
+            [HELD_OUT, "eval.engines=1", "weights.transport=gloo"],
+            "weights.transport=gloo: with eval.engines=1 it must be neither gloo nor nccl, whose process groups cannot change: the loss of "
+            "one of these engines would end the run",
+        ),
+    ],
+)
+def test_what_they_cannot_be_is_refused(tmp_path: Path, overrides: list[str], problem: str) -> None:
+    assert problems_of(tmp_path, *overrides) == [problem]
+
+
+def test_they_have_slots_of_their_own_in_a_run_alone(tmp_path: Path) -> None:
+    plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=1", "generator.tp=2", "generator.engines=2", "trainer.dp=4"))
+    [node] = placement(plan, Job("train", tmp_path, "trainer", "generator"), 1, 0)
+    assert [(part.name, part.first_slot, part.ranks) for part in node.engines] == [
+        ("engine.0", 4, 2), ("engine.1", 6, 2), ("eval_engine.0", 8, 2)
+    ]  # fmt: skip
+    assert node.serves == (0, 1), "the driver of the generator is beside its own engines"
+    [node] = placement(plan, Job("eval", tmp_path, None, "evaluate"), 1, 0)
+    assert [part.name for part in node.engines] == ["engine.0", "engine.1"]
+    assert "; evaluation engines 0-0, 2 ranks of each on a node; " in render_launch(plan)
+
+
+def test_a_journal_says_what_became_of_each_version(tmp_path: Path) -> None:
+    for version in (0, 2):
+        note(tmp_path, version, BEGUN)
+        write_result(tmp_path, version, {"pass@1": 0.5})
+    note(tmp_path, 4, BEGUN)
+    note(tmp_path, 6, SKIPPED, "version 4 was still being evaluated")
+    note(tmp_path, 8, FAILED, "its engines were lost")
+    note(tmp_path, 10, BEGUN)
+    with open(tmp_path / "eval/journal.jsonl", "a") as file:
+        file.write('{"version": 12, "wh')
+    assert missed(tmp_path) == {6: (SKIPPED, "version 4 was still being evaluated"), 8: (FAILED, "its engines were lost")}
+
+    forget_after(tmp_path, 8)
+    assert read_journal(tmp_path).keys() == {0, 2, 4, 6, 8}
+    assert note_lost(tmp_path, 8) == [4] and note_lost(tmp_path, 8) == []
+    assert missed(tmp_path)[4] == (LOST, "the run ended meanwhile") and len(missed(tmp_path)) == 3
+    assert note_lost(tmp_path, 21, due=[8, 20]) == [20], "that of 8 has failed"
+    write_result(tmp_path, 8, {"pass@1": 0.5})
+    assert 8 not in missed(tmp_path), "a run that went on from there has evaluated it"
+
+
+def test_what_was_missed_is_counted_in_the_next_row(tmp_path: Path) -> None:
+    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path, -1)
+    writer.write(0, {"loss": 0.0, **new.metrics()})
+    note(tmp_path, 2, SKIPPED, "…")
+    note(tmp_path, 4, SKIPPED, "…")
+    writer.write(1, {"loss": 0.0, **new.metrics()})
+    writer.write(2, {"loss": 0.0, **new.metrics()})
+    writer.close()
+    note(tmp_path, 6, FAILED, "…")
+    for _ in range(2):
+        complete_metrics(tmp_path)
+        rows = read_metrics(tmp_path / METRICS_FILE)
+        found = [{key: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
+        assert found == [{}, {"eval/skipped": 2}, {"eval/skipped": 2, "eval/failed": 1}]
+    assert missed_lines(rows) == ["evaluations by step 1: 2 skipped", "evaluations by step 2: 2 skipped, 1 failed"]
+
+
+def test_the_checkpoint_of_a_version_stays_until_its_score_is_known_or_will_never_be(tmp_path: Path) -> None:
+    best = ["checkpoint.every=2", "eval.every=2", "eval.engines=1", "checkpoint.keep_best=eval/pass@1"]
+    settings = load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}", *best])
+    for step in (2, 4, 6, 8):
+        checkpoint_path(tmp_path, step).mkdir(parents=True)
+    note(tmp_path, 2, BEGUN)
+    note(tmp_path, 4, SKIPPED, "version 2 was still being evaluated")
+    assert spared_steps(settings) == {2, 6, 8}
+    write_result(tmp_path, 2, {"pass@1": 0.5})
+    note(tmp_path, 6, FAILED, "its engines were lost")
+    assert spared_steps(settings) == {2, 8}
+
+
+@dataclass
+class Link:
+    """To one trainer rank."""
+
+    told: list = field(default_factory=list)
+
+    def send(self, name, message):
+        self.told.append(message)
+
+
+@dataclass
+class Driver:
+    """Notes what it is to evaluate, and evaluates it until a test says that it is done."""
+
+    fleet: object
+    begun: list[Version] = field(default_factory=list)
+    missed: list = field(default_factory=list)
+    evaluating: Version | None = None
+    gone: str = ""
+
+    @property
+    def version(self) -> Version:
+        return self.fleet.version
+
+    def begin(self, version: Version, taken: Taken) -> None:
+        assert self.evaluating is None, "nothing is written to an engine that evaluates"
+        self.begun.append(version)
+        self.evaluating = version
+
+    def miss(self, version: Version, what: str, why: str) -> None:
+        self.missed.append((version, what, why))
+
+    def done(self) -> None:
+        self.evaluating = None
+        self.fleet.pulse.beat()
+
+
+class Receiver(EvaluationReceiver):
+    """Its engines take any version at once; offers come from a queue."""
+
+    def __init__(self, fleet):
+        timeouts = SimpleNamespace(rollouts_s=100.0, weights_s=10.0)
+        self._plan = SimpleNamespace(config=SimpleNamespace(max_steps=10, timeouts=timeouts, weights=SimpleNamespace(audited=True)))
+        self._link, self._trainers, self._hosts, self._updates = Link(), ["trainer.0"], ["here"], 0
+        self.offered: asyncio.Queue[Version] = asyncio.Queue()
+        self._offers = self._sessions = self
+        self.fixed_ = ""
+
+    @property
+    def fixed(self) -> str:
+        return self.fixed_
+
+    async def next(self, serving):
+        return SimpleNamespace(version=await self.offered.get())
+
+    async def open(self, fleet, hosts, serving, version):
+        return fleet.members or None
+
+    async def _write(self, fleet, session):
+        return Taken((0.0, 1.0), 1, session)
+
+    def grants(self) -> list[tuple[Version, int, bool]]:
+        """(version, engines, whether it is to be offered again) of what was turned down."""
+        return [(grant.version, grant.engines, grant.later) for grant in self._link.told if isinstance(grant, WeightsGrant)]
+
+
+def receiving(body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "RETURN_S", 0.05)
+    monkeypatch.setattr(evaluation, "LATER_S", 0.05)
+
+    async def within() -> None:
+        fleet, _ = fake_fleets.of(1)
+        receiver, driver = Receiver(fleet), Driver(fleet)
+        task = asyncio.ensure_future(receiver.take_all(driver))
+        try:
+            await body(receiver, driver, fleet, task)
+        finally:
+            task.cancel()
+
+    fake_fleets.run(within)
+
+
+async def until(holds) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_a_version_that_is_due_too_early_is_skipped_and_the_last_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(receiver, driver, fleet, task) -> None:
+        for version in (0, 2, 4):
+            receiver.offered.put_nowait(version)
+        await until(lambda: len(driver.missed) == 2)
+        assert driver.begun == [0] and receiver.grants() == [(2, 0, False), (4, 0, False)]
+        assert driver.missed == [(version, "skipped", "version 0 was still being evaluated") for version in (2, 4)]
+        receiver.offered.put_nowait(10)
+        await until(lambda: receiver.grants()[2:] == [(10, 0, True)])
+        receiver.offered.put_nowait(10)
+        driver.done()
+        await task
+        assert driver.begun == [0, 10] and len(driver.missed) == 2 and fleet.version == 10
+
+    receiving(body, monkeypatch)
+
+
+def test_a_version_fails_while_no_engine_is_there_and_the_last_one_waits_until_none_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(receiver, driver, fleet, task) -> None:
+        fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
+        receiver.offered.put_nowait(2)
+        await until(lambda: driver.missed)
+        assert driver.missed == [(2, "failed", "no engine was there: it died")] and receiver.grants() == [(2, 0, False)]
+        receiver.offered.put_nowait(10)
+        await until(lambda: receiver.grants()[1:] == [(10, 0, True)])
+        driver.gone = "no engine was there, and none will be"
+        receiver.offered.put_nowait(10)
+        await task
+        assert driver.missed[1:] == [(10, "failed", driver.gone)] and receiver.grants()[2:] == [(10, 0, False)] and not driver.begun
+
+    receiving(body, monkeypatch)
+
+
+def test_an_engine_that_came_back_takes_part_unless_the_transport_is_tied_to_those_that_were_there(monkeypatch) -> None:
+    async def body(receiver, driver, fleet, task) -> None:
+        fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
+        fleet.come_back(0)
+        receiver.offered.put_nowait(2)
+        await until(lambda: driver.begun == [2])
+        driver.done()
+        fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
+        fleet.come_back(0)
+        receiver.fixed_ = "weights go by gloo, whose process groups cannot change"
+        receiver.offered.put_nowait(4)
+        await until(lambda: driver.missed)
+        assert driver.missed == [(4, "failed", f"an engine was lost, and {receiver.fixed_}")]
+
+    receiving(body, monkeypatch)
