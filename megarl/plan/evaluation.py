@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.config.schema import RunConfig
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.types import Version
 
@@ -17,9 +18,10 @@ def is_due(config: RunConfig, version: Version) -> bool:
 def evaluation_plan(plan: RunPlan) -> RunPlan:
     """The plan with the evaluation's engines in the generator's place. Each version is written whole, since they lack those in between; no
     request runs meanwhile, and probes are the generator's."""
-    config = plan.config
+    config, merges = plan.config, not sends_adapters(plan.config, plan.spec)  # which weights.delta has decided
     own = replace(
         config,
+        lora=replace(config.lora, sync="merge") if merges else config.lora,
         generator=replace(config.generator, engines=config.eval.engines),
         async_=replace(config.async_, partial_rollout="block", chunk_tokens=None),
         weights=replace(config.weights, delta="off"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import fake_fleets
 import pytest
 from resolving import CONFIGS, config, problems_of
 
+from megarl.cli import main
 from megarl.config.load import load_config
 from megarl.generator.client import EngineUnreachable
 from megarl.launch.dry_run import render_launch
@@ -33,9 +35,12 @@ from megarl.observe.evaluations import (
 )
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megarl.observe.progress import missed_lines
+from megarl.observe.trace import TraceWriter
 from megarl.plan.checkpoints import checkpoint_path
 from megarl.plan.evaluation import evaluation_plan, is_due
+from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import resolve
+from megarl.report.reading import RunReader
 from megarl.types import Version
 from megarl.weight_sync import evaluation
 from megarl.weight_sync.evaluation import EvaluationReceiver
@@ -59,6 +64,14 @@ def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_wh
     assert own.config.generator.quantization == "fp8_block" and own.config.generator.engines == 2
     assert (own.config.weights.delta, own.config.observe.probe_every, own.config.async_.partial_rollout) == ("off", 0, "block")
     assert plan.generator_topology.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
+
+
+@pytest.mark.parametrize("delta, alone", [("off", True), ("auto", False)])
+def test_adapters_reach_them_as_they_reach_the_generators(tmp_path: Path, delta: str, alone: bool) -> None:
+    """Engines serve adapters, or weights with adapters merged, from their start: both kinds of engines alike."""
+    plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=1", "lora.rank=8", f"weights.delta={delta}"))
+    own = evaluation_plan(plan)
+    assert sends_adapters(plan.config, plan.spec) == sends_adapters(own.config, own.spec) == alone
 
 
 @pytest.mark.parametrize(
@@ -86,6 +99,38 @@ def test_they_have_slots_of_their_own_in_a_run_alone(tmp_path: Path) -> None:
     [node] = placement(plan, Job("eval", tmp_path, None, "evaluate"), 1, 0)
     assert [part.name for part in node.engines] == ["engine.0", "engine.1"]
     assert "; evaluation engines 0-0, 2 ranks of each on a node; " in render_launch(plan)
+
+
+def test_the_planner_counts_their_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path)
+    sizes = [str(tmp_path / "run.yaml"), HELD_OUT, "generator.tp=4", "generator.engines=2", "trainer.tp=8"]
+    assert main(["plan", *sizes, "eval.engines=3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["evaluation"] == {"ranks": 12, "engines": 3}
+    assert main(["plan", *sizes, "eval.engines=3"]) == 0
+    assert "evaluation engines 3, tp 4: 12 ranks; as the generator's\n" in capsys.readouterr().out
+    shares = {}
+    for engines in (0, 2):
+        assert main(["plan", *sizes, f"eval.engines={engines}", "--search", "--gpus", "32", "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        shares[engines] = facts["trainer"]["ranks"] + facts["generator"]["ranks"] + facts.get("evaluation", {}).get("ranks", 0)
+    assert all(ranks <= 32 for ranks in shares.values()), f"a search leaves them their share of the budget: {shares}"
+
+
+def test_their_lanes_come_after_the_engines(tmp_path: Path) -> None:
+    for process, spans in {
+        "generator.0": [("generate batch 0", "main")],
+        "evaluator.0": [("evaluation weights 2", "eval_engine.0"), ("evaluate version 2", "eval_engine.0")],
+        "trainer.0": [("write evaluation weights 2", "main"), ("wait for evaluation engines to take weights 2", "main")],
+    }.items():
+        trace = TraceWriter(tmp_path, process)
+        for name, track in spans:
+            trace.add(name, 1.0, 2.0, track)
+        trace.close()
+    found = RunReader(tmp_path, 1 << 20).read()
+    assert [*found["lanes"]] == ["trainer.0", "generator.0", "eval_engine.0"]
+    assert [span[0] for span in found["lanes"]["eval_engine.0"]] == ["evaluation weights", "evaluate"]
+    assert {span[0] for span in found["lanes"]["trainer.0"]} == {"evaluation weights"}, "none of the generator's updates"
+    assert found["pauses"] == [] and found["pairs"] == {}
 
 
 def test_a_journal_says_what_became_of_each_version(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         "roles.judge.opponents=2: needs roles.judge.mode=pairwise",
         "roles.judge: nothing uses it; name it in reward.name, reward.parts or eval.reward, or set roles.judge=null",
         "roles.engine: its name must be letters, digits, - and _, and none of trainer, generator, engine, reward, tool, sft, evaluate, "
-        "export, hub",
+        "export, hub, evaluator, evaluation, eval_engine",
         "roles.helper.role=null: must be one of critic, reward_model, judge, teacher, reference; only "
         "a role that is called so needs none",
         "roles.rm.verdict=(a): a reward_model has no such setting",
