@@ -128,7 +128,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	say "2/4 $(TORCH) for CPU"
 	$(PIP) --retries 0 --extra-index-url $(TORCH_CPU_INDEX) $(TORCH)
 	say "3/4 the $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt (a minute or two)"
-	$(PIP) --only-binary :all: -r requirements/cpu.txt
+	$(PIP) --only-binary :all: --no-binary langdetect -r requirements/cpu.txt  # which is published as source alone
 	.venv/bin/python -m pip uninstall -qq -y torchvision  # an earlier set-up installed it; see requirements/cpu.txt
 	if ! problem=$$(.venv/bin/python -c 'import torch' 2>&1); then
 	    .venv/bin/python -m pip uninstall -qq -y torch
