@@ -8,10 +8,10 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t
 
 from megarl.executors.evaluate import scores
-from megarl.observe.intervals import interval
+from megarl.observe.intervals import _t95, interval
 from megarl.rewards.votes import majority, majority_at, vote
 from megarl.types import Group, Prompt, Sample
 
@@ -23,7 +23,17 @@ def test_with_one_sample_a_prompt_it_is_wilsons(right: int, prompts: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("prompts", "samples", "a", "b"), [(30, 8, 0.4, 0.8), (30, 16, 2.0, 6.0), (200, 4, 0.2, 0.2), (500, 1, 3.0, 1.0), (60, 8, 50, 50)]
+    ("prompts", "samples", "a", "b"),
+    [
+        (5, 64, 0.5, 0.5),
+        (5, 64, 2, 6),
+        (10, 16, 2, 6),
+        (30, 8, 0.4, 0.8),
+        (30, 16, 2, 6),
+        (60, 8, 50, 50),
+        (200, 4, 0.2, 0.2),
+        (500, 1, 3, 1),
+    ],
 )
 def test_it_covers_the_mean_of_all_prompts_there_might_be(prompts: int, samples: int, a: float, b: float) -> None:
     """Prompts whose chances of a right answer have a beta distribution, from all alike to nearly always or never right."""
@@ -31,6 +41,17 @@ def test_it_covers_the_mean_of_all_prompts_there_might_be(prompts: int, samples:
     drawn = rng.binomial(samples, rng.beta(a, b, (times, prompts))) / samples
     inside = fmean(low <= a / (a + b) <= high for low, high in (interval(list(map(float, row)), samples) for row in drawn))
     assert 0.935 <= inside <= 0.97, inside
+
+
+@pytest.mark.parametrize("shares", [[1.0] * 16, [1.0] * 500, [0.0] * 7, [0.3, 0.7], [0.25] * 3, [0.5]])
+def test_it_has_the_mean_inside(shares: list[float]) -> None:
+    low, high = interval(shares, 4)
+    assert 0 <= low <= fmean(shares) <= high <= 1 and high - low > 0
+
+
+@pytest.mark.parametrize("freedom", [*range(1, 12), 29, 499])
+def test_students_quantile_is_scipys(freedom: int) -> None:
+    assert _t95(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=5e-3)
 
 
 def test_all_right_is_not_certain_and_equal_prompts_count_all_samples() -> None:
