@@ -107,7 +107,7 @@ class TrainerExecutor:
         self.tokens: TokensWriter | None = None  # made when there is something to write: few ranks have any
         if self.rank == 0:
             forget_after(run_dir, self.curr_step)
-            self._evaluations = NewEvaluations(run_dir, self.curr_step - 1)
+            self._evaluations = NewEvaluations(run_dir)
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
         self._evaluation_sync: dict[str, float] = {}

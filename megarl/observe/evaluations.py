@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import RunConfig
 from megarl.files import write_whole
-from megarl.observe.metrics import METRICS_FILE, add_to_last_row, read_metrics
+from megarl.observe.metrics import METRICS_FILE, Row, add_to_last_row, read_metrics
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.types import Version
 
@@ -143,10 +143,11 @@ def spared_steps(config: RunConfig) -> set[int]:
 
 
 class NewEvaluations:
-    """Evaluations newer than `version` that no row of the metrics has yet."""
+    """Evaluations that are newer than those in the rows of the metrics. Make it after the MetricsWriter: what a resumed run cuts off is
+    reported again."""
 
-    def __init__(self, run_dir: Path | str, version: Version):
-        self._run_dir, self._reported = Path(run_dir), version
+    def __init__(self, run_dir: Path | str):
+        self._run_dir, self._reported = Path(run_dir), _reported(read_metrics(Path(run_dir) / METRICS_FILE))
         self._missed: dict[str, int] = {}
 
     def metrics(self) -> dict[str, float]:
@@ -170,7 +171,12 @@ def complete_metrics(run_dir: Path | str) -> None:
     counts = missed_counts(run_dir)
     told = {key: value for row in rows for key, value in row.items() if key in counts}
     more: dict[str, float] = dict(counts) if counts != told else {}
-    if results and results[-1]["version"] > max((row[VERSION_KEY] for row in rows if VERSION_KEY in row), default=-1):
+    if results and results[-1]["version"] > _reported(rows):
         more |= as_metrics(results[-1])
     if more:
         add_to_last_row(run_dir, more)
+
+
+def _reported(rows: Sequence[Row]) -> Version:
+    """The newest evaluation that a row has; -1 if none has any."""
+    return max((row[VERSION_KEY] for row in rows if VERSION_KEY in row), default=-1)

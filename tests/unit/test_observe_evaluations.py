@@ -13,7 +13,7 @@ def row_keys(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path: Path) -> None:
-    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path, -1)
+    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path)
     for step, evaluated in enumerate(([0], [], [1, 2], [])):
         for version in evaluated:
             write_result(tmp_path, version, {"pass@1": version / 4, "suites": {"hard": {"pass@1": 0.0, "reward/mean": 0.25}}})
@@ -36,8 +36,26 @@ def test_a_resumed_run_forgets_what_is_to_be_evaluated_again(tmp_path: Path) -> 
         write_result(tmp_path, version, {"pass@1": 0.5})
     forget_after(tmp_path, 5)
     assert [result["version"] for result in read_results(tmp_path)] == [0, 5]
-    new = NewEvaluations(tmp_path, 4)
+    new = NewEvaluations(tmp_path)
     assert new.metrics()["eval/version"] == 5 and new.metrics() == {}
+
+
+def test_scores_in_a_row_that_a_resumed_run_cuts_off_come_into_a_later_one(tmp_path: Path) -> None:
+    """The evaluation of version 4 has ended in step 5, and the checkpoint is the one after step 4."""
+    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path)
+    for step in range(6):
+        if step in (0, 5):
+            write_result(tmp_path, max(0, step - 1), {"pass@1": step / 8})
+        writer.write(step, {"loss": 0.0, **new.metrics()})
+    writer.close()
+    writer = MetricsWriter(tmp_path, resume_step=5)
+    forget_after(tmp_path, 5)
+    new = NewEvaluations(tmp_path)
+    for step in (5, 6):
+        writer.write(step, {"loss": 0.0, **new.metrics()})
+    writer.close()
+    at_zero, at_four = {"eval/version": 0, "eval/pass@1": 0.0}, {"eval/version": 4, "eval/pass@1": 0.625}
+    assert row_keys(tmp_path) == [at_zero, {}, {}, {}, {}, at_four, {}]
 
 
 def test_a_run_without_rows_or_evaluations_has_nothing_to_complete(tmp_path: Path) -> None:
