@@ -119,10 +119,8 @@ def kept_bytes(data: bytes, step: int) -> int:
 
 def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Row | None]]:
     """(offset of its end, row) of each whole line; a damaged line's row is None. What follows the last newline is still being written."""
-    for line in data.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            return
-        offset += len(line)
+    for line in data.split(b"\n")[:-1]:  # at newlines alone: what has damaged a line may hold a carriage return
+        offset += len(line) + 1
         yield offset, parse_row(line)
 
 

@@ -64,7 +64,7 @@ def test_whatever_byte_a_crash_stops_at_the_file_holds_whole_steps(
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(kept + 2))
 
 
-GARBAGE = (b"garbage\n", b"[1]\n", b'{"loss": 1}\n', b"\xff\x00\n", b"null\n", b"\n", b"[" * 100_000 + b"\n")
+GARBAGE = (b"garbage\n", b"[1]\n", b'{"loss": 1}\n', b"\xff\x00\n", b"torn\rtorn\n", b"null\n", b"\n", b"[" * 100_000 + b"\n")
 
 
 @pytest.mark.parametrize("damage", GARBAGE)
