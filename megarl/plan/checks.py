@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import GRADERS, OWN_PLACE, RunConfig
+from megarl.config.schema import GRADERS, OWN_PLACE, RunConfig, SuiteConfig
 from megarl.data.held_out import held_out
 from megarl.data.mixture import mixture_problems
 from megarl.plan.best import check_best
@@ -136,8 +136,16 @@ def check_eval(config: RunConfig) -> Iterable[str]:
             yield f"eval.suites.{name}.source: must be set, or eval.suites.{name}.benchmark to one of {', '.join(GRADERS)}"
         if not SUITE_NAME.fullmatch(name) or name in TAKEN_NAMES:
             yield f"eval.suites.{name}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN_NAMES)}"
-        elif suite and suite.samples and suite.samples > 1 and suite.temperature in (None, 0) and config.eval.temperature == 0:
-            yield f"eval.suites.{name}.samples={suite.samples}: at temperature 0 they are all the same; set eval.suites.{name}.temperature"
+        elif suite and _repeats(suite, config):
+            samples = f"eval.suites.{name}.samples={suite.samples}" if suite.samples else f"eval.samples={config.eval.samples}"
+            yield f"{samples}: at temperature 0 they are all the same; set eval.suites.{name}.temperature"
+
+
+def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:
+    """Whether a set is sampled more than once greedily. What eval.samples and eval.temperature do together has a message of its own."""
+    samples = suite.samples or config.eval.samples
+    temperature = config.eval.temperature if suite.temperature is None else suite.temperature
+    return samples > 1 and temperature == 0 and not (suite.samples is None and suite.temperature is None)
 
 
 def check_eval_engines(config: RunConfig) -> Iterable[str]:

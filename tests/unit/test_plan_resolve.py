@@ -143,6 +143,14 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.server_args.pp_size=2", f"generator.server_args.pp_size=2: must be left out; {server_args.REFUSED['pp_size']}"),
         ("generator.server_args.device=cpu", "generator.server_args.device=cpu: must be left out; the launcher decides it"),
         ("eval.every=10", "eval.every=10: needs a held-out set: set data.eval.source"),
+        (
+            "eval.suites.a.source=a.jsonl eval.suites.a.samples=8 eval.suites.a.temperature=0 eval.temperature=0.7",
+            "eval.suites.a.samples=8: at temperature 0 they are all the same; set eval.suites.a.temperature",
+        ),
+        (
+            "eval.suites.a.source=a.jsonl eval.suites.a.temperature=0 eval.samples=8 eval.temperature=0.7",
+            "eval.samples=8: at temperature 0 they are all the same; set eval.suites.a.temperature",
+        ),
     ],
 )
 def test_one_mistake_one_line(tmp_path: Path, overrides: str, problem: str) -> None:
