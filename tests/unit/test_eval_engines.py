@@ -155,7 +155,7 @@ def test_a_journal_says_what_became_of_each_version(tmp_path: Path) -> None:
 
 
 def test_what_was_missed_is_counted_in_the_next_row(tmp_path: Path) -> None:
-    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path, -1)
+    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path)
     writer.write(0, {"loss": 0.0, **new.metrics()})
     note(tmp_path, 2, SKIPPED, "…")
     note(tmp_path, 4, SKIPPED, "…")
