@@ -89,6 +89,9 @@ class Failure(msgspec.Struct, frozen=True):
     part: str = ""  # of reward.parts; empty if the reward has none
 
 
+UNANSWERED = "unanswered"  # finish reason of an episode that has sampled nothing, whose sample has no tokens; its prompt is dropped
+
+
 class Sample(Typed, frozen=True):
     """One response to a prompt, with the behaviour policy mu that produced it.
 
@@ -101,7 +104,7 @@ class Sample(Typed, frozen=True):
     versions: array[int]  # [T] int32, weight version that produced each token; anything on the environment's tokens
     text: str
     reward: float
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # "stop" | "length" | UNANSWERED
     policy_mask: array[int] = msgspec.field(default_factory=partial(array, "b"))  # [T] 0 on the environment's tokens; empty: 1 everywhere
     environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of what the environment wrote, for people
     metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
@@ -148,6 +151,15 @@ class Sample(Typed, frozen=True):
             len(self.teachers),
             self.branch,
         )
+
+
+class _Ended(Protocol):
+    @property
+    def finish_reason(self) -> str: ...
+
+
+def any_unanswered(samples: Iterable[_Ended]) -> bool:
+    return any(sample.finish_reason == UNANSWERED for sample in samples)
 
 
 class _Branch(Protocol):

@@ -16,7 +16,7 @@ from megarl.kept_sets import kept_metrics
 from megarl.rewards.failures import failure_metrics, teacher_failures
 from megarl.rewards.score import CORRECT
 from megarl.rewards.shaping import trained_reward
-from megarl.types import Batch, Elsewhere, SampleNumbers, SampleSummary, TrainSequence, Version, episodes
+from megarl.types import Batch, Elsewhere, SampleNumbers, SampleSummary, TrainSequence, Version, any_unanswered, episodes
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
@@ -102,9 +102,13 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
 
 
 def dropped_metrics(batch: Batch) -> dict[str, float]:
-    """What dynamic sampling has dropped; prompts/dropped_right and _wrong are those whose samples are all right, and all wrong."""
-    dropped = [[sample.reward for sample in group.samples if not sample.branch] for group in batch.dropped]
+    """What dynamic sampling has dropped; prompts/dropped_right and _wrong are those whose samples are all right, and all wrong.
+    prompts/unanswered are those of which an episode has sampled nothing."""
+    answered = [group for group in batch.dropped if not any_unanswered(group.samples)]
+    dropped = [[sample.reward for sample in group.samples if not sample.branch] for group in answered]
+    unanswered = len(batch.dropped) - len(answered)
     return {
+        **({"prompts/unanswered": unanswered} if unanswered else {}),
         "prompts/dropped": len(dropped),
         "prompts/dropped_right": sum(min(rewards) >= CORRECT for rewards in dropped),
         "prompts/dropped_wrong": sum(max(rewards) < CORRECT for rewards in dropped),
@@ -131,6 +135,8 @@ def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
         return None
     found, rollout = dropped_metrics(batch), config.rollout
     generated = f"{rollout.max_num_gen_batches} times rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
+    if "reward/dropped_mean" not in found:
+        return f"{generated}, and too few are left for a batch: of the others an episode has sampled nothing (prompts/unanswered)"
     same = f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward {found['reward/dropped_mean']:.3f}; "
     same += f"{found['prompts/dropped_right']} all right, {found['prompts/dropped_wrong']} all wrong)"
     return (

@@ -126,7 +126,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     summary: msgspec.Raw  # an encoded GroupSummary, for every trainer rank
     texts: msgspec.Raw  # an encoded GroupTexts, for trainer rank 0
     pieces: list[memoryview]  # the numbers (rollouts/packing.py): of the prompt, then of each sample, for the ranks that train on it
-    dropped: bool = False  # by dynamic sampling: it is not trained on, so it has no pieces
+    dropped: bool = False  # by dynamic sampling, or unanswered: it is not trained on, so it has no pieces
     outside: bool = False  # of the band of pass rates that the curriculum trains on: its row is to rest
 
 

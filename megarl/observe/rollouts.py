@@ -15,7 +15,7 @@ import numpy as np
 from megarl.files import write_whole
 from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
 from megarl.rewards.failures import told
-from megarl.types import GroupSummary, GroupTexts, Ordinal, SampleSummary
+from megarl.types import GroupSummary, GroupTexts, Ordinal, SampleSummary, any_unanswered
 
 ORDINALS_FILE, SAMPLES_FILE = "ordinals.jsonl", "samples.jsonl"
 _STEP = re.compile(rb'\{"step": ?(\d+)')
@@ -65,7 +65,8 @@ def format_sample(number: int, sample: SampleSummary, text: str, environment_spa
 
 
 def format_group(group: GroupSummary, texts: GroupTexts, dropped: bool = False) -> str:
-    why = ", dropped: its samples all have the same reward in training" if dropped else ""
+    same = "its samples all have the same reward in training"
+    why = f", dropped: {'an episode has sampled nothing' if any_unanswered(group.samples) else same}" if dropped else ""
     head = f"prompt {group.ordinal}{why}\n{_quoted(texts.prompt)}\n\nreference answer\n{_quoted(texts.answer)}\n"
     pairs = zip(group.samples, texts.samples, strict=True)
     return "\n".join([head, *(format_sample(number, sample, *text) for number, (sample, text) in enumerate(pairs))])
@@ -80,7 +81,7 @@ def write_rollouts(
 ) -> Path | None:
     """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if there are none.
 
-    `dropped`: some of the groups that dynamic sampling has dropped for it, of `dropped_prompts` in all.
+    `dropped`: some of the groups that were dropped for it, of `dropped_prompts` in all.
     """
     formatted = [format_group(*group) for group in groups] + [format_group(*group, dropped=True) for group in dropped]
     if not formatted:

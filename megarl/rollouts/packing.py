@@ -19,7 +19,7 @@ from megarl.data.curriculum import outside_band
 from megarl.kept_sets import KeptSets
 from megarl.messaging.messages import GroupReady
 from megarl.rewards.shaping import has_signal
-from megarl.types import Group, GroupSummary, GroupTexts, Sample, SampleNumbers, SampleSummary, Version, typed
+from megarl.types import Group, GroupSummary, GroupTexts, Sample, SampleNumbers, SampleSummary, Version, any_unanswered, typed
 
 _ALIGNED = 4
 _decode_summary = msgspec.msgpack.Decoder(GroupSummary).decode
@@ -48,11 +48,11 @@ def summary_of(group: GroupReady) -> GroupSummary:
 
 
 def judged(group: GroupReady, config: RunConfig) -> GroupReady:
-    """The group, or if dynamic sampling drops it what is left: all but its numbers. With what it tells the curriculum."""
+    """The group, or if it is dropped what is left: all but its numbers. With what it tells the curriculum."""
     curriculum, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
-    if not dynamic and curriculum is None:
-        return group
     samples = summary_of(group).samples
+    if any_unanswered(samples):
+        return msgspec.structs.replace(group, dropped=True, pieces=[])
     outside = curriculum is not None and outside_band([sample.reward for sample in samples if not sample.branch], curriculum)
     dropped = dynamic and not has_signal(samples, config)
     return msgspec.structs.replace(group, outside=outside, dropped=dropped, pieces=[] if dropped else group.pieces)

@@ -28,7 +28,7 @@ from megarl.roles.teacher import Teachers
 from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.tool_processes import ToolProcesses
 from megarl.rollouts.scoring import open_scoring
-from megarl.types import Group, Prompt, Sample
+from megarl.types import Group, Prompt, Sample, any_unanswered
 
 Compare = Callable[[Prompt, list[Sample]], Awaitable[list[Sample]]]
 
@@ -59,7 +59,7 @@ class CheckedRollout:
                 found = await self.rollout(self.context, prompt, sampling, n)
                 prompt, samples = (found.prompt, found.samples) if isinstance(found, Group) else (prompt, found)
                 for add in (self.compare, self.judge):
-                    if add is not None:
+                    if add is not None and not any_unanswered(samples):
                         self._check(samples, n, sampling, where)
                         samples = await add(prompt, samples)
         except TimeoutError as error:

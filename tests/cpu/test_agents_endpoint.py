@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batches import batch_of
+from msgspec.structs import replace
 
+from megarl.algorithms.sequences import dropped_metrics
 from megarl.config.errors import ConfigError
+from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import Completion, EngineError, Sampling
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rollouts.agents.program import Program
 from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.packing import judged, pack
 from megarl.rollouts.rollout import CheckedRollout
 from megarl.sandbox import jail
 from megarl.types import Group, Prompt, episodes
@@ -58,7 +63,27 @@ class Calculating:
         return [Completion(ids, [-0.25] * len(ids), [len(self.asked)] * len(ids), "stop") for _ in range(n)]
 
 
-def roll_out(generate: Any, n: int = 1, **arguments: Any) -> Group:
+def roll_out_all(codes: list[str], played: list[Group]) -> None:
+    """One prompt after the other, each of which is what the program does."""
+
+    async def run() -> None:
+        command = [sys.executable, "-c", SCRIPT + "exec(sys.argv[1])", "{prompt}"]
+        rollout = Program(TOKENIZER, command=command, sandbox="limits", deadline_s=240.0, retries=0, max_unanswered=0.02, reward="message")
+        context = RolloutContext(TOKENIZER, Calculating(), anything_goes, None, 5.0)  # type: ignore[arg-type]
+        try:
+            for number, code in enumerate(codes):
+                played.append(await rollout(context, Prompt(number, [1, 5], code, ""), SAMPLING, 1))
+        finally:
+            await rollout.close()
+
+    asyncio.run(run())
+
+
+async def anything_goes(request: ScoreRequest) -> Score:
+    return Score(1.0)
+
+
+def roll_out(generate: Any, n: int = 1, prompt: str = "6*7=", **arguments: Any) -> Group:
     async def score(request: ScoreRequest) -> Score:
         return Score(float(request.response == request.answer))
 
@@ -67,7 +92,7 @@ def roll_out(generate: Any, n: int = 1, **arguments: Any) -> Group:
         context = RolloutContext(TOKENIZER, generate, score, None, 5.0)  # type: ignore[arg-type]
         checked = CheckedRollout("program", rollout, context, 400.0, 112)
         try:
-            return await checked(Prompt(0, [1, 5], "6*7=", "42"), SAMPLING, n)
+            return await checked(Prompt(0, [1, 5], prompt, "42"), SAMPLING, n)
         finally:
             await rollout.close()
 
@@ -136,8 +161,58 @@ def test_a_program_that_fails_has_the_reward_that_was_asked_for(code: str, argum
 
 
 def test_a_program_that_never_calls_ends_the_run_with_its_errors():
-    with pytest.raises(RuntimeError, match=r"sampled nothing from the policy in 2 attempts: exit status 1(.|\n)*ZeroDivisionError"):
-        roll_out(Calculating(), command=script("1 / 0"), retries=1)
+    told = (
+        r"sampled nothing .* for 1 of the last 1 prompts, more than rollout.args.max_unanswered=0 .* exit status 1(.|\n)*ZeroDivisionError"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        roll_out(Calculating(), command=script("1 / 0"), retries=1, max_unanswered=0.0)
+
+
+TOO_LONG = "print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"
+
+
+@pytest.mark.parametrize(
+    ("code", "word", "prompt", "starts", "told"),
+    [
+        ("1 / 0", "", "6*7=", 2, "no call of it was answered: exit status 1"),
+        (TOO_LONG, "", "6*7=", 1, "no call of it was answered: its last call was refused: the maximum context length is exceeded"),
+        ("call()", "{prompt}", "x" * (128 << 10), 0, "too long for {prompt} in rollout.args.command: 131072 bytes"),
+        ("call()", "{prompt}", "6*7=\0", 0, "has the character NUL"),
+    ],
+)
+def test_an_episode_without_an_answered_call_is_counted_and_its_prompt_dropped(
+    code: str, word: str, prompt: str, starts: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code = f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\n{code}"
+    group = roll_out(Calculating(), command=[*script(code), word], retries=1, on_crash=-0.5, prompt=prompt)
+    [sample] = group.samples
+    assert (sample.reward, sample.finish_reason, len(sample.token_ids), sample.metrics["failed_unanswered"]) == (-0.5, "unanswered", 0, 1.0)
+    assert (tmp_path / "starts").exists() == bool(starts) and (not starts or (tmp_path / "starts").stat().st_size == starts)
+    assert told in capsys.readouterr().out
+    dropped = judged(pack(group), RunConfig())
+    assert dropped.dropped and not dropped.pieces
+
+
+def test_the_longest_word_that_linux_takes_is_given():
+    group = roll_out(Calculating(), command=[*script("call()"), "{prompt}"], prompt="x" * ((128 << 10) - 1))
+    assert group.samples[0].finish_reason == "stop"
+
+
+def test_an_unanswered_episode_drops_its_whole_group_and_what_the_others_sampled_is_shown(tmp_path: Path):
+    code = f"import os\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept OSError: call()"
+    group = roll_out(Calculating(), n=2, command=script(code), retries=0)
+    assert sorted(sample.finish_reason for sample in group.samples) == ["stop", "unanswered"]
+    assert judged(pack(group), RunConfig()).dropped
+    batch = batch_of([group])
+    told = dropped_metrics(replace(batch, groups=[], dropped=batch.groups))
+    assert told == {"prompts/unanswered": 1, "prompts/dropped": 0, "prompts/dropped_right": 0, "prompts/dropped_wrong": 0}
+
+
+def test_the_run_ends_if_more_than_a_share_of_recent_prompts_is_unanswered():
+    played: list[Group] = []
+    with pytest.raises(RuntimeError, match=r"for 3 of the last 4 prompts, more than rollout.args.max_unanswered=0.02 of 100; for example"):
+        roll_out_all(["", "call()", "", "", ""], played)
+    assert [group.samples[0].finish_reason for group in played] == ["unanswered", "stop", "unanswered"]
 
 
 def test_an_engine_that_fails_ends_the_run():

@@ -199,7 +199,7 @@ def test_the_last_line_of_much_output_is_the_reward() -> None:
 
 def test_a_program_whose_calls_are_all_refused_ends_the_run_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match=r"sampled nothing .* its last call was refused: the maximum context length is exceeded"):
-        roll_out(Calculating(), command=script("print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"), retries=0)
+        roll_out(Calculating(), command=script("print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"), max_unanswered=0.0)
 
 
 RAW = f"""

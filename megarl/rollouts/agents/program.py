@@ -8,7 +8,8 @@ import json
 import re
 import resource
 import tempfile
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,11 +29,13 @@ from megarl.rollouts.agents.tree import Tree, shared_prefix
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox import jail
 from megarl.sandbox.jail import Ended, Jail
-from megarl.types import Group, Prompt
+from megarl.types import UNANSWERED, Group, Prompt, Sample
 
 OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
 _MOST_TOLD = 20  # failures that are written to the log
 _MOST_METRICS = 32
+_MOST_WORD_BYTES = 128 << 10  # of a command, its end included: MAX_ARG_STRLEN of Linux
+_RECENT = 100  # prompts
 _METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _Positive = Annotated[int, Meta(ge=1)]
 
@@ -46,8 +49,9 @@ class Program:
 
     `reward` says what is scored: by the run's reward, what the program has printed (`output`) or the policy's last message (`message`); or
     not at all, since its last line of output is the reward or a JSON object with it (`program`). A program that fails, by its exit status,
-    its memory, `deadline_s` or for want of a reward, has the reward `on_crash`. One that fails before it has called the policy has sampled
-    nothing; it is started again, `retries` times, before the run fails.
+    its memory, `deadline_s` or for want of a reward, has the reward `on_crash`. One that ends before a call of it is answered has sampled
+    nothing: it is started again, `retries` times; then its prompt is dropped. The run fails if that happens to more than `max_unanswered`
+    of the last 100 prompts.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Program:
         max_calls: _Positive = 256,
         at_once: _Positive = 256,
         retries: Annotated[int, Meta(ge=0)] = 2,
+        max_unanswered: Annotated[float, Meta(ge=0, le=1)] = 0.1,
     ):
         """Raises: ConfigError with all problems of the arguments."""
         problems, kind = [], sandbox
@@ -99,29 +104,30 @@ class Program:
         self._places = asyncio.Semaphore(at_once)
         self._jail: Jail | None = None
         self._told = 0
+        self._max_unanswered, self._unanswered = max_unanswered, deque[bool](maxlen=_RECENT)
+        self._why_unanswered = ""
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         played = await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
-        trees = [tree for tree, _, _ in played]
-        prefix = shared_prefix(trees)
-        decode = self._tokenizer.decode_all
-        samples = [sample for tree, score, metrics in played for sample in tree.samples(len(prefix), decode, score, metrics)]
+        trees = [tree for tree, _, _ in played if tree.turns]
+        self._unanswered.append(len(trees) < n)
+        if sum(self._unanswered) > self._max_unanswered * _RECENT:
+            raise RuntimeError(self._too_many_unanswered())
+        prefix = shared_prefix(trees) if trees else prompt.token_ids
+        decode, samples = self._tokenizer.decode_all, []
+        for tree, score, metrics in played:
+            nothing = Sample(array("i"), array("f"), array("i"), "", score.reward, UNANSWERED, metrics=metrics)
+            samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
         return Group(replace(prompt, token_ids=prefix), samples)
 
+    def _too_many_unanswered(self) -> str:
+        share = f"{sum(self._unanswered)} of the last {len(self._unanswered)} prompts"
+        limit = f"more than rollout.args.max_unanswered={self._max_unanswered:g} of {_RECENT}"
+        return f"{self._command[0]} sampled nothing from the policy for {share}, {limit}; for example {self._why_unanswered}"
+
     async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> tuple[Tree, Score, dict[str, float]]:
-        ended, refused = Ended("", "", "", ""), ""
-        for _ in range(self._retries + 1):
-            episode = Episode(context.generate, self._tokenizer, self._template, self._parser, sampling, self._max_calls)
-            ended, refused = await self._run(episode, prompt), episode.last_refusal
-            if ended.why:
-                self._tell(prompt, ended)
-            if episode.tree.turns:
-                break
-        else:
-            how = f"{ended.why}; the end of its errors:\n{ended.errors}" if ended.why else "it ended well"
-            how = f"its last call was refused: {refused}; {how}" if refused else how
-            raise RuntimeError(f"{self._command[0]} sampled nothing from the policy in {self._retries + 1} attempts: {how}")
-        kind = ended.kind
+        episode, ended = await self._attempt(context, prompt, sampling)
+        kind = ended.kind if episode.tree.turns else UNANSWERED
         if kind:
             score, own = Score(self._on_crash), {}
         else:
@@ -130,10 +136,41 @@ class Program:
             except _NoReward as error:
                 kind, score, own = "reward", Score(self._on_crash), {}
                 self._tell(prompt, ended._replace(why=str(error)))
-        failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "limits", "reward")}
+        failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "limits", "reward", UNANSWERED)}
         counts: Counter[str] = episode.counts
         calls = {name: float(counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
         return episode.tree, score, {**own, **calls, "branches": float(len(episode.tree.leaves())), **failures}
+
+    async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> tuple[Episode, Ended]:
+        """Starts the program until a call of it is answered, at most 1 + `retries` times; not again if its row alone is to blame."""
+        left = self._retries
+        while True:
+            episode = Episode(context.generate, self._tokenizer, self._template, self._parser, sampling, self._max_calls)
+            unfit = self._unfit(prompt)
+            ended = Ended(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
+            why = ended.why
+            if not episode.tree.turns:
+                refused = f"its last call was refused: {episode.last_refusal}; " if episode.last_refusal else ""
+                why = f"no call of it was answered: {refused}{ended.why or 'it ended well'}"
+                self._why_unanswered = f"prompt {prompt.ordinal}: {why}; the end of its errors:\n{ended.errors}"
+            if why:
+                self._tell(prompt, ended._replace(why=why))
+            if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
+                return episode, ended
+            left -= 1
+
+    def _unfit(self, prompt: Prompt) -> str:
+        """Why the prompt cannot be in the command; empty if it can."""
+        for word in self._words(prompt):
+            if "\0" in word:
+                return "the prompt has the character NUL, which {prompt} in rollout.args.command cannot have; it is on standard input too"
+            if (size := len(word.encode(errors="surrogatepass"))) >= _MOST_WORD_BYTES:
+                limit = f"{size} bytes, and Linux takes fewer than {_MOST_WORD_BYTES}"
+                return f"the prompt is too long for {{prompt}} in rollout.args.command: {limit}; it is on standard input too"
+        return ""
+
+    def _words(self, prompt: Prompt) -> list[str]:
+        return [word.replace("{prompt}", prompt.text) for word in self._command]
 
     async def _run(self, episode: Episode, prompt: Prompt) -> Ended:
         """Raises whatever failed one of the program's calls."""
@@ -144,10 +181,8 @@ class Program:
             key, port, failed = await context.enter_async_context(self._endpoint.serving(episode, path))
             url = cell.base_url(port)
             variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
-            command = [word.replace("{prompt}", prompt.text) for word in self._command]
-            running = asyncio.ensure_future(
-                cell.run(command, self._given(prompt), {"MODEL": MODEL, **variables, **self._environment}, path)
-            )
+            given, environment = self._given(prompt), {"MODEL": MODEL, **variables, **self._environment}
+            running = asyncio.ensure_future(cell.run(self._words(prompt), given, environment, path))
             try:
                 await asyncio.wait({running, failed}, return_when=asyncio.FIRST_COMPLETED)
                 if failed.done():

@@ -13,7 +13,7 @@ from megarl.config.schema import MAX_REWARD
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.types import Group, Prompt, Sample, episodes, impossible_logprobs, view
+from megarl.types import UNANSWERED, Group, Prompt, Sample, episodes, impossible_logprobs, view
 
 
 class Generate(Protocol):
@@ -84,7 +84,9 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
     arrays = {"logprobs": sample.logprobs, "versions": sample.versions, "policy_mask": sample.policy_mask or sample.token_ids}
     arrays["kept"] = sample.token_ids if sample.kept is None else sample.kept
     problems = [f"{length} token ids, but {len(values)} {name}" for name, values in arrays.items() if len(values) != length]
-    if not (view(sample.policy_mask).any() if sample.policy_mask else length):
+    if sample.finish_reason == UNANSWERED:
+        problems += [f"{length} tokens, though finish_reason={UNANSWERED}"] if length else []
+    elif not (view(sample.policy_mask).any() if sample.policy_mask else length):
         problems.append("the policy sampled none of its tokens")
     if length > max_tokens:
         problems.append(f"{length} tokens, more than max_tokens={max_tokens}")
@@ -94,7 +96,7 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
         problems.append(f"log-prob {logprobs[wrong][0]}: must be a finite number, at most 0")
     if (outside := ((ids := view(sample.token_ids)) < 0) | (ids >= vocab_size)).any():
         problems.append(f"token id {ids[outside][0]}: the vocabulary has 0 to {vocab_size - 1}")
-    if replayed and not problems:
+    if replayed and length and not problems:
         lacking = np.ones(length, np.bool_) if sample.kept is None else sample.kept.counts == 0
         if missing := int((lacking & view(sample.policy_mask) if sample.policy_mask else lacking).sum()):
             problems.append(
