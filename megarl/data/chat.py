@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
@@ -41,19 +42,22 @@ class ChatTemplate:
 
         A turn is learned with the end-of-text token behind it, by which a model ends it in a rollout, and without what the template puts in
         front of it, which a rollout's prompt has. Where the template marks the assistant's turns ({% generation %}), that says where they
-        are; marks that touch are one. Otherwise a turn is what the template adds to the prompt that it makes of the messages before, which
-        must be how the whole conversation begins. In both cases the conversation up to the turn must begin alike. A template that rewrites
-        earlier turns once others follow, as Qwen3's does with thinking, fails this.
+        are; marks that touch are one, and what the turn's prompt has already is left out. Otherwise a turn is what the template adds to the
+        prompt that it makes of the messages before, which must be how the whole conversation begins. In both cases the conversation up to
+        the turn must begin alike. A template that rewrites earlier turns once others follow, as Qwen3's does with thinking, fails this.
         """
         marked = self._marked(messages, tools, True)
         whole = _unmarked(marked)
         spans = self._marked_spans(marked, messages) if self.marks_turns else None
         found, end = [], 0
         for place in sorted(learned):
+            if _says_nothing(messages[place]):
+                raise ValueError(f'message {place + 1}: it is empty: the model would learn to stop at once; "weight": 0 leaves it out')
             if spans:
                 first, last = spans[place]
-                if place < len(messages) - 1 and not self.render(messages[: place + 1], tools, answered=True).startswith(whole[:last]):
+                if not self._beginning(messages, tools, place).startswith(whole[:last]):
                     raise ValueError(f"message {place + 1}: the chat template {_REWRITES}")
+                first = self._behind_prompt(whole, messages, tools, place, first, last)
             else:
                 first, last = self._prefix_span(whole, messages, tools, place)
             last = self._ended(whole, first, last, place)
@@ -86,6 +90,23 @@ class ChatTemplate:
         if len(spans) != len(places):
             raise ValueError(f"the chat template marks {len(spans)} turns of the assistant; the conversation has {len(places)}")
         return dict(zip(places, spans))
+
+    def _beginning(self, messages: Sequence[Message], tools: Any, place: int) -> str:
+        """The conversation up to a turn. Where the template refuses to end there, as Qwen 3.5's does before the user has said anything, up
+        to the first message behind it that it can end with."""
+        for end in range(place + 1, len(messages)):
+            with contextlib.suppress(ValueError):
+                return self.render(messages[:end], tools, answered=True)
+        return self.render(messages, tools, answered=True)
+
+    def _behind_prompt(self, whole: str, messages: Sequence[Message], tools: Any, place: int, first: int, last: int) -> int:
+        """Where a marked turn begins, if its mark is also around the turn's header or what else a rollout's prompt ends with. Where the
+        template makes no such prompt, the mark alone counts."""
+        try:
+            prompt = self.render(messages[:place], tools)
+        except ValueError:
+            return first
+        return len(prompt) if whole.startswith(prompt) and first < len(prompt) < last else first
 
     def _prefix_span(self, whole: str, messages: Sequence[Message], tools: Any, place: int) -> tuple[int, int]:
         prompt = self.render(messages[:place], tools)
@@ -137,6 +158,10 @@ def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
             if not any(form in text for form in (word, json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1])):
                 what = "the call of" if word in names else "what it says, up to"
                 raise ValueError(f"message {number}: the chat template leaves out {what} {word[:60]!r}")
+
+
+def _says_nothing(message: Message) -> bool:
+    return not (message["content"].strip() or message.get("tool_calls") or any(_thoughts(message)))
 
 
 def _thoughts(message: Message) -> list[str]:

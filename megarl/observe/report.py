@@ -59,7 +59,10 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     lines = [("reward", _reward(rows))]
     if failed := describe_failures(rows):
         lines.append(("scores", f"{failed}; rollouts/ marks them"))
-    if _values(rows, "prompts/dropped"):
+    unanswered = sum(_values(rows, "prompts/unanswered"))
+    if unanswered:
+        lines.append(("prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing"))
+    if (dropped := _values(rows, "prompts/dropped")) and (sum(dropped) or not unanswered):
         lines.append(("prompts dropped", _dropped(rows)))
     lines += _held_out(evaluations)
     turns = _values(rows, "turns/mean")

@@ -58,7 +58,7 @@ class RolloutBuffer:
         self._rejected: set[Ordinal] = set()  # until they begin again
         self._ever_rejected = set(ledger.rejected)  # until they are trained on or dropped
         self._dropped, self._rested, self._outside = list(ledger.dropped), list(ledger.rested), list(ledger.outside)
-        self._rested_since = 0  # the last batch
+        self._rested_since = ledger.rested_untold  # the last batch
         self._untold = [(group.ordinal, group) for group in ledger.untold]  # heap
         heapq.heapify(self._untold)
         self._highest: Ordinal = max(ledger.trained(), default=-1)
@@ -153,8 +153,8 @@ class RolloutBuffer:
             for some in (self._finished.values(), (group for _, group in self._untold))
         )
         consumed = self._consumed.below, sorted(self._consumed.beyond)
-        lists = (sorted(some) for some in (self._rested, self._outside, self._ever_rejected))
-        return Ledger(*consumed, groups, sorted(self._dropped), untold, *lists)
+        rested, outside, rejected = (sorted(some) for some in (self._rested, self._outside, self._ever_rejected))
+        return Ledger(*consumed, groups, sorted(self._dropped), untold, rested, outside, rejected, self._rested_since)
 
     @property
     def finished(self) -> int:

@@ -26,6 +26,7 @@ class Ledger(msgspec.Struct, frozen=True):
     rested: list[Ordinal] = []  # all those of the run that the curriculum has left out
     outside: list[Ordinal] = []  # all those of the run whose pass rate was outside the curriculum's band
     rejected: list[Ordinal] = []  # finished, found too old, and not yet trained on or dropped
+    rested_untold: int = 0  # so many of those that have rested no batch has reported yet
 
     def trained(self) -> set[Ordinal]:
         """All prompts that have been trained on."""

@@ -92,6 +92,7 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
     trained, rested = set(chain(*lines)), set(ledger.rested)
     assert len(trained) == STEPS * PER_STEP and not trained & rested and not ledger.groups, "nothing is repeated, nothing left over"
     assert trained | rested == {*range(ledger.consumed_below), *ledger.consumed_beyond}
+    assert sum(row["prompts/rested"] for row in rows(run_dir)) + ledger.rested_untold == len(rested), "each is reported once"
     for source in range(3):
         draws = sorted(mixture.draw(ordinal) for ordinal in trained | rested if mixture.source(ordinal) == source)
         assert draws == list(range(len(draws))), "nothing is left out"

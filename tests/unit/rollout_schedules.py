@@ -39,12 +39,12 @@ class Simulation:
         self.sources = Sources([range(count) for count in rows], "order", True, mixture) if rows else None
         self.per_step, self.max_staleness, self.in_flight, self.steps, self.mixed = per_step, max_staleness, in_flight, steps, mixed
         self.capacity = capacity if eager else run_ahead(AsyncConfig(capacity=capacity, max_staleness=max_staleness))
-        self.trained, self.dropped, self.ages, self.rejected = [], [], [], 0
+        self.trained, self.dropped, self.rested, self.ages, self.rejected = [], [], [], [], 0
         self.start(Ledger(), 0)
 
     def start(self, ledger: Ledger, step: int) -> None:
         self.now, self.step, self.running = 0.0, step, []
-        self.trained, self.dropped = self.trained[:step], self.dropped[:step]
+        self.trained, self.dropped, self.rested = self.trained[:step], self.dropped[:step], self.rested[:step]
         self.curriculum = Curriculum(self.sources.place, self.rest_epochs) if self.sources else None
         self.buffer = RolloutBuffer(self.per_step, self.max_staleness, ledger, mixture=self.mixture)
         end = self.per_step * self.steps
@@ -99,9 +99,12 @@ class Simulation:
         assert not any(group.dropped for group in batch)
         self.trained.append([group.ordinal for group in batch])
         self.dropped.append([group.ordinal for group in self.buffer.report_dropped()])
+        self.rested.append(self.buffer.take_rested())
         self.ages += [self.step - group.oldest for group in batch]
         self.step += 1
         if self.random.random() < 0.5:
+            if self.mixed and self.random.random() < 0.5:  # the generator goes on before the ledger is saved
+                self.begin()
             self.saved = (msgspec.msgpack.decode(self.buffer.ledger().encode(), type=Ledger), self.step)
 
     def kill_and_resume(self) -> None:

@@ -82,6 +82,7 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_shoul
         found = Counter(mixture.source(ordinal) for ordinal in batch)
         assert [found[source] for source in range(len(shares))] == mixture.counts(step * per_step, (step + 1) * per_step)
     ledger = run.buffer.ledger()
+    assert sum(run.rested) + ledger.rested_untold == len(ledger.rested), "each is reported once"
     every = Counter(chain(*run.trained, *run.dropped, ledger.rested))
     assert set(every.values()) == {1} and every.keys() == {*range(ledger.consumed_below), *ledger.consumed_beyond}
     assert ledger.trained() == {*chain(*run.trained)} and not ledger.groups and not ledger.untold

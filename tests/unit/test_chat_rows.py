@@ -110,6 +110,40 @@ def test_templates_of_several_kinds(tmp_path: Path) -> None:
     assert load(tmp_path, {"messages": TOOL_TALK}, template=as_text).demonstration[0] == '<call>add {"a": 1}<eos>'
 
 
+def test_a_mark_around_the_turns_header_does_not_make_it_learned(tmp_path: Path) -> None:
+    """What is learned is what a rollout samples: neither the header nor the thinking that the prompt opens."""
+    around = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}#assistant\n{{ message.content }}{{ eos_token }}"
+        "{% endgeneration %}{% else %}#{{ message.role }}\n{{ message.content }}{{ eos_token }}{% endif %}" + TAIL
+    )
+    assert learned(load(tmp_path, {"messages": TALK}, template=around)) == ["2<eos>", "<think>6</think>6<eos>"]
+    opened = MARKED.replace("#assistant\n{% endif %}", "#assistant\n<think>{% endif %}")
+    assert learned(load(tmp_path, {"messages": TALK}, template=opened)) == ["2<eos>", "6</think>6<eos>"]
+
+
+def test_an_empty_turn_is_not_learned(tmp_path: Path) -> None:
+    empty = [*TALK[:2], say("assistant", " \n"), *TALK[3:]]
+    for template in (PLAIN, MARKED):
+        assert problem(tmp_path, {"messages": empty}, template=template) == (
+            "field 'messages': message 3: it is empty: the model would learn to stop at once; \"weight\": 0 leaves it out"
+        )
+        skipped = [*empty[:2], {**empty[2], "weight": 0}, *empty[3:]]
+        assert learned(load(tmp_path, {"messages": skipped}, template=template)) == ["<think>6</think>6<eos>"]
+    assert learned(load(tmp_path, {"messages": TOOL_TALK}))[0] == "<call>add a=1<eos>", "a call is not nothing"
+
+
+def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    """Qwen 3.5's template refuses conversations in which no user has said anything."""
+    refusal = "{{ raise_exception('No user query') }}"
+    strict = "{% if not messages | selectattr('role', 'equalto', 'user') | list %}" + refusal + "{% endif %}" + MARKED
+    greeting = [say("assistant", "hi"), *TALK[1:3]]
+    for template in (MARKED, PLAIN, strict):
+        assert learned(load(tmp_path, {"messages": greeting}, template=template)) == ["hi<eos>", "2<eos>"]
+    rewriting = strict.replace("{% generation %}{{ message.content }}", "{% generation %}{{ message.content }}{{ messages | length }}")
+    told = problem(tmp_path, {"messages": greeting}, template=rewriting)
+    assert told.startswith("field 'messages': message 1: the chat template writes what is before or in it otherwise")
+
+
 def test_what_a_template_leaves_out_is_not_learned_without(tmp_path: Path) -> None:
     assert problem(tmp_path, {"messages": TOOL_TALK}, template=PLAIN.replace(CALLS, "")) == (
         "field 'messages': message 2: the chat template leaves out the call of 'add'"
