@@ -135,7 +135,8 @@ class RunReader:
 
     def read(self, follow: bool = False) -> dict[str, Any]:
         """What is new since the last call; everything, with `afresh`, at the first, and when a resumed run has cut a file.
-        With `follow` the newest step's samples are kept back until all ranks must have written theirs."""
+        With `follow` the newest step's samples are kept back until all ranks must have written theirs: until the next step's are
+        there, or nothing has been written for a while."""
         afresh = not self._metrics._end and not self._traces
         try:
             found = self._read(follow)

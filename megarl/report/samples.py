@@ -6,6 +6,7 @@ import base64
 import gzip
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 
 from megarl.observe.rollouts import SAMPLES_FILE
 
+SETTLED_S = 10.0  # after which no rank still writes its part of a step: all do so right after it
 CHUNK_BYTES = 400_000  # of JSON, before it is compressed
 COMPRESSED = 0.3  # about this much of the files' bytes becomes the page's
 COLUMNS = ("step", "ordinal", "sample", "reward", "tokens", "age", "spread", "finish", "failed", "dropped", "chunk", "place")
@@ -115,10 +117,15 @@ class Samples:
             if len(groups) > 1 and groups[0].step < newest:
                 yield from self._with_numbers([each for each in groups if each.step < newest])
                 groups = [each for each in groups if each.step >= newest]
-        if follow:
+        if follow and not self._settled():
             self._held = groups
         else:
             yield from self._with_numbers(groups)
+
+    def _settled(self) -> bool:
+        """Whether the newest step's lines are so old that all ranks have written theirs: the run waits, or has ended."""
+        files = [self._groups.path, *(rank.tail.path for rank in self._ranks.values())]
+        return all(time.time() - path.stat().st_mtime > SETTLED_S for path in files if path.exists())
 
     def _with_numbers(self, groups: list[_Group]) -> Iterator[_Group]:
         """The groups of one step, with what ranks wrote about their tokens."""

@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import math
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from megarl.observe.rollouts import SamplesWriter, TokensWriter
 from megarl.report.advice import advice
 from megarl.report.page import page
 from megarl.report.reading import RunReader
+from megarl.report.samples import SETTLED_S
 from megarl.report.serve import ReportServer
 
 TEXT_BYTES = 64 << 20
@@ -183,6 +186,18 @@ def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) 
         writer.write(step, {"loss": -1.0})
     again = reader.read(follow=True)
     assert again["afresh"] and again["steps"] == list(range(12)) and again["metrics"]["loss"][3:] == [-1.0] * 9
+
+
+def test_a_followed_run_that_has_ended_shows_the_samples_of_its_last_step(tmp_path: Path) -> None:
+    write_run(tmp_path, 4, groups=1, n=2)
+    reader = RunReader(tmp_path, TEXT_BYTES)
+    assert reader.read(follow=True)["samples"]["index"]["step"] == [0, 0, 1, 1, 2, 2]
+    for path in (tmp_path / "rollouts").glob("*.jsonl"):
+        os.utime(path, (0, time.time() - 2 * SETTLED_S))
+    last = reader.read(follow=True)
+    assert last["samples"]["index"]["step"] == [3, 3] and all(group["samples"][0]["numbers"] for group in chunks(last)[0])
+    assert reader.read(follow=True)["samples"]["index"]["step"] == []
+    assert RunReader(tmp_path, TEXT_BYTES).read(follow=True)["samples"]["index"]["step"] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_faults_and_the_plan_come_from_the_trace(tmp_path: Path) -> None:
