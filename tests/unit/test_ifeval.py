@@ -128,6 +128,7 @@ def test_a_mean_over_instructions_has_an_interval_that_covers_it() -> None:
     """Prompts with one to three instructions, which are followed together more often than apart. With equal counts it is the other one."""
     shares = [0.0, 1.0, 1.0, 0.0, 1.0]
     assert interval(shares, 1, [1.0] * 5) == interval(shares, 1)
+    assert interval([1.0] * 3, 1, [1.0, 1.0, 9.0])[0] < interval([1.0] * 3, 1)[0]  # one prompt is nearly all that was seen
     rng, inside = np.random.default_rng(3), []
     for _ in range(2000):
         counts = rng.integers(1, 4, 200)
@@ -141,12 +142,21 @@ def test_verdicts_do_not_depend_on_chance_or_on_what_was_asked_before() -> None:
     """Language detection draws by lot, and the authors' code draws a letter for what is none."""
     tongue = answer_of(record("language:response_language", {"language": "fi"}))
     hashes = answer_of(record("keywords:letter_frequency", {"letter": "#", "let_frequency": 4, "let_relation": "at least"}))
-    texts = ["hei", "tule", "alma", "kala on", "en", "a b c d e f # # # #", "me olla", "river stone"]
+    texts = [
+        "hei",
+        "tule",
+        "alma",
+        "kala on",
+        "en",
+        "aaaa bbbb cccc dddd eeee ffff gggg hhhh iiii jjjj kkkk llll",
+        "me olla",
+        "river stone",
+    ]
     code = """
 import json, sys, random
 from megarl.rewards.ifeval import ifeval_reward
 texts, answers = json.loads(sys.argv[1])
-random.seed(int(sys.argv[2]))
+random.seed("other" + sys.argv[2])
 order = texts[:: int(sys.argv[2])]
 found = {text: [ifeval_reward(text, answer) for answer in answers] for text in order * 4}
 print(json.dumps([found[text] for text in texts]))
