@@ -13,15 +13,15 @@ def interval(shares: Sequence[float], samples: int, weights: Sequence[float] | N
     """The 95% confidence interval of the mean of `shares`, one of 0 to 1 a prompt, each from so many `samples`; prompts are draws from all
     prompts there might be. `weights`: how many things each share is of, where the mean is over these.
 
-    It is Wilson's interval (1927), with as many draws as would give the variance that the shares have. With one sample a prompt that is
-    their number: then it is Wilson's own. Otherwise the variance is itself estimated, and the draws are fewer where that is from few
-    prompts (Korn and Graubard 1998); they are up to all samples, if prompts do not differ. Unlike the mean's standard error it is not empty
-    where all are right or all are wrong.
+    It is Wilson's interval (1927), with as many draws as would give the variance that the shares have. With one sample of one thing a
+    prompt that is their number: then it is Wilson's own. Otherwise the variance is itself estimated, and the draws are fewer where that is
+    from few prompts (Korn and Graubard 1998); they are up to all samples, if prompts do not differ. Unlike the mean's standard error it is
+    not empty where all are right or all are wrong.
     """
     counts = [1.0] * len(shares) if weights is None else weights
     mean, total = fmean(shares, counts), sum(counts)
     draws = total**2 / sum(count**2 for count in counts)
-    plain = samples == 1 and weights is None
+    plain = samples == 1 and set(counts) == {1.0}
     if not plain and len(shares) > 1 and mean not in (0.0, 1.0):
         draws = min(_draws(shares, counts, mean), total * samples)
     centre = (mean + Z95**2 / (2 * draws)) / (1 + Z95**2 / draws)
