@@ -21,14 +21,14 @@ class HubError(Exception):
     """Why there is no such file. Completes the sentence "model.path=owner/name: …"."""
 
 
-def hub_file(repository: str, name: str) -> Path:
-    """A file of owner/name, as it lies in the cache. Raises HubError."""
+def hub_file(repository: str, name: str, kind: str = "model") -> Path:
+    """A file of owner/name, a "model" or a "dataset", as it lies in the cache. Raises HubError."""
     use_cache = unreachable()
     from huggingface_hub import hf_hub_download  # only now: it looks at OFFLINE when it is imported
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, name, local_files_only=bool(use_cache)))
+        return Path(hf_hub_download(repository, name, repo_type=kind, local_files_only=bool(use_cache)))
     except LocalEntryNotFoundError as error:
         raise HubError(f"{name} is not in the hub's cache, and {use_cache or _first_line(error)}") from error
     except EntryNotFoundError as error:

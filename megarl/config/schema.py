@@ -162,6 +162,7 @@ _REWARDS = one_of(
     "last_number",
     "choice",
     "ifeval",
+    "code",
     UNSCORED,
     or_like=rf"{IMPORT_PATH}|roles\.[\w-]+",
     written="package.module:function, ./file.py:function, roles.NAME",
@@ -178,13 +179,20 @@ class PartConfig:
 
 
 @dataclass
+class CodeConfig:
+    test_timeout_s: float = setting(6.0, "time limit of a program on one test", seconds())
+    timeout_s: float = setting(120.0, "time limit of a program on all tests together", seconds())
+    memory_mib: int = setting(2048, "memory limit of a program, all its processes together", at_least(256))
+
+
+@dataclass
 class RewardConfig:
     name: str = setting(
         "math",
         "how a response is scored. math: 1 if its final answer equals the reference mathematically, else 0; last_number: 1 if the last "
         "number of a list does; choice: 1 if it chooses the letter A to J that is the reference; ifeval: 1 if it follows all instructions "
-        "of the reference (docs/evaluation.md); none: nothing is scored, for a run that learns from teachers alone; a function of your "
-        "own (docs/own_run.md); or a model of `roles` (docs/rewards.md)",
+        "of the reference; code: 1 if its program passes all tests of the reference (docs/evaluation.md); none: nothing is scored, for a "
+        "run that learns from teachers alone; a function of your own (docs/own_run.md); or a model of `roles` (docs/rewards.md)",
         _REWARDS,
         MODULE,
     )
@@ -195,6 +203,7 @@ class RewardConfig:
     workers: int = setting(1, "processes that score responses", at_least(1))
     timeout_s: float = setting(5.0, "time limit of scoring a response", seconds())
     memory_mib: int = setting(1024, "memory limit of a worker process", at_least(256))
+    code: CodeConfig = field(default_factory=CodeConfig)
     failed_score: float = setting(
         0.0,
         "score of a response whose scoring failed: it took longer than timeout_s, raised ValueError, ran out of memory, or ended its "
@@ -286,8 +295,12 @@ GRADERS = {  # benchmark -> reward.name
     "aime2025": "math",
     "mmlu_pro": "choice",
     "ifeval": "ifeval",
+    "livecodebench": "code",
 }
 OWN_PLACE = "benchmark"  # as source
+
+
+_DATE = one_of(or_like=r"\d{4}-\d\d-\d\d", written="YYYY-MM-DD")
 
 
 @dataclass
@@ -301,6 +314,8 @@ class SuiteConfig(DatasetConfig):
         one_of(*GRADERS),
     )
     source: str = setting(OWN_PLACE, "as that of any dataset (see data.eval.source); benchmark: its own place on the hub", path=INPUT)
+    since: str | None = setting(None, "of livecodebench only the problems of this date or later, such as 2024-08-01; null: all", _DATE)
+    until: str | None = setting(None, "of livecodebench only the problems of this date or earlier; null: all", _DATE)
     samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
     temperature: float | None = setting(None, "sampling temperature; null: eval.temperature", at_least(0))
     max_tokens: int | None = setting(None, "longest response in tokens; null: eval.max_tokens", at_least(1))

@@ -2,14 +2,17 @@
 
 The questions are worded as is usual for each: MATH-500, AIME and GSM8K as Qwen2.5-Math's evaluation asks them (arXiv:2409.12122), MMLU-Pro
 as its authors' own (arXiv:2406.01574), without their five worked examples. IFEval's prompts say all themselves.
+LiveCodeBench's (arXiv:2403.07974) are its own for chat models, the system's message first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.config.errors import ConfigError
 from megarl.config.schema import OWN_PLACE, SuiteConfig
 from megarl.data.rows import RowProblem
 
@@ -19,6 +22,18 @@ _CHOICE = (
     'The following is a multiple choice question about {}. Think step by step and then finish your answer with "the answer is (X)" where X '
     "is the correct letter choice.\n\nQuestion: {}\nOptions:\n{}"
 )
+_PROGRAM = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program "
+    "that matches the specification and passes all tests.\n\n### Question:\n{}\n\n### Format: {}\n\n"
+    "### Answer: (use the provided format with backticks)\n\n"
+)
+_STARTED = "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+_FROM_INPUT = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your "
+    "code within delimiters as follows. Ensure that when the python program runs, it reads the inputs, runs the algorithm and writes "
+    "output to STDOUT."
+)
+_RELEASE = re.compile(r"(release_)?v([1-9])")
 Record = dict[str, Any]
 
 
@@ -63,6 +78,15 @@ def _instructed(record: Record) -> tuple[str, Record]:
     return _text(record, "prompt"), {column: record[column] for column in wanted}
 
 
+def _programming(record: Record) -> tuple[str, Record]:
+    if not isinstance(record.get("contest_date"), str):
+        raise RowProblem("field 'contest_date' must be a date such as 2024-08-01T00:00:00")
+    start = record.get("starter_code")
+    form = f"{_STARTED}\n```python\n{start}\n```" if start else f"{_FROM_INPUT}\n```python\n# YOUR CODE HERE\n```"
+    tests = {column: record.get(column) for column in ("public_test_cases", "private_test_cases", "metadata")}
+    return _PROGRAM.format(_text(record, "question_content"), form), tests
+
+
 def _text(record: Record, field: str) -> str:
     value = record.get(field)
     if not isinstance(value, str) or not value.strip():
@@ -77,6 +101,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "aime2025": Benchmark("math-ai/aime25", "test", _question(("problem", "answer"), ("question", "answer"))),
     "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "test", _choice),
     "ifeval": Benchmark("google/IFEval", "train", _instructed),
+    "livecodebench": Benchmark("livecodebench/code_generation_lite", "test", _programming, "release_v6"),
 }
 
 
@@ -85,7 +110,8 @@ def located(suite: SuiteConfig) -> SuiteConfig:
     found = BENCHMARKS[suite.benchmark] if suite.benchmark else None
     if found is None:
         return suite
-    place = {"source": found.source, "subset": found.subset, "split": found.split} if suite.source == OWN_PLACE else {}
+    place = {"source": found.source, "split": found.split} if suite.source == OWN_PLACE else {}
+    place |= {"subset": found.subset} if suite.source == OWN_PLACE and suite.subset is None else {}
     return replace(suite, **place, prompt_key="prompt", answer_key="answer")
 
 
@@ -95,3 +121,27 @@ def asked(record: Record, config: object) -> Record:
         return record
     prompt, answer = BENCHMARKS[config.benchmark].asked(record)
     return {"prompt": prompt, "answer": answer}
+
+
+def files_of(config: object) -> list[str]:
+    """The files of LiveCodeBench's release that `subset` names: release_v6 is all up to the sixth, v6 the sixth alone. Empty for other
+    sets. Raises ConfigError."""
+    if not isinstance(config, SuiteConfig) or config.benchmark != "livecodebench":
+        return []
+    if not (found := _RELEASE.fullmatch(config.subset or "release_v6")):
+        raise ConfigError(f"subset={config.subset}: must be a release of LiveCodeBench, such as release_v6 or v6")
+    last = int(found[2])
+    return [f"test{number if number > 1 else ''}.jsonl" for number in range(1 if found[1] else last, last + 1)]
+
+
+def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple[str, Any]]:
+    """Those of the suite's dates."""
+    if not isinstance(config, SuiteConfig) or not (config.since or config.until):
+        return records
+    since, until = config.since or "", config.until or "9"
+
+    def inside(record: Any) -> bool:
+        date = record.get("contest_date") if isinstance(record, dict) else None
+        return not isinstance(date, str) or since <= date[:10] <= until  # what is no row, or has no date, is told of as such
+
+    return ((where, record) for where, record in records if inside(record))

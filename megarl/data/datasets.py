@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import UNSCORED, RunConfig
-from megarl.data.benchmarks import asked
+from megarl.data.benchmarks import asked, wanted
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
 from megarl.data.formats import columns_of, learned, messages_of, tools_of
 from megarl.data.records import records
 from megarl.data.rows import Answers, Pair, Row, RowProblem, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
-from megarl.rewards import ifeval
+from megarl.rewards import code, ifeval
+from megarl.rewards.cases import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
@@ -79,7 +80,7 @@ def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tup
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
     """The form of reference answers that training, or evaluation (of `suite`), needs: a verifier the final one."""
     needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
-    forms: tuple[Answers, ...] = ("final", "instructions", "whole", "unused")
+    forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
     return next(form for form in forms if form in needs)
 
 
@@ -87,7 +88,7 @@ def _answer_for(part: Part, config: RunConfig) -> Answers:
     if part.name == UNSCORED:
         return "unused"
     if part.role is None:
-        return "whole" if ":" in part.name else "instructions" if part.name == ifeval.NAME else "final"
+        return "whole" if ":" in part.name else _FORMS.get(part.name, "final")
     settings = config.roles.get(part.role)
     return "whole" if settings and "{answer}" in (settings.template or "") else "unused"
 
@@ -97,7 +98,7 @@ def _checked_rows(config: SourceConfig, key: str, make: Callable[[str, dict[str,
     rows: list[T] = []
     bad: dict[str, list[str]] = {}  # problem → where
     count = 0
-    for where, record in islice(records(config, key), config.size):
+    for where, record in islice(wanted(records(config, key), config), config.size):
         count += 1
         try:
             if isinstance(record, RowProblem):
@@ -292,6 +293,15 @@ def _final_answer(text: str, field: str) -> str:
     return answer
 
 
+def _tests(text: str, field: str) -> str:
+    """The tests as they are: unpacked they may be many times as large."""
+    try:
+        cases_of(text)
+        return text
+    except ValueError as problem:
+        raise RowProblem(f"field {field!r}: {problem}") from problem
+
+
 def _instructions(text: str, field: str) -> str:
     try:
         return ifeval.reference(text)
@@ -302,8 +312,10 @@ def _instructions(text: str, field: str) -> str:
 _REFERENCES: dict[Answers, Callable[[str, str], str]] = {
     "final": _final_answer,
     "instructions": _instructions,
+    "tests": _tests,
     "whole": lambda text, field: text,
 }
+_FORMS: dict[str, Answers] = {ifeval.NAME: "instructions", code.NAME: "tests"}  # of the references, by reward.name
 _KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
 
 

@@ -7,14 +7,16 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megarl.config.data import SourceConfig
 from megarl.config.errors import ConfigError
+from megarl.data.benchmarks import files_of
 from megarl.data.rows import RowProblem
 from megarl.data.synthetic import PREFIX
-from megarl.hub import unreachable
+from megarl.hub import HubError, hub_file, unreachable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".parquet")
@@ -32,6 +34,8 @@ def is_local(source: str) -> bool:
 def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     """(where, record) pairs; for a line that is not JSON the record is a RowProblem."""
     path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
+    if (parts := files_of(config)) and (not is_local(config.source) or path.is_dir()):
+        return chain.from_iterable(_jsonl(_part(config, name, key)) for name in parts)
     if not is_local(config.source) or path.is_dir():
         return _hub(config, key)
     if path.suffix not in _FILES:
@@ -42,6 +46,19 @@ def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     if not os.access(path, os.R_OK):
         raise ConfigError(f"{named}: may not be read")
     return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+
+
+def _part(config: SourceConfig, name: str, key: str) -> Path:
+    """A file of a data set that has several, in a folder or on the hub, whose own client can no longer read sets that need a program."""
+    folder = Path(config.source).expanduser()
+    if folder.is_dir():
+        if not (folder / name).is_file():
+            raise ConfigError(f"{key}.source={config.source}: has no {name}, which {key}.subset={config.subset} needs")
+        return folder / name
+    try:
+        return hub_file(config.source, name, "dataset")
+    except HubError as error:
+        raise ConfigError(f"{key}.source={config.source}: {error}") from error
 
 
 def _near(path: Path) -> str:

@@ -35,6 +35,6 @@ class Pair:
     where: str  # file and line, for messages
 
 
-Answers = Literal["final", "instructions", "whole", "unused", "none"]
-"""What of the answer column becomes the reference: the part marked as final; IFEval's instructions, checked; all of it, for a user's own
-reward function or a judge; nothing, where no score needs one, or ("none") where only demonstrations are read."""
+Answers = Literal["final", "instructions", "tests", "whole", "unused", "none"]
+"""What of the answer column becomes the reference: the part marked as final; IFEval's instructions or a program's tests, checked; all of
+it, for a user's own reward function or a judge; nothing, where no score needs one, or ("none") where only demonstrations are read."""

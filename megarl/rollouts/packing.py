@@ -22,6 +22,7 @@ from megarl.rewards.shaping import has_signal
 from megarl.types import Group, GroupSummary, GroupTexts, Sample, SampleNumbers, SampleSummary, Version, any_unanswered, typed
 
 _ALIGNED = 4
+_ANSWER_CHARS = 10_000  # of a reference answer, for people: the tests of a program may have megabytes
 _decode_summary = msgspec.msgpack.Decoder(GroupSummary).decode
 _decode_texts = msgspec.msgpack.Decoder(GroupTexts).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,9 +39,16 @@ def pack(group: Group, begun: Version = 0, started_s: float = 0.0, ended_s: floa
         ended_s=ended_s,
         idle_s=idle_s,
         summary=msgspec.Raw(_encode(GroupSummary(prompt.ordinal, len(prompt.token_ids), samples))),
-        texts=msgspec.Raw(_encode(GroupTexts(prompt.text, prompt.answer, [(each.text, each.environment_spans) for each in group.samples]))),
+        texts=msgspec.Raw(_encode(_texts(group))),
         pieces=[memoryview(typed(prompt.token_ids, "i").tobytes()), *map(_piece, group.samples, samples)],
     )
+
+
+def _texts(group: Group) -> GroupTexts:
+    answer = group.prompt.answer
+    if len(answer) > _ANSWER_CHARS:
+        answer = f"{answer[:_ANSWER_CHARS]}… ({len(answer)} characters)"
+    return GroupTexts(group.prompt.text, answer, [(each.text, each.environment_spans) for each in group.samples])
 
 
 def summary_of(group: GroupReady) -> GroupSummary:

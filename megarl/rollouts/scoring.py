@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from megarl.config.named import is_async
 from megarl.config.schema import UNSCORED, RunConfig
 from megarl.plan.roles import pairwise
+from megarl.rewards import code
 from megarl.rewards.in_loop import RewardInLoop
 from megarl.rewards.parts import Part, WeightedSum, bounded, weighted_sum
 from megarl.rewards.pool import OF_VERIFIERS, RewardPool
@@ -74,5 +75,7 @@ async def _open(config: RunConfig, part: Part, scorers: Mapping[str, Scorer], re
     own = loading.load_reward(part)
     if own is not None and is_async(own.function):
         return RewardInLoop(config.reward, *own, part).score
+    if part.name == code.NAME:
+        return (await resources.enter_async_context(code.CodeReward(config.reward, part))).score
     pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs, part)
     return (await resources.enter_async_context(pool)).score

@@ -31,7 +31,6 @@ _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
 _MOST_PROCESSES = 256
-_MOST_PRINTED_BYTES = 16 << 20
 _NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
 
 
@@ -62,6 +61,7 @@ class Jail:
     folder: Path | None = None
     paths: Sequence[Path] = ()  # more that can be read
     output_bytes: int = 1 << 20
+    printed_bytes: int = 16 << 20  # on both outputs together, before it is ended
     _watched: dict[int, _Running] = field(default_factory=dict)  # by the ids of their first processes
     _watch: asyncio.Task[None] | None = None
 
@@ -122,7 +122,7 @@ class Jail:
             "RLIMIT_NOFILE": _MOST_FILES,
             "RLIMIT_CORE": 0,
         }
-        inside = _SOCKET if self.kind == BWRAP else str(socket or "")
+        inside = _SOCKET if self.kind == BWRAP and socket else str(socket or "")
         settings = {"limits": limits, "socket": inside, "port": _PORT, "network": self.kind == NAMESPACE}
         inner = [*_INNER, json.dumps(settings), *command]
         if self.kind != BWRAP:
@@ -133,7 +133,8 @@ class Jail:
             *(BWRAP, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
             *("--proc", "/proc", "--dev", "/dev", "--size", str(self.file_mib << 20), "--tmpfs", "/tmp", "--dir", _WORK),
             *(word for path in there for word in ("--ro-bind", path, path)),
-            *("--bind", str(socket), _SOCKET, "--chdir", str(self.folder or _WORK), "--"),
+            *(("--bind", str(socket), _SOCKET) if socket else ()),
+            *("--chdir", str(self.folder or _WORK), "--"),
             *inner,
         ]
 
@@ -150,8 +151,8 @@ class Jail:
                     running.wrong = f"its processes had more than memory_mib={self.memory_mib} together"
                 elif processes > _MOST_PROCESSES:
                     running.wrong = f"it had more than {_MOST_PROCESSES} processes"
-                elif sum(os.fstat(file.fileno()).st_size for file in running.files) > _MOST_PRINTED_BYTES:
-                    running.wrong = f"it printed more than {_MOST_PRINTED_BYTES >> 20} MiB"
+                elif sum(os.fstat(file.fileno()).st_size for file in running.files) > self.printed_bytes:
+                    running.wrong = f"it printed more than {self.printed_bytes >> 20} MiB"
                 if running.wrong:
                     _kill(pid)
 

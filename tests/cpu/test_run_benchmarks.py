@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,15 @@ def test_ifeval(model: Path, tmp_path: Path) -> None:
     assert found["prompt_strict"] == found["pass@1"] == found["prompt_loose"] == pytest.approx(1 / 3)
     assert found["instruction_strict"] == found["instruction_loose"] == pytest.approx(2 / 5)
     assert found["ci95/instruction_strict/low"] < 2 / 5 < found["ci95/instruction_strict/high"]
+
+
+def test_livecodebench(model: Path, tmp_path: Path) -> None:
+    """Random bytes hold no program: all responses are graded, and none is right."""
+    from programming import row
+
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    rows = [row([("1\n", "2\n"), ("2\n", "4\n")]), row([("1", "2")], "f"), row([("1\n", "2\n")], date="2020-01-01T00:00:00")]
+    found = evaluated(model, tmp_path, rows, "eval.suites.own.benchmark=livecodebench", "eval.suites.own.since=2024-01-01")
+    assert (found["prompts"], found["samples"], found["correct"], found["reward/failed_fraction"]) == (2, 4, 0, 0.0)
+    assert found["pass@1"] == found["pass@2"] == 0.0 < found["ci95/pass@2/high"]

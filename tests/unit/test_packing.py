@@ -100,3 +100,9 @@ def test_arrays_of_different_lengths_are_refused(wrong):
     sample = Sample([1, 2], [-1.0, -2.0], [0, 0], "", 0.0, "stop", [True, False])
     with pytest.raises(ValueError, match="2 token"):
         pack(Group(Prompt(0, [1], "", ""), [replace(sample, **wrong)]))
+
+
+def test_of_a_long_reference_only_the_beginning_travels():
+    sample = Sample([1], [-1.0], [0], "", 0.0, "stop")
+    short, long = (texts_of(pack(Group(Prompt(0, [1], "", "x" * size), [sample])).texts).answer for size in (10_000, 10_001))
+    assert short == "x" * 10_000 and long == "x" * 10_000 + "… (10001 characters)"

@@ -12,7 +12,7 @@ from megarl.config.errors import ConfigError, problems_of
 from megarl.config.named import find_callable
 from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.rewards import ifeval
+from megarl.rewards import code, ifeval
 from megarl.rewards.parts import Part, all_parts
 from megarl.rewards.score import parameters_of
 from megarl.rollouts.environments.base import Rollout
@@ -57,6 +57,8 @@ def load_reward(part: Part) -> OwnReward | None:
     installed."""
     if part.name == ifeval.NAME:
         ifeval.check_installed(part.setting)
+    if part.name == code.NAME:
+        code.check_sandbox(part.setting)
     if ":" not in part.name:
         return None
     function = find_callable(part.name, part.setting)

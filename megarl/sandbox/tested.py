@@ -1,0 +1,148 @@
+"""Runs a program on the inputs of tests, inside the sandbox, each in a process of its own. It imports the standard library alone.
+
+Standard input: a JSON object with `code`, `function` (null: the program reads standard input), `inputs`, `test_timeout_s`, `timeout_s` and
+`most_bytes` (of all results together). Standard output: the line "ready", then for each test, up to the first without a result, a line with
+a JSON list of what became of it ("done", "crashed", "slow", "long") and its result: what the program printed, or JSON of what the function
+returned. What the results ought to be is not known here.
+"""
+
+import contextlib
+import json
+import operator
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+# As LiveCodeBench puts them before every program (lcb_runner/evaluation/testing_util.py).
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json builtins typing"
+).split()
+_PIECE = 1 << 16
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    space = {"__name__": "__main__"}
+    exec("\n".join(f"from {name} import *" for name in _MODULES), space)
+    exec("\n".join(f"import {name}" for name in _MODULES if name not in ("typing", "builtins")), space)
+    sys.setrecursionlimit(50_000)
+    sys.set_int_max_str_digits(50_000)
+    _tell("ready")
+    end, room = time.monotonic() + task["timeout_s"], task["most_bytes"]
+    for given in task["inputs"]:
+        ended, found = _run(task, given, space, min(end, time.monotonic() + task["test_timeout_s"]), room)
+        _tell(json.dumps([ended, found.decode(errors="replace")], ensure_ascii=False))
+        room -= len(found)
+        if ended != "done":
+            return
+
+
+def _tell(line: str) -> None:
+    data = memoryview(line.encode() + b"\n")
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def _run(task: dict, given: Any, space: dict, end: float, room: int) -> "tuple[str, bytes]":
+    reading, writing = os.pipe()
+    source = os.memfd_create("input")
+    if isinstance(given, str):
+        with os.fdopen(os.dup(source), "wb") as file:
+            file.write(given.encode(errors="replace"))
+        os.lseek(source, 0, os.SEEK_SET)
+    child = os.fork()
+    if child == 0:
+        _be_the_test(task, given, space, source, writing)
+    for end_here in (writing, source):
+        os.close(end_here)
+    gone = os.pidfd_open(child)
+    try:
+        ended, found = _read(reading, gone, end, room)
+    finally:
+        for group in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                group(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(reading)
+        os.close(gone)
+    return ("crashed", b"") if ended == "done" and status else (ended, found if ended == "done" else b"")
+
+
+def _read(reading: int, gone: int, end: float, room: int) -> "tuple[str, bytes]":
+    """Until the process has gone, whoever else still has its output open."""
+    pieces = bytearray()
+    os.set_blocking(reading, False)
+    waited_for = [reading, gone]
+    while True:
+        ready, _, _ = select.select(waited_for, [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            return "slow", b""
+        try:
+            piece = os.read(reading, _PIECE)
+        except BlockingIOError:
+            piece = b""
+        pieces += piece
+        if len(pieces) > room:
+            return "long", b""
+        if not piece:
+            if gone in ready:
+                return "done", bytes(pieces)
+            waited_for = [gone]  # its output is closed: only its end is left to wait for
+
+
+def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int) -> None:
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        called = task["function"] is not None
+        result = os.dup(writing)
+        for place, what in ((0, nowhere if called else source), (1, nowhere if called else writing), (2, nowhere)):
+            os.dup2(what, place)
+        os.dup2(result, 3)
+        os.closerange(4 if called else 3, 256)
+        sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
+        sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
+        sys.stderr = open(2, "w", closefd=False)
+        space |= {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}  # as `from sys import *` has them
+        try:
+            exec(compile(task["code"], "<program>", "exec"), space)
+            if called:
+                owner = space["Solution"]() if "Solution" in space else None
+                function = getattr(owner, task["function"]) if owner is not None else space[task["function"]]
+                found = json.dumps(_plain(function(*given), True)).encode()
+                with open(3, "wb", closefd=False) as file:
+                    file.write(found)
+        except SystemExit:
+            if called:
+                raise
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        sys.stdout.flush()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _plain(value: Any, outermost: bool = False) -> Any:
+    """What JSON says exactly, and a tuple where it is the whole result. Raises TypeError."""
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, list) or (outermost and isinstance(value, tuple)):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return operator.index(value)
+    if not all(isinstance(key, str) for key in value):
+        raise TypeError("JSON has texts as keys alone")
+    return {key: _plain(each) for key, each in value.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Programs in the sandbox: right and wrong ones, and hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from programming import fenced, pairs, row
+
+from megarl.config.schema import RewardConfig
+from megarl.data.benchmarks import BENCHMARKS
+from megarl.rewards.code import CodeReward
+from megarl.rewards.parts import single
+from megarl.rewards.score import Score, ScoreRequest
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")]
+SUM = row([("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")])
+GOOD = "print(sum(map(int, input().split())))"
+
+
+def scored(asked: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeout_s: float = 60.0) -> list[Score]:
+    config = RewardConfig(name="code", workers=3)
+    config.code.test_timeout_s, config.code.timeout_s, config.code.memory_mib = test_timeout_s, timeout_s, 512
+    requests = [ScoreRequest(text, json.dumps(BENCHMARKS["livecodebench"].asked(record)[1])) for record, text in asked]
+
+    async def run() -> list[Score]:
+        async with CodeReward(config, single(config)) as reward:
+            return await asyncio.gather(*map(reward.score, requests))
+
+    return asyncio.run(asyncio.wait_for(run(), 500))
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.long)])
+def test_programs_are_told_right_from_wrong(count: int) -> None:
+    made = pairs()[:count]
+    found = scored([(record, text) for record, text, _ in made])
+    wrong = [(text, right, score) for (_, text, right), score in zip(made, found, strict=True) if score.reward != right]
+    assert len(made) == count and sum(right for *_, right in made) == count / 2
+    assert not wrong and not any(score.failures for score in found)
+
+
+HOSTILE = {
+    "while True: pass": "slow",
+    "import time\ntime.sleep(1e6)": "slow",
+    "while True: print('3' * 1000)": "long",
+    "import sys\nprint(3, flush=True)\nwhile True: sys.stderr.write('x' * 10**6)": "slow",
+    "a = 'x' * (1 << 34)": "crashed",
+    "raise ValueError": "crashed",
+    "import os\nprint(3)\nos.kill(os.getppid(), 9)": "crashed",
+    "import os\nos.write(os.open(f'/proc/{os.getppid()}/fd/1', 1), b'[\"done\", \"3\"]\\n' * 3)\nprint(0)": "crashed",
+    "import os\nos.truncate(f'/proc/{os.getppid()}/fd/1', 0)\nos.kill(os.getppid(), 9)": "crashed",
+    "import os\nos.kill(-1, 9)": "crashed",
+    "import socket\nprint(3 if socket.create_connection(('1.1.1.1', 53), 1) else 0)": "crashed",
+    "import os\nif os.fork(): print('NaN')\nelse:\n import time; time.sleep(1e6)": "",
+    "print('\\ud800')": "",
+    "print(float('nan'))": "",
+    "class L(str):\n def __eq__(self, other): return True\nprint(L('8'))": "",
+}
+
+
+def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
+    """Some forge results, or remove all that was said of them; a good program is scored beside them all."""
+    found = scored([*((SUM, fenced(program)) for program in HOSTILE), (SUM, fenced(GOOD)), (SUM, GOOD), (SUM, "")], 2.0, 20.0)
+    *bad, good, bare, empty = found
+    assert [score.reward for score in bad] == [0.0] * len(HOSTILE)
+    why = [next((name for name, value in score.parts.items() if value and name != "tests"), "") for score in bad]
+    assert why == list(HOSTILE.values())
+    assert not any(score.failures for score in found)
+    assert good.reward == 1.0 and good.parts["tests"] == 1.0
+    assert bare.parts["no_program"] == empty.parts["no_program"] == 1.0 and bare.reward == 0.0
+
+
+def test_a_sandbox_that_runs_nothing_is_a_failed_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, broken = shutil.which("bwrap"), tmp_path / "broken"
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\n[ -e {broken} ] && {{ echo "no room" >&2; exit 1; }}\nexec {real} "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    config = RewardConfig(name="code")
+
+    async def run() -> Score:
+        async with CodeReward(config, single(config)) as reward:
+            broken.touch()
+            return await reward.score(ScoreRequest(fenced(GOOD), json.dumps([{"input": "1 2", "output": "3"}])))
+
+    score = asyncio.run(run())
+    assert score.reward == 0.0 and len(score.failures) == 1 and "no room" in score.failures[0].reason
+
+
+def test_what_a_function_returns_must_be_plain() -> None:
+    called = row([("1\n[2]", "[1, 2]")], "f")
+    bodies = {
+        "return [a, *b]": 1.0, "return (a, *b)": 1.0, "print('noise'); return [a, *b]": 1.0, "return [True, 2.0]": 1.0,
+        "return [[a], b]": 0.0, "return {1: 2}": 0.0, "return type('E', (), {'__eq__': lambda s, o: True})()": 0.0, "exit(0)": 0.0,
+    }  # fmt: skip
+    found = scored([(called, fenced(f"def f(a, b):\n    {body}")) for body in bodies])
+    assert [score.reward for score in found] == list(bodies.values())

@@ -1,0 +1,75 @@
+"""Problems with tests in LiveCodeBench's own form, made for the tests, with programs that solve them or nearly do."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import random
+import textwrap
+import zlib
+
+
+def packed(cases: object) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(cases if isinstance(cases, str) else json.dumps(cases)))).decode()
+
+
+def row(cases: list[tuple[str, str]], function: str | None = None, date: str = "2024-08-03T00:00:00") -> dict:
+    """The first test is public, the others are not."""
+    kind = "functional" if function else "stdin"
+    tests = [{"input": given, "output": wanted, "testtype": kind} for given, wanted in cases]
+    return {
+        "question_title": "Sum",
+        "question_content": "Print the sum.", "platform": "leetcode" if function else "atcoder", "question_id": "1",
+        "contest_id": "abc1", "contest_date": date, "difficulty": "easy",
+        "starter_code": f"class Solution:\n    def {function}(self, a: int, b: List[int]) -> int:\n        " if function else "",
+        "public_test_cases": json.dumps(tests[:1]), "private_test_cases": packed(tests[1:]),
+        "metadata": json.dumps({"func_name": function} if function else {}),
+    }  # fmt: skip
+
+
+def fenced(program: str) -> str:
+    return f"First an idea:\n```\nprint(0)\n```\nSo this is the program.\n```python\n{program}\n```\nI hope that it helps."
+
+
+def pairs() -> list[tuple[dict, str, bool]]:
+    """300: a problem, a response, whether it is right; the wrong ones are off by a little, on some test at least."""
+    rng, made = random.Random("code/7"), []
+    for number in range(150):
+        k, lists = rng.randint(2, 9), [[rng.randint(-99, 99) for _ in range(rng.randint(2, 6))] for _ in range(3)]
+        lists[1] = [100 + k, -k, *lists[1]]  # its largest is first, and its sum is not 0
+        lists[1] += [1] * (sum(lists[1]) == 0)
+        record, right, wrong = (_sums, _quarters, _function)[number % 3](rng, k, lists)
+        made += [(record, fenced(right), True), (record, fenced(wrong), False)]
+    return made
+
+
+def _sums(rng: random.Random, k: int, lists: list[list[int]]) -> tuple[dict, str, str]:
+    read = rng.choice([
+        "a = list(map(int, open(0).read().split()))[1:]",
+        "import sys\na = [int(x) for x in sys.stdin.readlines()[1].split()]",
+        "n = int(input())\na = list(map(int, input().split()))",
+    ])  # fmt: skip
+    right = f"{read}\nprint(sum(a) * {k})\nprint(max(a))"
+    if rng.random() < 0.5:
+        right = f"def main():\n{textwrap.indent(right, '    ')}\nif __name__ == '__main__':\n    main()"
+    old, new = rng.choice([("max(a)", "a[-1]"), ("max(a)", "min(a)"), (f"* {k}", f"* {k + 1}")])
+    cases = [(f"{len(a)}\n{' '.join(map(str, a))}\n", f"{sum(a) * k}\n{max(a)}\n") for a in lists]
+    return row(cases), right, right.replace(old, new)
+
+
+def _quarters(rng: random.Random, k: int, lists: list[list[int]]) -> tuple[dict, str, str]:
+    wrong = rng.choice([f"print(a / 4, {k}, sep='\\n')", f"print(a // 4 + .3, {k})", "print('NaN 1')"])
+    cases = [("\n".join(map(str, a[:2])), f"{a[0] / 4:.3f} {k}") for a in lists]
+    return row(cases), f"a = int(input())\nprint(a / 4, {k})", f"a = int(input())\n{wrong}"
+
+
+def _function(rng: random.Random, k: int, lists: list[list[int]]) -> tuple[dict, str, str]:
+    body = rng.choice([
+        "return [x * a for x in b if x > 0]",
+        "return tuple(x * a for x in b if x > 0)",
+        "return list(map(a.__mul__, filter(lambda x: x > 0, b)))",
+    ])  # fmt: skip
+    right = f"class Solution:\n    def f(self, a: int, b: List[int]) -> List[int]:\n        {body}"
+    cases = [(f"{k}\n{json.dumps(a)}", json.dumps([x * k for x in a if x > 0])) for a in lists]
+    return row(cases, "f"), right, right.replace("x > 0", "x > -9999")
