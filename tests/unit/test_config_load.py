@@ -131,7 +131,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
         (
             "reward.name=vibes",
-            "reward.name=vibes: must be one of math, last_number, choice, ifeval, none, package.module:function, ./file.py:function, "
+            "reward.name=vibes: must be one of math, last_number, choice, ifeval, code, none, package.module:function, ./file.py:function, "
             "roles.NAME",
         ),
         ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),
