@@ -98,7 +98,7 @@ def test_what_unpacks_to_more_than_is_allowed_is_refused() -> None:
         ("3\n", "3", True), ("  3  \n 4\n\n", "3\n4", True), ("3.0 4", "3 4.000", True), ("1e1", "10", True), ("3 4", "3\n4", False),
         ("3\n\n4", "3\n4", False), ("Yes", "YES", False), ("NaN", "NaN ", True), ("NaN", "1", False), ("nan 1", "NaN 1", False),
         ("sNaN", "1", False), ("1e999999999999999999999", "1", False), ("", "0", False), ("0.30000000000000004", "0.3", False),
-        ("3 4", "3", False),
+        ("3 4", "3", False), ("50000000000000000 0", "50000000000000001 0", False),
         ("9" * 200_000, "1", False),
     ],
 )  # fmt: skip
