@@ -35,6 +35,7 @@ COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
     "run": "sft, if sft.steps asks for it and it is not done, and then train; the same command goes on wherever it was ended",
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
+    "rows": "write the rows of an environment from a hub to data.train.source and data.eval.source (rollout.name=verifiers)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
     "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k, avg@k and maj@k of eval.samples",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
@@ -46,6 +47,7 @@ EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
     "run": ["megarl run configs/quickstart.yaml"],
     "reward-model": ["megarl reward-model configs/examples/reward_model.yaml"],
+    "rows": ["megarl rows CONFIG"],
     "train": [
         "megarl train configs/quickstart.yaml",
         "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
@@ -237,6 +239,12 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     train(plan)
 
 
+def _rows(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.rows import write_environment_rows
+
+    print(write_environment_rows(plan.config), end="")
+
+
 def _run(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.launch.commands import train
     from megarl.launch.inputs import check_inputs
@@ -312,6 +320,7 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,
     "run": _run,
+    "rows": _rows,
     "reward-model": _reward_model,
     "train": _train,
     "eval": _eval,

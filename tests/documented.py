@@ -115,6 +115,7 @@ GPUS, PLACEHOLDERS, ITSELF = "needs GPUs", "is of your own names", "runs these t
 SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
 FLEET = "run by tests/cpu/test_run_fleet.py beside a run"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
+VERIFIERS = "needs an interpreter of 850 MiB with verifiers, with which tests/cpu/test_hubs_verifiers.py tries it"
 STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_bench_offpolicy_runs.py"
 NOT_RUN = {
     "make check": ITSELF,
@@ -154,6 +155,9 @@ NOT_RUN = {
     "pip install -e '.[agents]'": "the tests of an agent are skipped where its package is not installed",
     "pip install -e '.[ifeval]'": "what its graders need is in requirements/cpu.txt",
     "python -m nltk.downloader punkt_tab": "needs the network; the tests have the data out of another package",
+    "python -m venv envs/verifiers": VERIFIERS,
+    "envs/verifiers/bin/pip install 'verifiers[rg]==0.3.1'": VERIFIERS,
+    "megarl rows CONFIG": PLACEHOLDERS,
     "git clone … megarl && cd megarl": PLACEHOLDERS,
     "hf download NAME --local-dir FOLDER": PLACEHOLDERS,
     "megarl export runs/own/config.yaml --output …": PLACEHOLDERS,

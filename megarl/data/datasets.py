@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
+from megarl.config.rollout import OF_HUBS
 from megarl.config.schema import UNSCORED, RunConfig
 from megarl.data.benchmarks import asked, wanted
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
@@ -79,6 +80,8 @@ def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tup
 
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
     """The form of reference answers that training, or evaluation (of `suite`), needs: a verifier the final one."""
+    if config.rollout.name in OF_HUBS:
+        return "row"
     needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
     return next(form for form in forms if form in needs)
@@ -155,13 +158,13 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
         raise RowProblem(f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}")
     if answers == "none" and not config.demonstration_key and columns.answer is None:
         return _conversation(where, record, messages, columns.prompt, config, chat)
-    unneeded = answers == "unused" or (answers == "none" and config.demonstration_key) or columns.answer is None
+    unneeded = answers in ("row", "unused") or (answers == "none" and config.demonstration_key) or columns.answer is None
     wanted = {"prompt_key": columns.prompt} | ({} if unneeded else {"answer_key": columns.answer})
-    wanted |= {"demonstration_key": config.demonstration_key} if config.demonstration_key and answers != "unused" else {}
+    wanted |= {"demonstration_key": config.demonstration_key} if config.demonstration_key and answers not in ("row", "unused") else {}
     _check_columns(record, {setting: field for setting, field in wanted.items() if field}, key)
     prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
-    if answers == "unused":
-        return Row(prompt, "", "", where)
+    if answers in ("row", "unused"):
+        return Row(prompt, "", "", where, record if answers == "row" else {})
     if answers == "none":
         return Row(prompt, "", _demonstration(record, config.demonstration_key or columns.answer or ""), where)
     if columns.answer is None:

@@ -35,6 +35,7 @@ class Pair:
     where: str  # file and line, for messages
 
 
-Answers = Literal["final", "instructions", "tests", "whole", "unused", "none"]
+Answers = Literal["final", "instructions", "tests", "whole", "row", "unused", "none"]
 """What of the answer column becomes the reference: the part marked as final; IFEval's instructions or a program's tests, checked; all of
-it, for a user's own reward function or a judge; nothing, where no score needs one, or ("none") where only demonstrations are read."""
+it, for a user's own reward function or a judge; nothing, where an environment scores by the whole row ("row"), no score needs one
+("unused"), or only demonstrations are read ("none")."""

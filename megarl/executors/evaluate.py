@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from megarl.config.errors import RunError
+from megarl.config.rollout import BY_CALLS
 from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -99,7 +100,7 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     if problem := too_many_failures(config.reward, samples, parts):
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
-    scored_by_text = len(parts) == 1 and config.rollout.name != "program"  # a program's output may be scored, which is no sample's text
+    scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS  # a program's output may be scored, which is no sample's text
     grader = parts[0].name if scored_by_text else ""
     return {**scores(groups, graded, grader), **failure_metrics(samples), "seconds": time.monotonic() - started}
 

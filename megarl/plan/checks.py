@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
-from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import GRADERS, OWN_PLACE, RunConfig, SuiteConfig
+from megarl.config.rollout import BY_CALLS, OF_HUBS, RolloutConfig
+from megarl.config.schema import GRADERS, OWN_PLACE, RewardConfig, RunConfig, SuiteConfig
 from megarl.data.held_out import held_out
 from megarl.data.mixture import mixture_problems
 from megarl.plan.best import check_best
@@ -93,12 +93,15 @@ def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
 
 def check_program(config: RunConfig) -> Iterable[str]:
     """Programs make episodes with branches. (What their arguments are like is for rollouts/environments/functions.py.)"""
-    if config.rollout.name != "program":
+    name = config.rollout.name
+    if name not in BY_CALLS:
         return
     if setting := recipes.needs_one_sequence(config.algorithm):
-        yield f"{setting}: needs episodes of one sequence; those of rollout.name=program may have branches (docs/agents.md)"
+        yield f"{setting}: needs episodes of one sequence; those of rollout.name={name} may have branches (docs/agents.md)"
     if names := [part.setting for part in parts_of(config.reward) if pairwise(config, part)]:
-        yield f"{names[0]}: compares responses; episodes of rollout.name=program may have several (docs/agents.md)"
+        yield f"{names[0]}: compares responses; episodes of rollout.name={name} may have several (docs/agents.md)"
+    if name in OF_HUBS and (config.reward.parts or config.reward.name != RewardConfig().name):
+        yield f"{parts_of(config.reward)[0].setting}: must be left out with rollout.name={name}: the environment has a reward of its own"
     args, most_s = config.rollout.args, config.timeouts.samples_s
     attempts, deadline_s = args.get("retries", 2) + 1 if isinstance(args.get("retries", 2), int) else 1, args.get("deadline_s", 600.0)
     if isinstance(deadline_s, (int, float)) and deadline_s * attempts >= most_s:

@@ -110,6 +110,15 @@ class Episode:
         self.counts["calls"] += 1
         return [self._answer(asked, completion, tools, stop) for completion in completions]
 
+    def metrics(self) -> dict[str, float]:
+        calls = {name: float(self.counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
+        return {**calls, "branches": float(len(self.tree.leaves()))}
+
+    def why_unanswered(self, why: str) -> str:
+        """What is to be said of an episode that has sampled nothing. `why`: what went wrong with whoever plays it, or empty."""
+        refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
+        return f"no call of it was answered: {refused}{why or 'it ended well'}"
+
     def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
         """How long the prompt of these messages is, without what was sampled before. Raises Refused."""
         stand_ins = _StandIns([*self.template.special_tokens, *self.template.ends])

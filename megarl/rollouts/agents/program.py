@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import resource
 import tempfile
-from array import array
-from collections import Counter, deque
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
-from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import MAX_REWARD
@@ -25,23 +21,18 @@ from megarl.generator.tool_parsers import find_parser
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rollouts.agents.endpoint import MODEL, Endpoint
 from megarl.rollouts.agents.episode import Episode
-from megarl.rollouts.agents.tree import Tree, shared_prefix
+from megarl.rollouts.agents.said import NoReward, said
+from megarl.rollouts.agents.tree import Played, group_of
+from megarl.rollouts.agents.unanswered import Unanswered
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox import jail
 from megarl.sandbox.jail import Ended, Jail
-from megarl.types import UNANSWERED, Group, Prompt, Sample
+from megarl.types import UNANSWERED, Group, Prompt
 
 OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
 _MOST_TOLD = 20  # failures that are written to the log
-_MOST_METRICS = 32
 _MOST_WORD_BYTES = 128 << 10  # of a command, its end included: MAX_ARG_STRLEN of Linux
-_RECENT = 100  # prompts
-_METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _Positive = Annotated[int, Meta(ge=1)]
-
-
-class _NoReward(Exception):
-    """A program that was to say its reward has said none."""
 
 
 class Program:
@@ -104,28 +95,14 @@ class Program:
         self._places = asyncio.Semaphore(at_once)
         self._jail: Jail | None = None
         self._told = 0
-        self._max_unanswered, self._unanswered = max_unanswered, deque[bool](maxlen=_RECENT)
-        self._why_unanswered = ""
+        self._unanswered = Unanswered(command[0], max_unanswered)
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         played = await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
-        trees = [tree for tree, _, _ in played if tree.turns]
-        self._unanswered.append(len(trees) < n)
-        if sum(self._unanswered) > self._max_unanswered * _RECENT:
-            raise RuntimeError(self._too_many_unanswered())
-        prefix = shared_prefix(trees) if trees else prompt.token_ids
-        decode, samples = self._tokenizer.decode_all, []
-        for tree, score, metrics in played:
-            nothing = Sample(array("i"), array("f"), array("i"), "", score.reward, UNANSWERED, metrics=metrics)
-            samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
-        return Group(replace(prompt, token_ids=prefix), samples)
+        self._unanswered.count(played)
+        return group_of(prompt, played, self._tokenizer.decode_all)
 
-    def _too_many_unanswered(self) -> str:
-        share = f"{sum(self._unanswered)} of the last {len(self._unanswered)} prompts"
-        limit = f"more than rollout.args.max_unanswered={self._max_unanswered:g} of {_RECENT}"
-        return f"{self._command[0]} sampled nothing from the policy for {share}, {limit}; for example {self._why_unanswered}"
-
-    async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> tuple[Tree, Score, dict[str, float]]:
+    async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Played:
         episode, ended = await self._attempt(context, prompt, sampling)
         kind = ended.kind if episode.tree.turns else UNANSWERED
         if kind:
@@ -133,13 +110,11 @@ class Program:
         else:
             try:
                 score, own = await self._score(context, prompt, episode, ended, index)
-            except _NoReward as error:
+            except NoReward as error:
                 kind, score, own = "reward", Score(self._on_crash), {}
                 self._tell(prompt, ended._replace(why=str(error)))
         failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "limits", "reward", UNANSWERED)}
-        counts: Counter[str] = episode.counts
-        calls = {name: float(counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
-        return episode.tree, score, {**own, **calls, "branches": float(len(episode.tree.leaves())), **failures}
+        return Played(episode.tree, score, {**own, **episode.metrics(), **failures})
 
     async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> tuple[Episode, Ended]:
         """Starts the program until a call of it is answered, at most 1 + `retries` times; not again if its row alone is to blame."""
@@ -150,9 +125,8 @@ class Program:
             ended = Ended(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
             why = ended.why
             if not episode.tree.turns:
-                refused = f"its last call was refused: {episode.last_refusal}; " if episode.last_refusal else ""
-                why = f"no call of it was answered: {refused}{ended.why or 'it ended well'}"
-                self._why_unanswered = f"prompt {prompt.ordinal}: {why}; the end of its errors:\n{ended.errors}"
+                why = episode.why_unanswered(ended.why)
+                self._unanswered.why = f"prompt {prompt.ordinal}: {why}; the end of its errors:\n{ended.errors}"
             if why:
                 self._tell(prompt, ended._replace(why=why))
             if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
@@ -201,7 +175,7 @@ class Program:
         self, context: RolloutContext, prompt: Prompt, episode: Episode, ended: Ended, index: int
     ) -> tuple[Score, dict[str, float]]:
         if self._reward == PROGRAM:
-            return _said(ended.output)
+            return said(ended.output)
         last = episode.tree.turns[-1]
         request = ScoreRequest(
             response=ended.output.strip() if self._reward == OUTPUT else episode.last_content,
@@ -236,19 +210,3 @@ class Program:
         await self._endpoint.close()
         if self._jail is not None:
             await self._jail.close()
-
-
-def _said(output: str) -> tuple[Score, dict[str, float]]:
-    """The reward in the last line, and what other numbers are beside it, as metrics."""
-    line = output.strip().rpartition("\n")[2]
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    told: dict[str, Any] = found if isinstance(found, dict) else {"reward": found}
-    numbers = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
-    named = len(told) <= _MOST_METRICS and all(map(_METRIC.fullmatch, told))
-    if "reward" not in numbers or len(numbers) < len(told) or not named:
-        form = f"a JSON object of numbers with one, with at most {_MOST_METRICS} names of letters, digits and _"
-        raise _NoReward(f"its last line of output is neither a reward nor {form}: {line[:200]!r}")
-    return Score(numbers["reward"]), {name: value for name, value in numbers.items() if name != "reward"}

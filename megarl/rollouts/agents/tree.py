@@ -9,11 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from megarl.generator.completions import Completion
 from megarl.kept_sets import KeptSets, join
 from megarl.rewards.score import Score
-from megarl.types import Sample
+from megarl.types import UNANSWERED, Group, Prompt, Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,24 @@ class Tree:
             found.append(_sample(path, learned, prompt_tokens, decode, reward=score.reward, branch=branch, **first))
             learned |= set(map(id, path))
         return found
+
+
+class Played(NamedTuple):
+    """An episode that has ended."""
+
+    tree: Tree
+    score: Score
+    metrics: dict[str, float]
+
+
+def group_of(prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequence[int]], str]) -> Group:
+    """The samples of all episodes, behind what they all begin with. An episode that has sampled nothing has an empty one."""
+    trees = [tree for tree, _, _ in played if tree.turns]
+    prefix, samples = shared_prefix(trees) if trees else prompt.token_ids, []
+    for tree, score, metrics in played:
+        nothing = Sample(array("i"), array("f"), array("i"), "", score.reward, UNANSWERED, metrics=metrics)
+        samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
+    return Group(replace(prompt, token_ids=prefix), samples)
 
 
 def shared_prefix(trees: Sequence[Tree]) -> list[int]:

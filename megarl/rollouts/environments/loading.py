@@ -28,6 +28,7 @@ BUILT_IN = {
     "single_turn": "megarl.rollouts.environments.single_turn:single_turn",
     "tool_calls": "megarl.rollouts.environments.tool_calls:ToolCalls",
     "program": "megarl.rollouts.agents.program:Program",
+    "verifiers": "megarl.rollouts.hubs.verifiers:Verifiers",
 }
 
 

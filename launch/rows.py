@@ -1,0 +1,29 @@
+"""`megarl rows`: the rows of an environment from a hub, as files that runs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.rollout import OF_HUBS
+from megarl.config.schema import RunConfig
+
+
+def write_environment_rows(config: RunConfig) -> str:
+    """Writes data.train.source and data.eval.source, and says how many rows they have. Raises ConfigError."""
+    from megarl.rollouts.hubs.verifiers import write_rows  # not at the top: it imports aiohttp
+
+    if config.rollout.name not in OF_HUBS:
+        raise ConfigError(f"rollout.name={config.rollout.name}: only an environment of a hub ({', '.join(OF_HUBS)}) has rows of its own")
+    sources = {"train": config.data.train.source, **({"eval": config.data.eval.source} if config.data.eval else {})}
+    wrong = [
+        f"data.{split}.source={source}: must be a .jsonl file, to which the rows are written"
+        for split, source in sources.items()
+        if not source.endswith(".jsonl")
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    files = {split: Path(source).expanduser() for split, source in sources.items()}
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+    return write_rows(config.rollout.args, files)

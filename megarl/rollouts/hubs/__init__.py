@@ -1,0 +1,1 @@
+"""Environments of hubs, as they come from their packages: each hub's packages are in an interpreter of their own (docs/agents.md)."""

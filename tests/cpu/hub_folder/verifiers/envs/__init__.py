@@ -1,0 +1,1 @@
+"""Where versions with load_environment have their environments."""

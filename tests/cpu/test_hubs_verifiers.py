@@ -1,0 +1,200 @@
+"""Environments of verifiers, played by a process of another interpreter; the policy is a named fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.data.tokenizer import tokenizer_of
+from megarl.generator.completions import Completion, EngineError, Sampling
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.hubs.verifiers import Verifiers, write_rows
+from megarl.rollouts.rollout import CheckedRollout
+from megarl.types import UNANSWERED, Group, Prompt
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = tokenizer_of(str(ROOT / "configs/models/tiny-agent"), "model.path")
+SAMPLING = Sampling(200, stop_token_ids=TOKENIZER.eos_ids)
+HERE = {"python": sys.executable, "folder": str(Path(__file__).with_name("hub_folder"))}
+THERE = os.environ.get("MEGARL_VERIFIERS_PYTHON", str(ROOT / "envs/verifiers/bin/python"))
+pytestmark = pytest.mark.timeout(400)
+
+
+class Saying:
+    """A named fake of generate: says one text after the other, one id a letter."""
+
+    def __init__(self, *texts: str):
+        self._texts = list(texts)
+        self.asked: list[str] = []
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        self.asked.append(TOKENIZER.decode_all(prompt_ids))
+        text = self._texts.pop(0) if len(self._texts) > 1 else self._texts[0]
+        ids = [*TOKENIZER.encode_text(text), TOKENIZER.eos_id]
+        return [Completion(ids, [-0.25] * len(ids), [1] * len(ids), "stop")]  # pyright: ignore[reportArgumentType]
+
+
+def roll_out(generate: Any, row: dict[str, Any], n: int = 1, grace_s: float = 15.0, **arguments: Any) -> Group:
+    async def run() -> Group:
+        rollout = Verifiers(TOKENIZER, **{**HERE, "deadline_s": 120.0, **arguments})
+        rollout.player.grace_s = grace_s
+        context = RolloutContext(TOKENIZER, generate, None, None, 5.0)  # type: ignore[arg-type]
+        try:
+            return await CheckedRollout("verifiers", rollout, context, 300.0, 112)(Prompt(0, [1, 5], "", "", row=row), SAMPLING, n)
+        finally:
+            await rollout.close()
+            assert not psutil.Process().children(recursive=True), "the worker has outlived its rollout"
+
+    return asyncio.run(run())
+
+
+def play(kind: str, *texts: str, n: int = 1, **arguments: Any) -> Group:
+    row = {"prompt": [{"role": "user", "content": "a"}], "answer": "a", "example_id": 0}
+    return roll_out(Saying(*texts), row, n, environment="games", args={"kind": kind}, **arguments)
+
+
+def test_reward_and_metrics_are_the_environments():
+    found = {sample.text: sample for sample in play("fine", "a", "bcd", n=2).samples}
+    assert {text: sample.reward for text, sample in found.items()} == {"a<eos>": 1.0, "bcd<eos>": 0.0}
+    right = found["a<eos>"].metrics
+    assert right["letters"] == 1 and right["_lambda_"] == 2 and right["calls"] == 1 and not any(map(right.get, FAILED))
+
+
+FAILED = ["failed_environment", "failed_deadline", "failed_reward", "failed_worker", "failed_unanswered"]
+
+
+@pytest.mark.parametrize(
+    "kind, counted, arguments, told",
+    [
+        ("raises", "failed_environment", {}, "RuntimeError: the board is broken"),
+        ("error", "failed_environment", {}, "ValueError: no such move"),
+        ("function", "failed_reward", {}, "Error calling reward function reward: 'rubric'"),
+        ("nan", "failed_reward", {}, "not all finite numbers: {'reward': nan"),
+        ("late", "failed_deadline", {"deadline_s": 8.0}, "it took longer than 8 s"),
+        ("hangs", "failed_worker", {"deadline_s": 8.0, "grace_s": 2.0, "retries": 0}, "it did not answer within 10 s"),
+        ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
+    ],
+)
+def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
+    kind: str, counted: str, arguments: dict[str, Any], told: str, capfd: pytest.CaptureFixture[str]
+):
+    [sample] = play(kind, "a", on_crash=-0.5, **arguments).samples
+    assert sample.reward == -0.5 and sample.text == "a<eos>"
+    assert [name for name in FAILED if sample.metrics[name]] == [counted]
+    assert told in capfd.readouterr().out
+
+
+def test_rollouts_that_the_rubric_compares_are_scored_together():
+    assert sorted((sample.text, sample.reward) for sample in play("compares", "a", "bcd", n=2).samples) == [
+        ("a<eos>", 0.0),
+        ("bcd<eos>", 1.0),
+    ]
+
+
+def test_an_environment_that_never_calls_drops_its_prompt():
+    group = play("mute", "a", n=2, retries=1, on_crash=-0.5)
+    assert group.prompt.token_ids == [1, 5]
+    for sample in group.samples:
+        assert (sample.finish_reason, len(sample.token_ids), sample.reward) == (UNANSWERED, 0, -0.5)
+        assert [name for name in FAILED if sample.metrics[name]] == ["failed_unanswered"]
+
+
+def test_too_many_prompts_without_a_call_end_the_run():
+    told = r"the environment games sampled nothing from the policy for 1 of the last 1 prompts, more than rollout.args.max_unanswered=0"
+    with pytest.raises(RuntimeError, match=rf"{told} of 100; for example prompt 0: no call of it was answered: it ended well"):
+        play("mute", "a", retries=1, max_unanswered=0.0)
+
+
+def test_a_row_that_has_no_room_is_tried_once():
+    row = {"prompt": [{"role": "user", "content": "a" * 300}], "answer": "a", "example_id": 0}
+    policy = Saying("a")
+    [sample] = roll_out(policy, row, environment="games", args={"kind": "fine"}, retries=3).samples
+    assert sample.finish_reason == UNANSWERED and sample.metrics["out_of_room"] == 1 and not policy.asked
+
+
+def test_an_environment_that_cannot_be_loaded_ends_the_run_with_the_reason():
+    with pytest.raises(RuntimeError, match=r"(?s)status 1;.*it cannot be loaded: TypeError: load_environment\(\) got an unexpected"):
+        roll_out(Saying("a"), {}, environment="games", args={"kind": "fine", "size": 3}, retries=0)
+
+
+def test_an_engine_that_fails_ends_the_run():
+    async def failing(*_: Any) -> list[Completion]:
+        raise EngineError("the engine is gone")
+
+    with pytest.raises(EngineError, match="the engine is gone"):
+        roll_out(failing, {"prompt": [{"role": "user", "content": "a"}], "answer": "a"}, environment="games", args={"kind": "fine"})
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ({"environment": "no-such-game"}, "rollout.args.environment=no-such-game, with .*: its module no_such_game is not installed there"),
+        ({"environment": "games; rm"}, "its module games; rm is not installed"),
+        ({"environment": "games", "python": "no-such-python"}, "rollout.args.python=no-such-python: there is no such program"),
+        ({"environment": "games", "folder": "no/such"}, "rollout.args.folder=no/such: there is no such folder"),
+        ({"environment": "games", "on_crash": float("nan")}, "rollout.args.on_crash=nan: must be a finite number"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        Verifiers(TOKENIZER, **{**HERE, **arguments})
+
+
+def test_an_interpreter_without_verifiers_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="the package verifiers is not installed there"):
+        Verifiers(TOKENIZER, python=sys.executable, environment="games")
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers/__init__.py").write_text("")
+    (tmp_path / "verifiers-0.4.0.dist-info").mkdir()
+    (tmp_path / "verifiers-0.4.0.dist-info/METADATA").write_text("Name: verifiers\nVersion: 0.4.0\n")
+    with pytest.raises(ConfigError, match="verifiers 0.4.0 has no load_environment any more"):
+        Verifiers(TOKENIZER, python=sys.executable, environment="games", folder=str(tmp_path))
+
+
+def test_rows_are_written_as_the_environment_has_them(tmp_path: Path):
+    arguments = {**HERE, "environment": "games", "args": {"kind": "fine"}}
+    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "eval")}
+    assert write_rows(arguments, files) == f"{files['train']}: 2 rows\n{files['eval']}: 1 rows\n"
+    assert [json.loads(line)["answer"] for line in files["train"].read_text().splitlines()] == ["a", "b"]
+    with pytest.raises(ConfigError, match="it is no environment of verifiers, but int"):
+        write_rows({**arguments, "environment": "games:not_an_environment", "args": {}}, files)
+
+
+@pytest.mark.skipif(not Path(THERE).exists(), reason="no interpreter with verifiers[rg] (docs/agents.md)")
+def test_an_environment_of_the_package_itself(tmp_path: Path):
+    """The reference answers are reasoning_gym's: a word and its letters backward."""
+    gym = [{"name": "spell_backward", "weight": 1, "config": {"min_word_len": 3, "max_word_len": 4}}]
+    args = {"gym": gym, "num_train_examples": 5, "num_eval_examples": 2, "system_prompt": ""}
+    arguments: dict[str, Any] = {"python": THERE, "folder": None, "environment": "verifiers:ReasoningGymEnv", "args": args}
+    write_rows(arguments, {"train": tmp_path / "rows.jsonl"})
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[3])
+    word = row["question"].rpartition(" ")[2]
+    right = f"<answer>{word[::-1]}</answer>"
+    policy = Saying(right, "no answer")
+    samples = roll_out(policy, row, n=2, **arguments).samples
+    assert {sample.text: sample.reward for sample in samples} == {f"{right}<eos>": 1.0, "no answer<eos>": 0.0}
+    assert policy.asked == [f"<bos><user>{row['question']}<assistant>"] * 2
+    assert samples[0].metrics["check_answer_reward_func"] == samples[0].reward and not any(map(samples[0].metrics.get, FAILED))
+
+
+def test_a_worker_ends_with_whoever_has_started_it():
+    """Even while a reward function hangs: the pipe that it reads is closed."""
+    asked = {"do": "serve", "environment": "games", "args": {"kind": "hangs"}}
+    inside = ROOT / "megarl/rollouts/hubs/inside_verifiers.py"
+    environment = {**os.environ, "PYTHONPATH": HERE["folder"]}
+    with subprocess.Popen(
+        [sys.executable, str(inside), json.dumps(asked)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        assert json.loads(worker.stdout.readline()) == {"ready": True}
+        worker.stdin.close()
+        assert worker.wait(timeout=100) == 0
