@@ -72,7 +72,7 @@ class RolloutConfig:
     @property
     def stops_on_text(self) -> bool:
         """Whether requests may have stop strings, so that engines need the tokenizer: the run's, or those of a program's calls."""
-        return bool(self.stop) or self.name == "program"
+        return bool(self.stop) or self.name in BY_CALLS
 
     @property
     def truncated(self) -> bool:
