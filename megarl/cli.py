@@ -47,7 +47,7 @@ EXAMPLES = {
     "sft": ["megarl sft configs/quickstart.yaml"],
     "run": ["megarl run configs/quickstart.yaml"],
     "reward-model": ["megarl reward-model configs/examples/reward_model.yaml"],
-    "rows": ["megarl rows CONFIG"],
+    "rows": ["megarl rows configs/examples/verifiers.yaml"],
     "train": [
         "megarl train configs/quickstart.yaml",
         "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
