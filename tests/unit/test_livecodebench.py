@@ -72,8 +72,11 @@ def compressed(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (compressed(pickle.dumps(Evil())), "asks for builtins.print"),
+        (compressed(pickle.dumps(Evil())), "something else than a text: STACK_GLOBAL"),
         (compressed(pickle.dumps([1, 2])), "something else than a text"),
+        (compressed(b"]r\xff\xff\xff\x3f."), "something else than a text: EMPTY_LIST"),  # an unpickler makes room for a billion things
+        (compressed(b"\x80\x04\x8d" + b"\xff" * 8 + b"[]."), "neither JSON nor a text"),  # a text of 2^64 bytes
+        (compressed(b"\x80\x09."), "a pickle of 0 texts"),
         (compressed(b"no pickle"), "neither JSON nor a text"),
         ("not base 64!", "neither JSON nor a text"),
         (packed("[]")[:-8], "cut short|neither JSON"),
@@ -85,6 +88,12 @@ def test_packed_tests_that_are_none_are_refused(text: str, problem: str, tmp_pat
     with pytest.raises(ConfigError, match=problem):
         rows_of("livecodebench", [row(CASES) | {"private_test_cases": text}], tmp_path)
     assert "run by the unpickler" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_texts_of_all_protocols_are_unpacked(protocol: int) -> None:
+    for text in ("[]", '["é\\n"]\n', "[1]" + " " * 70_000):
+        assert unpacked(compressed(pickle.dumps(text, protocol)), "private_test_cases") == text
 
 
 def test_what_unpacks_to_more_than_is_allowed_is_refused() -> None:
