@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sys
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, RunError
@@ -15,7 +14,7 @@ from megarl.rewards.parts import Part
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rewards.verify import MAX_TEXT_CHARS
 from megarl.sandbox import tested
-from megarl.sandbox.jail import BWRAP, Ended, Jail
+from megarl.sandbox.jail import BWRAP, PYTHON, Ended, Jail
 
 NAME = "code"  # as reward.name
 _INSIDE = Path(tested.__file__)
@@ -99,7 +98,7 @@ class CodeReward:
             "most_bytes": 2 * wanted_bytes + (1 << 20),
         }
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        return await self._jail.run([sys.executable, "-I", str(_INSIDE)], json.dumps(task), environment, None)
+        return await self._jail.run([PYTHON, "-I", str(_INSIDE)], json.dumps(task), environment, None)
 
 
 def _score(ended: Ended, tests: Cases) -> Score | None:

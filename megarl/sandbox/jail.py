@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -23,7 +24,8 @@ from megarl.config.errors import ConfigError
 
 AUTO, BWRAP, NAMESPACE, LIMITS = "auto", "bwrap", "namespace", "limits"
 _INSIDE = Path(__file__).with_name("inside.py")
-_INNER = (sys.executable, "-I", "-S", str(_INSIDE))
+PYTHON = os.path.abspath(sys.executable)  # started by a relative path, it may lead through folders that a bwrap does not have
+_INNER = (PYTHON, "-I", "-S", str(_INSIDE))
 _SOCKET = "/run/endpoint.sock"
 _PORT = 8000  # inside a sandbox, where nothing else listens
 _WORK = "/tmp/work"
@@ -31,6 +33,9 @@ _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
 _MOST_PROCESSES = 256
+# In a bwrap. Whoever is root outside could write the kernel's settings in /proc/sys, one of which names a program that the kernel runs on
+# the host; the other two are bwrap's own, of memory without a limit.
+_READ_ONLY = ("/proc", "/dev", "/")
 _NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
 
 
@@ -52,11 +57,11 @@ class _Running:
 @dataclass
 class Jail:
     """`folder` can be read and is where the program starts; in a bwrap nothing else of the host can be, but its programs and libraries.
-    There a program writes to /tmp, which is its own and counts as memory; otherwise to a new folder, its TMPDIR."""
+    There a program writes to /tmp and /dev/shm, which are its own and memory; otherwise to a new folder, its TMPDIR."""
 
     kind: str  # BWRAP | NAMESPACE: the host's files, but not its network | LIMITS: both
     memory_mib: int  # of all its processes together; looked at every half second. No process can ever have more than this
-    file_mib: int  # of each file, and of /tmp as a whole in a bwrap
+    file_mib: int  # of each file, and of /tmp and of /dev/shm as a whole in a bwrap
     deadline_s: float
     folder: Path | None = None
     paths: Sequence[Path] = ()  # more that can be read
@@ -81,7 +86,7 @@ class Jail:
             if self._watch.done():
                 self._watch.result()  # raises what ended it: without it nothing bounds the programs' memory
             home = "/tmp" if self.kind == BWRAP else own
-            path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+            path = f"{Path(PYTHON).parent}:{os.environ.get('PATH', os.defpath)}"
             variables = {"PATH": path, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **environment}
             process = await asyncio.create_subprocess_exec(
                 *self._command(command, socket),
@@ -129,11 +134,14 @@ class Jail:
             return inner
         bind = [*map(Path, _NEEDED), Path(sys.prefix), Path(sys.base_prefix), _INSIDE, *self.paths]
         there = dict.fromkeys(str(path) for path in [*bind, *([self.folder] if self.folder else [])] if path.exists())
+        size_bytes = str(self.file_mib << 20)
         return [
-            *(BWRAP, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-            *("--proc", "/proc", "--dev", "/dev", "--size", str(self.file_mib << 20), "--tmpfs", "/tmp", "--dir", _WORK),
+            *(BWRAP, "--unshare-all", *_no_more_users(), "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+            *("--proc", "/proc", "--dev", "/dev", "--size", size_bytes, "--tmpfs", "/dev/shm"),
+            *("--size", size_bytes, "--tmpfs", "/tmp", "--dir", _WORK),
             *(word for path in there for word in ("--ro-bind", path, path)),
             *(("--bind", str(socket), _SOCKET) if socket else ()),
+            *(word for path in _READ_ONLY for word in ("--remount-ro", path)),
             *("--chdir", str(self.folder or _WORK), "--"),
             *inner,
         ]
@@ -184,6 +192,13 @@ def _files(given: str):
         yield stdin, stdout, stderr
 
 
+@cache
+def _no_more_users() -> tuple[str, ...]:
+    """What keeps a program from namespaces of its own, in which it could mount memory without a limit, if bubblewrap can (from 0.8 on)."""
+    offered = subprocess.run([BWRAP, "--help"], capture_output=True, text=True, check=False).stdout
+    return ("--unshare-user", "--disable-userns") if "--disable-userns" in offered else ()
+
+
 def _kill(pid: int) -> None:
     """Its whole session. In a bwrap, whose first process ends with it, that is everything; what else had left the session stays."""
     with contextlib.suppress(ProcessLookupError):
@@ -196,7 +211,8 @@ def _end(file: IO[bytes], most_bytes: int) -> str:
 
 
 def _used_by(pids: list[int]) -> dict[int, tuple[int, int]]:
-    """(processes, bytes) of each of these processes together with all its descendants. Memory that they share counts for each."""
+    """(processes, bytes) of each of these processes together with all its descendants. Memory that they share counts for each, files that
+    are memory for one."""
     children: dict[int, list[tuple[int, int]]] = {}
     for process in psutil.process_iter(["pid", "ppid", "memory_info"]):
         memory = process.info["memory_info"]
@@ -204,9 +220,23 @@ def _used_by(pids: list[int]) -> dict[int, tuple[int, int]]:
     found = {}
     for pid in pids:
         processes, total, waiting = 0, 0, [pid]
+        files: dict[int, int] = {}
         while waiting:
             for child, used_bytes in children.get(waiting.pop(), ()):
                 processes, total = processes + 1, total + used_bytes
+                files |= _memory_files(child)
                 waiting.append(child)
-        found[pid] = processes, total
+        found[pid] = processes, total + sum(files.values())
+    return found
+
+
+def _memory_files(pid: int) -> dict[int, int]:
+    """The bytes of the files made by memfd_create that it has open, by inode."""
+    found = {}
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry.path).startswith("/memfd:"):
+                    there = os.stat(entry.path)
+                    found[there.st_ino] = there.st_blocks * 512
     return found

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +44,31 @@ def test_programs_are_told_right_from_wrong(count: int) -> None:
     wrong = [(text, right, score) for (_, text, right), score in zip(made, found, strict=True) if score.reward != right]
     assert len(made) == count and sum(right for *_, right in made) == count / 2
     assert not wrong and not any(score.failures for score in found)
+
+
+FILL = """
+block = b"x" * (1 << 20)
+for number in range(12):
+    with open(f"{}/{number}", "wb") as file:
+        for _ in range(100): file.write(block)
+print(3)
+"""
+OF_THE_HOST = {  # what a program must not be able to do: it prints 3 if it could
+    "kernel settings": "name = '/proc/sys/vm/swappiness'\nvalue = open(name).read()\nopen(name, 'w').write(value)\nprint(3)",
+    "fill /": FILL.replace("{}", "", 1),
+    "fill /dev": FILL.replace("{}", "/dev"),
+    "fill /dev/shm": FILL.replace("{}", "/dev/shm"),
+    "fill /tmp": FILL.replace("{}", "/tmp"),
+    "fill files that are memory": "import os, time\nfor _ in range(12):\n file = os.memfd_create('a')\n"
+    " for _ in range(100): os.write(file, b'x' * (1 << 20))\ntime.sleep(2)\nprint(3)",
+}
+
+
+@pytest.mark.parametrize("what", OF_THE_HOST)
+def test_programs_cannot_reach_the_kernel_or_fill_memory(what: str) -> None:
+    """As root, too, whose files in /proc the kernel takes to be the program's own."""
+    [score] = scored([(row([("1 2\n", "3\n")]), fenced(OF_THE_HOST[what]))])
+    assert score.reward == 0.0 and score.parts["crashed"] == 1.0
 
 
 HOSTILE = {
@@ -89,6 +116,24 @@ def test_a_sandbox_that_runs_nothing_is_a_failed_score(tmp_path: Path, monkeypat
 
     score = asyncio.run(run())
     assert score.reward == 0.0 and len(score.failures) == 1 and "no room" in score.failures[0].reason
+
+
+RELATIVE = """
+import asyncio, json
+from megarl.config.schema import RewardConfig
+from megarl.rewards.code import CodeReward
+from megarl.rewards.parts import single
+async def open_and_close():
+    async with CodeReward(RewardConfig(name="code"), single(RewardConfig(name="code"))):
+        print("it runs programs")
+asyncio.run(open_and_close())
+"""
+
+
+def test_a_python_that_is_started_by_a_relative_path_runs_programs(tmp_path: Path) -> None:
+    python = tmp_path / os.path.relpath(sys.executable, tmp_path)
+    done = subprocess.run([python, "-c", RELATIVE], capture_output=True, text=True, check=False)
+    assert done.stdout == "it runs programs\n", done.stderr
 
 
 def test_what_a_function_returns_must_be_plain() -> None:
