@@ -19,6 +19,7 @@ from megarl.sandbox.jail import BWRAP, PYTHON, Ended, Jail
 NAME = "code"  # as reward.name
 _INSIDE = Path(tested.__file__)
 _ROOM_MIB = 256  # of all that the tests of a program give
+_JSON_GROWTH = 8  # at most, of a text as JSON
 _GRACE_S = 5.0  # for the sandbox to start and end
 _PROBE = "a = int(input())\nprint(a + len(input().split()))"
 
@@ -88,14 +89,13 @@ class CodeReward:
         return await asyncio.to_thread(_score, await self._run(program, tests), tests)
 
     async def _run(self, program: str, tests: Cases) -> Ended:
-        wanted_bytes = sum(map(size_bytes, tests.outputs))
         task = {
             "code": program,
             "function": tests.function,
             "inputs": tests.inputs,
             "test_timeout_s": self._code.test_timeout_s,
             "timeout_s": self._code.timeout_s,
-            "most_bytes": 2 * wanted_bytes + (1 << 20),
+            "most_bytes": most_bytes(tests),
         }
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return await self._jail.run([PYTHON, "-I", str(_INSIDE)], json.dumps(task), environment, None)
@@ -105,10 +105,12 @@ def _score(ended: Ended, tests: Cases) -> Score | None:
     """None if nothing was said. A program can overwrite what is said of it, to no avail: only right results pass."""
     if not ended.output:
         return None
-    _, *lines = ended.output.split("\n")
+    _, *lines = ended.output.split("\n", len(tests.inputs) + 1)  # each but the last, in which there is nothing, of one test
+    most = _JSON_GROWTH * most_bytes(tests)
     count, passed, why = len(tests.inputs), 0, "slow" if ended.kind == "deadline" else "crashed"
     for test in range(count):
-        status, result = _told(lines[test] if test < len(lines) else "")
+        line = lines[test] if test < len(lines) else ""
+        status, result = _told(line) if len(line) <= most else ("", "")
         if status != "done":
             why = status or why
             break
@@ -116,6 +118,11 @@ def _score(ended: Ended, tests: Cases) -> Score | None:
     else:
         why = ""
     return Score(float(passed == count), _parts(why, passed / count))
+
+
+def most_bytes(tests: Cases) -> int:
+    """Of all results of a program together."""
+    return 2 * sum(map(size_bytes, tests.outputs)) + (1 << 20)
 
 
 def _told(line: str) -> tuple[str, str]:

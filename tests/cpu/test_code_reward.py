@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,6 +70,36 @@ def test_programs_cannot_reach_the_kernel_or_fill_memory(what: str) -> None:
     """As root, too, whose files in /proc the kernel takes to be the program's own."""
     [score] = scored([(row([("1 2\n", "3\n")]), fenced(OF_THE_HOST[what]))])
     assert score.reward == 0.0 and score.parts["crashed"] == 1.0
+
+
+FORGED = """
+import os
+file = os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY)
+os.write(file, b"ready\\n" + START)
+block = BLOCK * (1 << 20)
+for _ in range(TIMES): os.write(file, block)
+os.kill(os.getppid(), 9)
+"""
+
+
+@pytest.mark.parametrize(("start", "block", "times"), [("b''", r"b'\n'", 200), ("b'['", "b'[],'", 60)], ids=["lines", "lists"])
+def test_forged_results_cost_little(start: str, block: str, times: int) -> None:
+    """Texts that would become gigabytes of lists, and hold up all else in the process that compares."""
+    forged = FORGED.replace("START", start).replace("BLOCK", block).replace("TIMES", str(times))
+
+    async def run() -> tuple[Score, float]:
+        config = RewardConfig(name="code")
+        async with CodeReward(config, single(config)) as reward:
+            scoring = asyncio.create_task(reward.score(ScoreRequest(fenced(forged), json.dumps([{"input": "1 2", "output": "3"}]))))
+            held_up, last = 0.0, time.monotonic()
+            while not scoring.done():
+                await asyncio.sleep(0.01)
+                held_up, last = max(held_up, time.monotonic() - last), time.monotonic()
+            return await scoring, held_up
+
+    score, held_up_s = asyncio.run(run())
+    assert score.reward == 0.0 and score.parts["crashed"] == 1.0
+    assert held_up_s < 1.5
 
 
 HOSTILE = {
