@@ -6,6 +6,7 @@ a JSON list of what became of it ("done", "crashed", "slow", "long") and its res
 returned. What the results ought to be is not known here.
 """
 
+import atexit
 import contextlib
 import json
 import operator
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from typing import Any
 
 # As LiveCodeBench puts them before every program (lcb_runner/evaluation/testing_util.py).
@@ -26,7 +28,8 @@ _PIECE = 1 << 16
 
 def main() -> None:
     task = json.load(sys.stdin)
-    space = {"__name__": "__main__"}
+    sys.modules["__main__"] = program = types.ModuleType("__main__")  # where pickle, for one, looks for what the program defines
+    space = program.__dict__
     exec("\n".join(f"from {name} import *" for name in _MODULES), space)
     exec("\n".join(f"import {name}" for name in _MODULES if name not in ("typing", "builtins")), space)
     sys.setrecursionlimit(50_000)
@@ -105,9 +108,9 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
             os.dup2(what, place)
         os.dup2(result, 3)
         os.closerange(4 if called else 3, 256)
-        sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
-        sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-        sys.stderr = open(2, "w", closefd=False)
+        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)
+        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
         space |= {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}  # as `from sys import *` has them
         try:
             exec(compile(task["code"], "<program>", "exec"), space)
@@ -120,13 +123,22 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
         except SystemExit:
             if called:
                 raise
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-        sys.stdout.flush()
+        _finish()
         status = 0
     finally:
         os._exit(status)
+
+
+def _finish() -> None:
+    """As the interpreter ends: waits for threads, calls what was left to be called at exit, and writes what was printed."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.__stdout__):
+        flush = getattr(file, "flush", lambda: None)
+        with contextlib.suppress(OSError, ValueError):  # it may be closed, or detached
+            flush()
 
 
 def _plain(value: Any, outermost: bool = False) -> Any:

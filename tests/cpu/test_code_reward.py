@@ -47,6 +47,26 @@ def test_programs_are_told_right_from_wrong(count: int) -> None:
     assert not wrong and not any(score.failures for score in found)
 
 
+ADDED = "a, b = map(int, input().split())\n"
+AS_PROGRAMS = [  # right ones, by what they leave to the interpreter's end, or expect of the module that they are
+    "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\n"
+    f"{ADDED}print(a + b)",
+    f"import atexit, os\n{ADDED}atexit.register(lambda: os.write(1, b'%d' % (a + b)))",
+    f"import sys\n{ADDED}sys.__stdout__.write(str(a + b))",
+    f"import sys\n{ADDED}print(a + b)\nsys.stdout.close()",
+    f"import sys\n{ADDED}print(a + b, flush=True)\nsys.stdout = None",
+    f"import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\n{ADDED}print(a + b)",
+    f"import pickle\nclass A: pass\npickle.dumps(A())\n{ADDED}print(a + b)",
+    f"import typing\nclass A:\n x: 'A'\ntyping.get_type_hints(A)\n{ADDED}print(a + b)",
+    f"import multiprocessing\n{ADDED}def f(x): return x\nwith multiprocessing.Pool(2) as pool: print(sum(pool.map(f, [a, b])))",
+]
+
+
+def test_programs_end_and_are_found_as_the_interpreter_has_them() -> None:
+    found = scored([(SUM, fenced(program)) for program in AS_PROGRAMS])
+    assert [score.reward for score in found] == [1.0] * len(AS_PROGRAMS)
+
+
 FILL = """
 block = b"x" * (1 << 20)
 for number in range(12):
