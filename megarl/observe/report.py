@@ -30,7 +30,7 @@ SPLIT = {
 def finish_report(run_dir: Path | str) -> str:
     """Writes report.png, agreement.png and trace.json into `run_dir`; returns the summary and where to find what.
 
-    The run's first and last evaluations count as those before its first and after its last step.
+    An evaluation counts as that before the run's first step if it is of version 0, and as that after its last if it is of its version.
     """
     run_dir = Path(run_dir)
     complete_metrics(run_dir)
@@ -64,7 +64,7 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
         lines.append(("prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing"))
     if (dropped := _values(rows, "prompts/dropped")) and (sum(dropped) or not unanswered):
         lines.append(("prompts dropped", _dropped(rows)))
-    lines += _held_out(evaluations)
+    lines += _held_out(evaluations, int(rows[-1]["step"]) + 1)
     turns = _values(rows, "turns/mean")
     if turns and max(turns) > 1:
         lines.append(("turns", _turns(rows)))
@@ -122,17 +122,19 @@ def _turns(rows: list[Row]) -> str:
     return f"{first:.2f} a sample in the first {count} steps, {end}"
 
 
-def _held_out(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
-    """Each held-out set's pass@1, pass@k with the largest k, and mean reward if it says more, before and after."""
+def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, str]]:
+    """Each held-out set's pass@1, pass@k with the largest k, and mean reward if it says more: before the first step, and as it was last."""
     lines = []
     for name, last in sets(evaluations[-1]).items() if evaluations else ():
-        first = sets(evaluations[0]).get(name, {})
+        first = sets(evaluations[0]).get(name, {}) if evaluations[0]["version"] == 0 else {}
+        version = evaluations[-1]["version"]
+        when = "after" if version in (0, steps) else f"after {version} steps"
         for score in dict.fromkeys(["pass@1", *[key for key in last if key.startswith("pass@")][-1:], "reward/mean"]):
             if score in last and (score != "reward/mean" or last[score] != last.get("pass@1")):
                 before = f"{first[score]:.3f}" if score in first else "not measured"
-                after = f"{last[score]:.3f}" if len(evaluations) > 1 else "not measured"
+                after = f"{last[score]:.3f}" if version else "not measured"
                 what = " ".join(("held-out", *name.split(), score.replace("reward/mean", "reward")))
-                lines.append((what, f"{before} before, {after} after"))
+                lines.append((what, f"{before} before, {after} {when}"))
     return lines
 
 

@@ -35,7 +35,7 @@ def write_run(run_dir: Path, steps: int) -> None:
 
 def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     write_run(tmp_path, 31)
-    text = " ".join(summarize(tmp_path, [{"version": 0, "pass@1": 0.125}, {"version": 12, "pass@1": 0.975}]).split())
+    text = " ".join(summarize(tmp_path, [{"version": 0, "pass@1": 0.125}, {"version": 31, "pass@1": 0.975}]).split())
     assert "31 steps" in text
     assert "0.045 in the first 10 steps, 0.255 in the last 10 (+0.210)" in text  # means of 0..9 and 21..30, over 100
     assert "0.125 before, 0.975 after" in text
@@ -45,6 +45,23 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     assert "15 samples/s, 5 tokens/s" in text and "a step takes 0.215 s" in text and "training 0.100 s" in text
     assert "turns" not in text
     assert "not measured after" in " ".join(summarize(tmp_path, [{"version": 0, "pass@1": 0.1}]).split())
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        ([0], "0.000 before, not measured after"),
+        ([4], "not measured before, 0.040 after"),
+        ([2], "not measured before, 0.020 after 2 steps"),
+        ([0, 2], "0.000 before, 0.020 after 2 steps"),
+        ([2, 4], "not measured before, 0.040 after"),
+    ],
+)
+def test_summary_says_when_it_was_evaluated(versions: list[int], told: str, tmp_path: Path) -> None:
+    """Engines of their own may have missed the first version, or the last."""
+    write_run(tmp_path, 4)
+    text = summarize(tmp_path, [{"version": version, "pass@1": version / 100} for version in versions])
+    assert [line.split("pass@1")[1].strip() for line in text.splitlines() if "held-out" in line] == [told]
 
 
 def test_summary_has_a_line_for_each_score_of_each_held_out_set(tmp_path: Path) -> None:
