@@ -112,7 +112,8 @@ def mend_evaluations(config: RunConfig) -> None:
     """Says which versions a complete run will never evaluate, since it ended before engines of their own had."""
     last = config.max_steps
     for version in note_lost(config.run_dir, last + 1, due=[last] if config.eval.engines else []):
-        print(f"the evaluation of version {version} is lost: the run ended before it", flush=True)
+        then = "; megarl export and megarl eval score its checkpoint" if version == last else ""
+        print(f"the evaluation of version {version} is lost: the run ended before it{then}", flush=True)
 
 
 def sft(plan: RunPlan) -> None:
