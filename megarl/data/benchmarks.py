@@ -16,6 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import OWN_PLACE, SuiteConfig
 from megarl.data.rows import RowProblem
 
+LIVECODEBENCH = "livecodebench"
 _LETTERS = "ABCDEFGHIJ"
 _BOXED = "{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CHOICE = (
@@ -101,7 +102,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "aime2025": Benchmark("math-ai/aime25", "test", _question(("problem", "answer"), ("question", "answer"))),
     "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "test", _choice),
     "ifeval": Benchmark("google/IFEval", "train", _instructed),
-    "livecodebench": Benchmark("livecodebench/code_generation_lite", "test", _programming, "release_v6"),
+    LIVECODEBENCH: Benchmark("livecodebench/code_generation_lite", "test", _programming, "release_v6"),
 }
 
 
@@ -126,7 +127,7 @@ def asked(record: Record, config: object) -> Record:
 def files_of(config: object) -> list[str]:
     """The files of LiveCodeBench's release that `subset` names: release_v6 is all up to the sixth, v6 the sixth alone. Empty for other
     sets. Raises ConfigError."""
-    if not isinstance(config, SuiteConfig) or config.benchmark != "livecodebench":
+    if not isinstance(config, SuiteConfig) or config.benchmark != LIVECODEBENCH:
         return []
     if not (found := _RELEASE.fullmatch(config.subset or "release_v6")):
         raise ConfigError(f"subset={config.subset}: must be a release of LiveCodeBench, such as release_v6 or v6")
@@ -145,3 +146,10 @@ def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple
         return not isinstance(date, str) or since <= date[:10] <= until  # what is no row, or has no date, is told of as such
 
     return ((where, record) for where, record in records if inside(record))
+
+
+def dates_of(config: object) -> str:
+    """Which dates `wanted` leaves, in words; empty if all."""
+    if not isinstance(config, SuiteConfig):
+        return ""
+    return "".join(f" {name} {date}" for name, date in (("since", config.since), ("until", config.until)) if date)

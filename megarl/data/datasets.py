@@ -14,7 +14,7 @@ from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.rollout import OF_HUBS
 from megarl.config.schema import UNSCORED, RunConfig
-from megarl.data.benchmarks import asked, wanted
+from megarl.data.benchmarks import asked, dates_of, wanted
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
 from megarl.data.formats import columns_of, learned, messages_of, tools_of
 from megarl.data.records import records
@@ -117,7 +117,7 @@ def _checked_rows(config: SourceConfig, key: str, make: Callable[[str, dict[str,
     if unread := sum(map(len, list(bad.values())[_MAX_PROBLEMS:])):
         problems.append(f"{config.source}: {unread} more rows with problems")
     if not count:
-        problems.append(f"{key}.source={config.source}: has no rows")
+        problems.append(f"{key}.source={config.source}: has no rows{dates_of(config)}")
     if problems:
         raise ConfigError(problems)
     return rows, count

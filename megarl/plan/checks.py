@@ -14,6 +14,7 @@ from megarl.algorithms import recipes
 from megarl.config.outputs import folder_problems, new_folder_problems
 from megarl.config.rollout import BY_CALLS, OF_HUBS, RolloutConfig
 from megarl.config.schema import GRADERS, OWN_PLACE, RewardConfig, RunConfig, SuiteConfig
+from megarl.data.benchmarks import LIVECODEBENCH
 from megarl.data.held_out import held_out
 from megarl.data.mixture import mixture_problems
 from megarl.plan.best import check_best
@@ -142,6 +143,9 @@ def check_eval(config: RunConfig) -> Iterable[str]:
         elif suite and _repeats(suite, config):
             samples = f"eval.suites.{name}.samples={suite.samples}" if suite.samples else f"eval.samples={config.eval.samples}"
             yield f"{samples}: at temperature 0 they are all the same; set eval.suites.{name}.temperature"
+        if suite and suite.benchmark != LIVECODEBENCH:
+            dates = {"since": suite.since, "until": suite.until}
+            yield from (f"eval.suites.{name}.{key}={date}: only benchmark={LIVECODEBENCH} has dates" for key, date in dates.items() if date)
 
 
 def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:

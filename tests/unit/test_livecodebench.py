@@ -55,6 +55,8 @@ def test_dates_and_releases_choose_problems(tmp_path: Path) -> None:
     assert found(subset="release_v3", since="2024-08-01", until="2024-08-01") == ["2"]
     with pytest.raises(ConfigError, match=r"has no test4.jsonl, which eval.suites.own.subset=v4 needs"):
         found(subset="v4")
+    with pytest.raises(ConfigError, match=r"has no rows since 2025-01-01 until 2025-02-01$"):
+        found(subset="release_v3", since="2025-01-01", until="2025-02-01")
     [hub] = [each[2] for each in held_out(config_of("livecodebench")) if each[0]]
     assert (hub.source, hub.subset) == ("livecodebench/code_generation_lite", "release_v6")
     assert files_of(SuiteConfig(benchmark="livecodebench", subset="release_v2")) == ["test.jsonl", "test2.jsonl"]

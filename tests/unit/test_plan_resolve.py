@@ -144,6 +144,10 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.server_args.device=cpu", "generator.server_args.device=cpu: must be left out; the launcher decides it"),
         ("eval.every=10", "eval.every=10: needs a held-out set: set data.eval.source"),
         (
+            "eval.suites.a.source=a.jsonl eval.suites.a.since=2024-08-01",
+            "eval.suites.a.since=2024-08-01: only benchmark=livecodebench has dates",
+        ),
+        (
             "eval.suites.a.source=a.jsonl eval.suites.a.samples=8 eval.suites.a.temperature=0 eval.temperature=0.7",
             "eval.suites.a.samples=8: at temperature 0 they are all the same; set eval.suites.a.temperature",
         ),
