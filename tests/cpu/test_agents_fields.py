@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from test_agents_endpoint import EOS, TOKENIZER
-from test_agents_hostile import ANTHROPIC, OPENAI, USER, post, served
+from test_agents_hostile import ANTHROPIC, OPENAI, RESPONSES, USER, post, served
 
 from megarl.generator.completions import Completion, Sampling
 from megarl.rollouts.agents.episode import Episode
@@ -199,6 +199,28 @@ REFUSED = [
     (OPENAI, "stop", "x" * 257, "must be texts of 1 to 256 characters"),
     (OPENAI, "stop", 5, "does not have the form it must have"),
     (OPENAI, "stop", ["x"] * 33, "stop: 33 texts; with those of rollout.stop, there can be 32"),
+    (RESPONSES, "tool_choice", "required", FORCED),
+    (RESPONSES, "tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}, "no call can be forced upon the policy"),
+    (RESPONSES, "text", {"format": {"type": "json_schema"}}, f"text.format.type=json_schema: no format can be forced: {FORCED}"),
+    (RESPONSES, "response_format", {"type": "json_object"}, FORCED),
+    (RESPONSES, "logit_bias", {"5": 100}, DRAWN),
+    (RESPONSES, "presence_penalty", 0.5, DRAWN),
+    (RESPONSES, "top_logprobs", 5, "only the log-probs of the tokens that were sampled are known"),
+    (RESPONSES, "stop", ["x"] * 33, "stop: 33 texts; with those of rollout.stop, there can be 32"),
+    (RESPONSES, "background", True, "background=True: must be False: an answer is sampled while its call waits"),
+    (RESPONSES, "conversation", "conv_1", "conversation=conv_1: cannot be set: previous_response_id goes on from an answer"),
+    (RESPONSES, "prompt", {"id": "pmpt_1"}, "there are no templates of prompts here"),
+    (RESPONSES, "truncation", "auto", "truncation=auto: must be disabled: the policy is trained on the conversation as it was sent"),
+    (RESPONSES, "context_management", [{"type": "compaction"}], "the policy is trained on the conversation as it was sent"),
+    *(
+        (RESPONSES, "tools", [{"type": kind, "name": "x"}], f"tools: of type {kind}: only functions are supported")
+        for kind in ("web_search", "file_search", "computer_use_preview", "code_interpreter", "mcp", "custom", "local_shell", "namespace")
+    ),
+    *(
+        (RESPONSES, "input", [{"type": kind}], f"an item of type {kind}: only message, function_call")
+        for kind in ("custom_tool_call", "mcp_call", "web_search_call", "local_shell_call", "compaction")
+    ),
+    (RESPONSES, "input", [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}], "what the policy thinks is part of"),
     (ANTHROPIC, "stop_sequences", [7], "stop_sequences=[7]: must be texts"),
     (ANTHROPIC, "tool_choice", {"type": "any"}, "tool_choice.type=any: must be auto or none: no call can be forced upon the policy"),
     (ANTHROPIC, "output_config", {"format": {"type": "json_schema"}}, FORCED),
@@ -212,7 +234,7 @@ def test_what_would_change_what_is_sampled_is_refused_with_the_reason() -> None:
     async def run() -> None:
         async with served(policy) as (client, _, [to]):
             for path, name, value, told in REFUSED:
-                status, found = await post(client, to, path, {"messages": [USER], "max_tokens": 5, name: value})
+                status, found = await post(client, to, path, {"messages": [USER], "input": "6*7=", "max_tokens": 5, name: value})
                 assert status == 400 and told in found["error"]["message"], (name, value, found)
 
     asyncio.run(run())

@@ -24,7 +24,7 @@ from megarl.sandbox import jail
 
 TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")
 USER = {"role": "user", "content": "6*7="}
-OPENAI, ANTHROPIC = "chat/completions", "messages"
+OPENAI, RESPONSES, ANTHROPIC = "chat/completions", "responses", "messages"
 pytestmark = pytest.mark.timeout(500)
 
 
@@ -58,6 +58,10 @@ def call(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": arguments}}]}
 
 
+def said_call(arguments: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": "1", "name": "x", "arguments": arguments}
+
+
 TOO_LONG = b'{"messages": "' + b"x" * (1 << 20) + b'"}'
 BAD: list[tuple[str, Any, int, str]] = [
     (OPENAI, b"{", 400, "does not have the form"),
@@ -76,6 +80,37 @@ BAD: list[tuple[str, Any, int, str]] = [
     (OPENAI, {"messages": [USER], "tools": [{"type": "function", "function": {"name": ["x"]}}]}, 400, "tools: of type"),
     (OPENAI, {"messages": [USER, call("[" * 50_000), USER]}, 400, "cannot be rendered"),
     (OPENAI, {"messages": [USER, call(r'{"a": "\ud800"}'), USER]}, 400, "cannot be rendered"),
+    (RESPONSES, b"[]", 400, "does not have the form"),
+    (RESPONSES, TOO_LONG, 413, "more than 274944 bytes"),
+    (RESPONSES, {}, 400, "does not have the form"),
+    (RESPONSES, {"input": 5}, 400, "does not have the form"),
+    (RESPONSES, {"input": {"role": "user"}}, 400, "does not have the form"),
+    (RESPONSES, {"input": []}, 400, "the last message must not be"),
+    (RESPONSES, {"input": [USER, {"role": "assistant", "content": "x"}]}, 400, "the last message must not be"),
+    (RESPONSES, {"input": [{"content": "x"}]}, 400, "does not have the form"),
+    (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, 400, "role=tool: must be developer, system, user, assistant"),
+    (RESPONSES, {"input": [{"role": ["user"], "content": "x"}]}, 400, "does not have the form"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "content of type input_image"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": [7]}]}]}, 400, "does not have the form"),
+    (RESPONSES, {"input": [USER, {"type": "function_call_output", "call_id": ["x"], "output": "x"}]}, 400, "call_id must be a string"),
+    (RESPONSES, {"input": [USER, {"type": "function_call_output", "call_id": "x", "output": {"a": 1}}]}, 400, "does not have the form"),
+    (
+        RESPONSES,
+        {"input": [USER, {"type": "function_call", "call_id": "x", "name": "x", "arguments": {}}]},
+        400,
+        "arguments must be a string",
+    ),
+    (RESPONSES, {"input": [USER, said_call("[" * 50_000), USER]}, 400, "cannot be rendered"),
+    (RESPONSES, {"input": [USER, said_call(r'{"a": "\ud800"}'), USER]}, 400, "cannot be rendered"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, 400, "an item of type item_reference: only message, function_call"),
+    (RESPONSES, {"input": "x", "instructions": ["x"]}, 400, "instructions must be a string"),
+    (RESPONSES, {"input": "x", "previous_response_id": ["x"]}, 400, "previous_response_id must be a string"),
+    (RESPONSES, {"input": "x", "previous_response_id": "x" * 1000}, 404, f"id '{'x' * 100}' not found"),
+    (RESPONSES, {"input": "x", "max_output_tokens": 1.5}, 400, "max_output_tokens=1.5: must be a whole number"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": ["x"]}]}, 400, "name must be a string"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", "function": {"name": "x"}}]}, 400, "does not have the form"),
+    (RESPONSES, {"input": "x", "include": 5}, 400, "does not have the form"),
+    (RESPONSES, {"input": "x", "text": "json"}, 400, "does not have the form"),
     (ANTHROPIC, {"messages": [USER], "max_tokens": 1.5}, 400, "max_tokens=1.5: must be a whole number"),
     (ANTHROPIC, {"messages": [{"role": "system", "content": "x"}]}, 400, "role=system: must be user or assistant"),
     (ANTHROPIC, {"messages": [USER], "tools": [{"name": ["x"], "input_schema": {}}]}, 400, "only tools of your own"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 from collections import Counter
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from batches import batch_of
@@ -21,8 +23,9 @@ from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.tool_parsers import json_calls
+from megarl.generator.tool_parsers import ToolCall, json_calls
 from megarl.rewards.score import Score
+from megarl.rollouts.agents import openai_responses
 from megarl.rollouts.agents.episode import Answer, Episode, Refused, openai_call
 from megarl.rollouts.agents.tree import shared_prefix
 from megarl.rollouts.environments.base import sample_problems
@@ -31,7 +34,8 @@ from megarl.types import Group, Prompt, TrainSequence, episodes
 MODEL = Path(__file__).parents[2] / "configs/models/tiny-agent"
 TOKENIZER = tokenizer_of(str(MODEL), "model.path")
 TEMPLATE = load_chat_template(str(MODEL), "model.path=tiny-agent")
-TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]
+TOOL = {"name": "calculate", "description": "", "parameters": {}}
+TOOLS = [{"type": "function", "function": TOOL}]
 EOS, VOCABULARY, MAX_TOKENS = TOKENIZER.eos_id, 109, 400
 SAMPLING = Sampling(MAX_TOKENS, stop_token_ids=TOKENIZER.eos_ids)
 
@@ -77,6 +81,16 @@ class RandomEngine:
         pass
 
 
+def letter_calls(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
+    """A named fake of a parser, so that random ids have calls: each of the letters a to m begins one."""
+    content, *parts = re.split("(?=[a-m])", text)
+    return content, [ToolCall("calculate", json.dumps({"expression": part})) for part in parts]
+
+
+def text_of(answer: Answer) -> str:
+    return answer.content + "".join(json.loads(call.arguments)["expression"] for _, call in answer.calls)
+
+
 def said(answer: Answer, noise: random.Random) -> dict[str, Any]:
     """The message as an agent may send it back: without what means nothing."""
     content = noise.choice([answer.content, answer.content.strip(), f" {answer.content}\n", answer.content + (answer.stop or "")])
@@ -91,18 +105,65 @@ def check_stop(answer: Answer, stop: tuple[str, ...]) -> None:
     assert not any(string in text for text in texts[:-1] for string in stop)
     if found := [string for string in stop if string in texts[-1]]:
         assert answer.stop in found and answer.completion.finish_reason == "stop"
-        assert texts[-1].startswith(answer.content + answer.stop) and not any(string in answer.content for string in stop)
+        assert texts[-1].startswith(text_of(answer) + answer.stop) and not any(string in text_of(answer) for string in stop)
     else:
-        assert answer.stop is None and answer.content == texts[-2 if ids[-1] == EOS else -1]
+        assert answer.stop is None and text_of(answer) == texts[-2 if ids[-1] == EOS else -1]
+
+
+class Head(NamedTuple):
+    """A conversation, up to what the policy is to answer."""
+
+    messages: list[dict[str, Any]]
+    answered: str | None = None  # the response in it that is the last one,
+    since: int = 0  # and how many messages it ends
+
+
+def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str, Any]]:
+    """The messages as items of OpenAI's responses, as agents may order them."""
+    found: list[dict[str, Any]] = []
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    for message in messages:
+        if message["role"] == "tool":
+            if any(item.get("type") == "function_call_output" and item["call_id"] == message["tool_call_id"] for item in found):
+                continue  # behind its call
+            found.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]})
+            continue
+        calls, apart = message.get("tool_calls", []), noise.random() < 0.3
+        if message["content"] or not calls:
+            part = {"type": "output_text" if message["role"] == "assistant" else "input_text", "text": message["content"]}
+            found.append({"type": "message", "role": message["role"], "content": [part]})
+        if message["role"] == "assistant" and noise.random() < 0.2:
+            found.append({"type": "reasoning", "summary": []})
+        for call in calls:
+            found.append({"type": "function_call", "call_id": call["id"], **call["function"]})
+            if apart and call["id"] in results:
+                found += items([results[call["id"]]], noise)
+    return found
+
+
+async def ask(
+    episode: Episode, head: Head, noise: random.Random, most: int | None, n: int, stop: tuple[str, ...]
+) -> list[tuple[Answer, str | None]]:
+    """Asks for what follows in either of OpenAI's forms, by the whole conversation or from a response on. Responses have names."""
+    if noise.random() < 0.3:
+        return [(answer, None) for answer in await episode.complete(head.messages, TOOLS, most, n, stop)]
+    previous = head.answered if noise.random() < 0.5 else None
+    sent = items(head.messages[head.since :] if previous else head.messages, noise)
+    body = {"input": sent, "tools": [{"type": "function", **TOOL}], "max_output_tokens": most, "stop": [*stop]}
+    asked = openai_responses.read_request({**body, "previous_response_id": previous})
+    before, name = openai_responses.conversation(episode, asked), f"{noise.random()}"
+    [answer] = await episode.complete(before, asked.tools, asked.max_tokens, stop=asked.stop)
+    openai_responses.keep(episode, name, asked, before, answer)
+    return [(answer, f"resp_{name}")]
 
 
 async def converse(episode: Episode, noise: random.Random) -> None:
     """An agent that goes on, retries, forks, compacts, and gives up calls, at random."""
-    heads: list[list[dict[str, Any]]] = [[{"role": "user", "content": f"{noise.randrange(10**6)}="}]]
+    heads = [Head([{"role": "user", "content": f"{noise.randrange(10**6)}="}])]
     for _ in range(noise.randrange(2, 9)):
-        messages = noise.choice(heads)
+        head = noise.choice(heads)
         stop = noise.choice([(), ("7",), ("e", "12", ";<"), tuple("0123456789")])
-        call = asyncio.create_task(episode.complete(messages, TOOLS, noise.choice([None, 5]), noise.choice([1, 1, 2]), stop))
+        call = asyncio.create_task(ask(episode, head, noise, noise.choice([None, 5]), noise.choice([1, 1, 2]), stop))
         if noise.random() < 0.2:
             for _ in range(noise.randrange(4)):
                 await asyncio.sleep(0)
@@ -110,12 +171,18 @@ async def converse(episode: Episode, noise: random.Random) -> None:
         await asyncio.wait({call})
         if call.cancelled() or isinstance(call.exception(), Refused):
             continue
-        for answer in call.result():
+        for answer, name in call.result():
             check_stop(answer, stop)
-            more = {"role": noise.choice(["user", "tool"]), "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}
-            heads.append([*messages, said(answer, noise), more])
+            results = [
+                {"role": "tool", "tool_call_id": number, "content": noise.choice(["<eos>", "12;", ""])} for number, _ in answer.calls
+            ]
+            more = results or [{"role": "user", "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}]
+            told = said(answer, noise)
+            whole = [*head.messages, told, *more]
+            as_kept = name and told["content"].strip() == answer.content.strip()  # a stop string that is put back stays there
+            heads.append(Head(whole, name, len(whole) - len(more)) if as_kept else Head(whole, head.answered, head.since))
         if noise.random() < 0.2:  # compaction: a summary in place of what was said
-            heads.append([messages[0], {"role": "user", "content": answer.content[:20] or "x"}])
+            heads.append(Head([head.messages[0], {"role": "user", "content": answer.content[:20] or "x"}]))
 
 
 async def update(fleet: Fleet, engine: RandomEngine, noise: random.Random, done: asyncio.Event) -> None:
@@ -131,7 +198,7 @@ async def play(mode: str, seed: int) -> tuple[RandomEngine, list[Episode]]:
     engine, noise, done = RandomEngine(seed), random.Random(seed + 1), asyncio.Event()
     fleet: Any = Fleet([engine], mode, decode=TOKENIZER.decode_all)  # type: ignore[list-item]
     fleet.release(0)
-    episodes_ = [Episode(fleet.generate, TOKENIZER, TEMPLATE, json_calls, SAMPLING) for _ in range(3)]
+    episodes_ = [Episode(fleet.generate, TOKENIZER, TEMPLATE, letter_calls, SAMPLING) for _ in range(3)]
     updates = asyncio.create_task(update(fleet, engine, noise, done))
     agents = [converse(each, random.Random(f"{seed}/{which}/{n}")) for n, each in enumerate(episodes_) for which in range(2)]
     await asyncio.gather(*agents)

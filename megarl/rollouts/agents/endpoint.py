@@ -8,7 +8,7 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from megarl.rollouts.agents import anthropic_messages, openai_chat
+from megarl.rollouts.agents import anthropic_messages, openai_chat, openai_responses
 from megarl.rollouts.agents.episode import MISFORMED, Episode, Refused
 from megarl.rollouts.agents.openai_chat import Request
+from megarl.rollouts.agents.openai_responses import Asked
 
 MODEL = "policy"  # the name at /v1/models; calls may name any
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 256 << 10, 64  # of a request; what is longer has no room in rollout.max_tokens
@@ -26,7 +27,7 @@ _MOST_CONNECTIONS = 64
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 30.0
 
-_Answer = Callable[[Episode, Request], Awaitable["dict[str, Any] | list[str]"]]
+_Answer = Callable[[Episode, Any], Awaitable["dict[str, Any] | list[str]"]]
 """An answer as JSON, or as the lines of a stream."""
 
 
@@ -56,6 +57,7 @@ class Endpoint:
     async def open(self) -> None:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._handler(openai_chat, _openai))
+        app.router.add_post("/v1/responses", self._handler(openai_responses, _responses))
         app.router.add_post("/v1/messages", self._handler(anthropic_messages, _anthropic))
         app.router.add_post("/v1/messages/count_tokens", self._handler(anthropic_messages, _count))
         app.router.add_get("/v1/models", _models)
@@ -162,7 +164,22 @@ async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[
     [answer], name = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop), secrets.token_hex(12)
     if not asked.stream:
         return anthropic_messages.written(answer, name, asked.model)
-    events = anthropic_messages.streamed(answer, name, asked.model)
+    return _lines(anthropic_messages.streamed(answer, name, asked.model))
+
+
+async def _responses(episode: Episode, asked: Asked) -> dict[str, Any] | list[str]:
+    said, name = openai_responses.conversation(episode, asked), secrets.token_hex(12)
+    instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    [answer] = await episode.complete([*instructions, *said], asked.tools, asked.max_tokens, stop=asked.stop)
+    if asked.store:
+        openai_responses.keep(episode, name, asked, said, answer)
+    logprobs = episode.logprobs(answer) if asked.logprobs else []
+    if not asked.stream:
+        return openai_responses.written(answer, logprobs, name, asked)
+    return _lines(openai_responses.streamed(answer, logprobs, name, asked))
+
+
+def _lines(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     return [f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events]
 
 
@@ -175,7 +192,7 @@ async def _models(request: web.Request) -> web.StreamResponse:
 
 
 async def _nothing(request: web.Request) -> web.StreamResponse:
-    there = "POST /v1/chat/completions, /v1/messages, /v1/messages/count_tokens, and GET /v1/models"
+    there = "POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, and GET /v1/models"
     message = f"{request.method} {request.path[:100]}: there is {there}"
     return web.json_response(openai_chat.error(message, "not_found"), status=404)
 

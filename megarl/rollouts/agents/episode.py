@@ -54,6 +54,13 @@ class Answer(NamedTuple):
     stop: str | None = None  # the call's stop string that ended it; the content is what was said before it
 
 
+class Kept(NamedTuple):
+    """A conversation up to an answer, from which a call may go on without sending it again."""
+
+    messages: list[Message]
+    letters: int  # of what its last call has brought; the rest is shared with the conversation that it goes on from
+
+
 class _Asked(NamedTuple):
     """Where in the tree a call is."""
 
@@ -81,6 +88,8 @@ class Episode:
     counts: Counter[str] = field(default_factory=Counter)  # calls, and of these: rewritten, unstable, out_of_room
     last_content: str = ""  # of the turn that was finished last
     last_refusal: str = ""
+    kept: dict[str, Kept] = field(default_factory=dict)  # by the answer's name, the oldest first
+    called: dict[str, str] = field(default_factory=dict)  # the id of a call that was sampled -> that of the first one of its turn
     _begun: int = 0  # completions
     _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
 
@@ -186,6 +195,7 @@ class Episode:
         content, calls = self.parser(text, tools) if tools else (text, [])
         named = [("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call) for call in calls]
         finish_reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+        self.called.update((number, named[0][0]) for number, _ in named)
         told = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
         for form in (content, content + (stop or "")):  # agents that need the stop string put it back
             self._known[_next(asked.conversation, {**told, "content": form})] = turn

@@ -10,14 +10,14 @@ from megarl.data.chat import Message
 from megarl.generator.tool_parsers import ToolCall
 from megarl.rollouts.agents.episode import Answer, Refused, openai_call
 
-_ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # what templates call them
+ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # what templates call them
 _MOST_CHOICES = 128
 _MOST_STOP_LETTERS = 256  # an engine looks at so much text behind every token
 FORCED = "that would need tokens of another distribution than the policy's, whose log-probs training uses"
 _DRAWN = "how tokens are drawn is the run's to say (rollout), since its log-probs are what training uses"
 _UNSUPPORTED = "it is not supported"
 # Values with which a field asks for nothing, and why others are refused. Fields that are not here are ignored.
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), _DRAWN),
     "frequency_penalty": ((0,), _DRAWN),
     "repetition_penalty": ((1,), _DRAWN),
@@ -43,7 +43,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Request(NamedTuple):
-    """What an agent asks for, in either form of the endpoint."""
+    """What an agent asks for, by chat completions or Anthropic's messages."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -61,7 +61,7 @@ def read_request(body: dict[str, Any]) -> Request:
     asked_format = (body.get("response_format") or {}).get("type", "text")
     if asked_format != "text":
         raise Refused(f"response_format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}")
-    refuse_unless_neutral(body, _NEUTRAL)
+    refuse_unless_neutral(body, NEUTRAL)
     n = whole_number(body, "n", _MOST_CHOICES) or 1
     choice = tool_choice("tool_choice", body.get("tool_choice") or "auto")
     tools = [] if choice == "none" else body.get("tools") or []
@@ -105,19 +105,19 @@ def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | 
     return value
 
 
-def text_of(content: Any) -> str:
-    """Texts of a message's content, whose parts may be listed."""
+def text_of(content: Any, *kinds: str) -> str:
+    """Texts of a message's content, whose parts may be listed. `kinds`: what parts of text are called, if not text."""
     if content is None or isinstance(content, str):
         return content or ""
-    if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
+    if wrong := [part.get("type") for part in content if part.get("type") not in (kinds or ("text",))]:
         raise Refused(f"content of type {wrong[0]}: only text is supported")
     return "".join(part["text"] for part in content)
 
 
 def _message(message: dict[str, Any]) -> Message:
-    role = _ROLES.get(message["role"])
+    role = ROLES.get(message["role"])
     if role is None:
-        raise Refused(f"role={str(message['role'])[:50]}: must be {', '.join(_ROLES)}")
+        raise Refused(f"role={str(message['role'])[:50]}: must be {', '.join(ROLES)}")
     kept = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
     calls = [(call["id"], ToolCall(call["function"]["name"], call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
     if calls:
@@ -164,8 +164,11 @@ def _said(answer: Answer) -> dict[str, Any]:
 def _logprobs(values: Sequence[tuple[str, float]] | None) -> dict[str, Any] | None:
     if values is None:
         return None
-    content = [{"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []} for text, value in values]
-    return {"content": content, "refusal": None}
+    return {"content": token_logprobs(values), "refusal": None}
+
+
+def token_logprobs(values: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
+    return [{"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []} for text, value in values]
 
 
 def _bytes(text: str) -> list[int] | None:
