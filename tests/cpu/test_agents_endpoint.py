@@ -141,6 +141,12 @@ def test_the_program_says_its_reward_and_metrics():
     assert branches[0].metrics["own"] == 2.0 and branches[0].metrics["branches"] == 3.0
 
 
+def test_a_program_goes_on_from_a_response():
+    code = "one = json.loads(call('/responses', input='6*7='))\ncall('/responses', input='8', previous_response_id=one['id'])\nprint(1)"
+    [sample] = roll_out(Calculating(), command=script(code), reward="program").samples
+    assert sample.metrics["calls"] == 2 and sample.metrics["branches"] == 1 and sample.summary().turns == 2 and sample.reward == 1.0
+
+
 def test_the_policys_last_message_is_scored():
     assert roll_out(Calculating(), command=script("call(); print('nothing')"), reward="message").samples[0].reward == 0.0
 

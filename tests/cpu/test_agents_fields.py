@@ -220,7 +220,12 @@ REFUSED = [
         (RESPONSES, "input", [{"type": kind}], f"an item of type {kind}: only message, function_call")
         for kind in ("custom_tool_call", "mcp_call", "web_search_call", "local_shell_call", "compaction")
     ),
-    (RESPONSES, "input", [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}], "what the policy thinks is part of"),
+    (
+        RESPONSES,
+        "input",
+        [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}],
+        "what the policy has thought is part of its messages",
+    ),
     (ANTHROPIC, "stop_sequences", [7], "stop_sequences=[7]: must be texts"),
     (ANTHROPIC, "tool_choice", {"type": "any"}, "tool_choice.type=any: must be auto or none: no call can be forced upon the policy"),
     (ANTHROPIC, "output_config", {"format": {"type": "json_schema"}}, FORCED),

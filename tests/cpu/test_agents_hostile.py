@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gzip
 import json
+import random
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,67 @@ def test_what_is_wrong_with_a_request_is_its_answer() -> None:
                 assert found[0] == status and told in found[1]["error"]["message"], (path, body if len(str(body)) < 200 else "", found)
             assert not policy.asked and not episode.tree.turns and not to.failed.done(), "nothing of it has reached the policy"
             assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200, "and the next call is answered"
+
+    asyncio.run(agent())
+
+
+NAMES = """messages input role content type text tools function name parameters tool_calls id arguments call_id output summary system
+tool_use_id input_schema instructions include previous_response_id stop stop_sequences stream store format tool_choice stream_options
+input_text output_text tool_use tool_result function_call function_call_output message reasoning user assistant tool auto none""".split()
+
+
+def mutated(value: Any, noise: random.Random) -> Any:
+    """The value with something else in some of its places."""
+    if noise.random() < 0.03:
+        return noise.choice([None, True, -1, 0.5, "", "\0", "<eos>", [], {}, [[]], [None], {"type": "text"}, noise.choice(NAMES)])
+    if isinstance(value, dict):
+        kept = {name: mutated(inner, noise) for name, inner in value.items() if noise.random() > 0.02}
+        return kept | ({noise.choice(NAMES): mutated(noise.choice(NAMES), noise)} if noise.random() < 0.1 else {})
+    return [mutated(inner, noise) for inner in value for _ in range(noise.choice([1] * 19 + [2]))] if isinstance(value, list) else value
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+CALLED = {"name": "x", "arguments": '{"a": "b"}'}
+USED = {"type": "tool_use", "id": "1", "name": "x", "input": {"a": "b"}}
+WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
+    (OPENAI, {
+        "messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [{"id": "1", "type": "function", "function": CALLED}]},
+                     {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "b"}]}],
+        "tools": [{"type": "function", "function": {"name": "x", "parameters": SCHEMA}}],
+        "stop": ["Q"], "n": 1, "max_tokens": 5, "logprobs": True, "stream_options": {"include_usage": True}, "tool_choice": "auto",
+    }),
+    (RESPONSES, {
+        "input": [USER, {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}, {"type": "reasoning"},
+                  {"type": "function_call", "call_id": "1", **CALLED}, {"type": "function_call_output", "call_id": "1", "output": "b"},
+                  {"role": "user", "content": [{"type": "input_text", "text": "c"}]}],
+        "tools": [{"type": "function", "name": "x", "parameters": SCHEMA}], "instructions": "s", "previous_response_id": None,
+        "stop": ["Q"], "max_output_tokens": 5, "include": ["message.output_text.logprobs"], "text": {"format": {"type": "text"}},
+    }),
+    (ANTHROPIC, {
+        "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, USED]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "b"}]}],
+        "tools": [{"name": "x", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"},
+        "system": "s", "stop_sequences": ["Q"], "max_tokens": 5,
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), WELL_FORMED, ids=[path for path, _ in WELL_FORMED])
+def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused(path: str, body: dict[str, Any]) -> None:
+    async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        return [Completion([5, EOS], [-1.0] * 2, [0] * 2, "stop") for _ in range(n)]
+
+    async def agent() -> None:
+        async with served(generate, max_calls=10_000) as (client, _, [to]):
+            assert (await post(client, to, path, body))[0] == 200
+            found: Counter[int] = Counter()
+            for seed in range(1500):
+                changed = mutated(body, random.Random(seed))
+                status, told = await post(client, to, path, {**changed, "stream": False} if isinstance(changed, dict) else changed)
+                assert not to.failed.done(), (seed, changed, to.failed.exception())
+                assert status == 200 or (status in (400, 404) and told["error"]["message"]), (seed, changed, status, told)
+                found[status] += 1
+            assert found[200] > 100 and found[400] > 100, found
 
     asyncio.run(agent())
 

@@ -98,10 +98,11 @@ def _messages(item: dict[str, Any]) -> list[Message]:
         return [{"role": "assistant", "content": "", "tool_calls": [openai_call(_string(item, "call_id"), call)]}]
     if kind == "function_call_output":
         return [{"role": "tool", "tool_call_id": _string(item, "call_id"), "content": text_of(item["output"], "input_text", "output_text")}]
-    if kind == "reasoning" and not item.get("summary") and not item.get("content"):
-        return []
-    known = "message, function_call, function_call_output and reasoning without text"
-    raise Refused(f"input: an item of type {str(kind)[:50]}: only {known} are supported: what the policy thinks is part of its messages")
+    if kind != "reasoning":
+        raise Refused(f"input: an item of type {str(kind)[:50]}: only message, function_call and function_call_output are supported")
+    if item.get("summary") or item.get("content"):
+        raise Refused("input: reasoning with a text: what the policy has thought is part of its messages")
+    return []
 
 
 def _string(item: dict[str, Any], name: str) -> str:
@@ -129,9 +130,9 @@ def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Mess
             found.append(message)
         elif turn and (_side_by_side(found[-1], turn, message) or _of_one_turn(turn, message, called)):
             turn["content"] = turn["content"] or message["content"]
-            turn["tool_calls"] = [*turn["tool_calls"], *message.get("tool_calls", ())]
+            turn["tool_calls"].extend(message.get("tool_calls", ()))
         else:
-            turn = {"tool_calls": [], **message}
+            turn = {**message, "tool_calls": [*message.get("tool_calls", ())]}
             found.append(turn)
     return found
 
