@@ -11,7 +11,7 @@ from megarl.config.schema import RunConfig
 
 def write_environment_rows(config: RunConfig) -> str:
     """Writes data.train.source and data.eval.source, and says how many rows they have. Raises ConfigError."""
-    from megarl.rollouts.hubs.verifiers import write_rows  # not at the top: it imports aiohttp
+    from megarl.rollouts.hubs import openenv, verifiers  # not at the top: they import aiohttp
 
     if config.rollout.name not in OF_HUBS:
         raise ConfigError(f"rollout.name={config.rollout.name}: only an environment of a hub ({', '.join(OF_HUBS)}) has rows of its own")
@@ -26,4 +26,5 @@ def write_environment_rows(config: RunConfig) -> str:
     files = {split: Path(source).expanduser() for split, source in sources.items()}
     for file in files.values():
         file.parent.mkdir(parents=True, exist_ok=True)
-    return write_rows(config.rollout.args, files)
+    hub = {"verifiers": verifiers, "openenv": openenv}[config.rollout.name]
+    return hub.write_rows(config.rollout.args, files)

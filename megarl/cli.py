@@ -35,7 +35,7 @@ COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
     "run": "sft, if sft.steps asks for it and it is not done, and then train; the same command goes on wherever it was ended",
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
-    "rows": "write the rows of an environment from a hub to data.train.source and data.eval.source (rollout.name=verifiers)",
+    "rows": "write the rows of an environment from a hub to data.train.source and data.eval.source (rollout.name=verifiers or openenv)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
     "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k, avg@k and maj@k of eval.samples",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.config.limits import IMPORT_PATH, MODULE, Limit, above, at_least, between, one_of, seconds, setting
 from megarl.kept_sets import MOST_KEPT
 
-OF_HUBS = ("verifiers",)  # names of rollouts: their rows and rewards are an environment's own
+OF_HUBS = ("verifiers", "openenv")  # names of rollouts: their rows and rewards are an environment's own
 BY_CALLS = ("program", *OF_HUBS)  # names of rollouts whose policy is called from outside, so that an episode may branch
 
 
@@ -18,9 +18,13 @@ class RolloutConfig:
         "single_turn",
         "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md); "
         "program: a program of yours that calls the policy by OpenAI's or Anthropic's interface; "
-        "verifiers: an environment of the package verifiers (docs/agents.md)",
+        "verifiers and openenv: an environment of these packages (docs/agents.md)",
         one_of(
-            "single_turn", "tool_calls", "program", "verifiers", or_like=IMPORT_PATH, written="package.module:function, ./file.py:function"
+            "single_turn",
+            "tool_calls",
+            *BY_CALLS,
+            or_like=IMPORT_PATH,
+            written="package.module:function, ./file.py:function",
         ),
         MODULE,
     )

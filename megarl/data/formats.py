@@ -28,21 +28,24 @@ FORMATS = (
 )
 
 
+_PLAIN = Format("a prompt", ("prompt",), "prompt", "answer")  # of rows that have no other format; environments of hubs write them
+
+
 class Columns(NamedTuple):
     prompt: str
     answer: str | None  # None: the conversation's last message
 
 
 def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Columns:
-    """The row's columns: those that the section names, else those of the one format whose keys the row has. Raises RowProblem if it has
-    those of several."""
+    """The row's columns: those that the section names, else those of the one format whose keys the row has, or `prompt` and `answer`.
+    Raises RowProblem if it has the keys of several."""
     if config.prompt_key is not None:
         return Columns(config.prompt_key, config.answer_key or "answer")
     fits = [each for each in FORMATS if all(record.get(name) is not None for name in each.keys)]
     if len(fits) > 1:
         both = " and ".join(f"{' with '.join(map(repr, each.keys))} ({each.name})" for each in fits)
         raise RowProblem(f"it has the columns {both}: set {key}.prompt_key and {key}.answer_key")
-    found = fits[0] if fits else FORMATS[0]
+    found = fits[0] if fits else _PLAIN if "prompt" in record else FORMATS[0]
     in_conversation = found.prompt == "messages" and found.answer not in record
     return Columns(found.prompt, config.answer_key or (None if in_conversation else found.answer))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -10,52 +9,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
 
 from megarl.config.errors import ConfigError
-from megarl.data.tokenizer import tokenizer_of
-from megarl.generator.completions import Completion, EngineError, Sampling
-from megarl.rollouts.environments.base import RolloutContext
+from megarl.generator.completions import Completion, EngineError
 from megarl.rollouts.hubs.verifiers import Verifiers, write_rows
-from megarl.rollouts.rollout import CheckedRollout
-from megarl.types import UNANSWERED, Group, Prompt
+from megarl.types import UNANSWERED, Group
 
-ROOT = Path(__file__).parents[2]
-TOKENIZER = tokenizer_of(str(ROOT / "configs/models/tiny-agent"), "model.path")
-SAMPLING = Sampling(200, stop_token_ids=TOKENIZER.eos_ids)
-HERE = {"python": sys.executable, "folder": str(Path(__file__).with_name("hub_folder"))}
+HERE = {"python": sys.executable, "folder": FOLDER}
 THERE = os.environ.get("MEGARL_VERIFIERS_PYTHON", str(ROOT / "envs/verifiers/bin/python"))
 pytestmark = pytest.mark.timeout(400)
 
 
-class Saying:
-    """A named fake of generate: says one text after the other, one id a letter."""
-
-    def __init__(self, *texts: str):
-        self._texts = list(texts)
-        self.asked: list[str] = []
-
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        self.asked.append(TOKENIZER.decode_all(prompt_ids))
-        text = self._texts.pop(0) if len(self._texts) > 1 else self._texts[0]
-        ids = [*TOKENIZER.encode_text(text), TOKENIZER.eos_id]
-        return [Completion(ids, [-0.25] * len(ids), [1] * len(ids), "stop")]  # pyright: ignore[reportArgumentType]
-
-
 def roll_out(generate: Any, row: dict[str, Any], n: int = 1, grace_s: float = 15.0, **arguments: Any) -> Group:
-    async def run() -> Group:
-        others = set(psutil.Process().children(recursive=True))  # zombies that earlier tests have left, for example
-        rollout = Verifiers(TOKENIZER, **{**HERE, "deadline_s": 120.0, **arguments})
-        rollout.player.grace_s = grace_s
-        context = RolloutContext(TOKENIZER, generate, None, None, 5.0)  # type: ignore[arg-type]
-        try:
-            return await CheckedRollout("verifiers", rollout, context, 300.0, 112)(Prompt(0, [1, 5], "", "", row=row), SAMPLING, n)
-        finally:
-            await rollout.close()
-            assert not set(psutil.Process().children(recursive=True)) - others, "the worker has outlived its rollout"
-
-    return asyncio.run(run())
+    with Played(lambda: Verifiers(TOKENIZER, **{**HERE, "deadline_s": 120.0, **arguments})) as played:
+        played.rollout.player.grace_s = grace_s
+        return played(generate, row, n)
 
 
 def play(kind: str, *texts: str, n: int = 1, **arguments: Any) -> Group:
@@ -68,9 +38,6 @@ def test_reward_and_metrics_are_the_environments():
     assert {text: sample.reward for text, sample in found.items()} == {"a<eos>": 1.0, "bcd<eos>": 0.0}
     right = found["a<eos>"].metrics
     assert right["letters"] == 1 and right["_lambda_"] == 2 and right["calls"] == 1 and not any(map(right.get, FAILED))
-
-
-FAILED = ["failed_environment", "failed_deadline", "failed_reward", "failed_worker", "failed_unanswered"]
 
 
 @pytest.mark.parametrize(

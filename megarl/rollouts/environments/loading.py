@@ -29,6 +29,7 @@ BUILT_IN = {
     "tool_calls": "megarl.rollouts.environments.tool_calls:ToolCalls",
     "program": "megarl.rollouts.agents.program:Program",
     "verifiers": "megarl.rollouts.hubs.verifiers:Verifiers",
+    "openenv": "megarl.rollouts.hubs.openenv:OpenEnv",
 }
 
 

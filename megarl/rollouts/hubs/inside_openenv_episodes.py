@@ -1,0 +1,193 @@
+"""Plays episodes of an environment of OpenEnv, by the package `openenv`; inside_openenv.py is the program.
+
+An episode is a session of its own. The policy answers what it is shown with calls of tools, each a step, or with text, which is a step's
+field `text_field`. Tools are the environment's MCP tools; one that has none has the tool `step`, whose arguments are its action.
+
+What was asked of the program has `text_field` and `shown` (fields of actions and observations), `reward` (sum or last) and `max_turns`.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import time
+from dataclasses import dataclass, field
+
+from inside_serving import within
+
+_CODE = re.compile(r"\(code: (\w+)\)$")  # at the end of what the client raises if a server answers with an error
+_ASK_AGAIN_S = (0.05, 1.0)  # a server that is full: first, and at most
+_NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # the policy does not answer, since the conversation is at its end
+
+
+@dataclass
+class Hub:
+    asked: dict
+    sessions: dict  # URL → how many are open
+    tools: list = field(default_factory=list)  # in OpenAI's form; none if actions are texts
+    by_mcp: bool = False  # whether the tools are the environment's own
+
+
+@dataclass
+class _Course:
+    """What happens in an episode. One that does not begin alike is no rival for a row's other episodes, so its start is told too."""
+
+    start: str
+    ended: bool  # by the environment
+    rewards: list
+    steps: int = 0
+    refused: int = 0  # actions that the environment did not take
+
+    def take(self, result):
+        self.steps += 1
+        self.ended = bool(result.done)
+        if result.reward is not None:
+            self.rewards.append(float(result.reward))
+
+    def told(self, how):
+        if not self.rewards:
+            return {"kind": "reward", "error": f"none of its {self.steps} steps had a reward", "start": self.start}
+        reward = math.fsum(self.rewards) if how == "sum" else self.rewards[-1]
+        metrics = {"env_steps": self.steps, "env_refused": self.refused, "env_ended": float(self.ended)}
+        return {"reward": reward, "metrics": metrics, "start": self.start}
+
+
+async def play(hub, asked):
+    """What each of the episodes has come to, within `deadline_s` for all of it."""
+    end = time.monotonic() + asked["deadline_s"]
+    told = await asyncio.gather(*(within(end, asked, _episode(hub, asked, episode)) for episode in asked["episodes"]))
+    different = len({each.pop("start") for each in told if "start" in each}) > 1
+    for each in told:
+        if "metrics" in each:
+            each["metrics"]["other_starts"] = float(different)
+    return told
+
+
+async def _episode(hub, asked, episode):
+    import openai  # what serving has imported
+
+    row = asked["row"]
+    async with contextlib.AsyncExitStack() as stack:
+        session, first = await stack.enter_async_context(_session(hub, asked, row.get("reset") or {}))
+        policy = openai.AsyncOpenAI(base_url=episode["url"], api_key=episode["key"], max_retries=0, timeout=asked["deadline_s"])
+        await stack.enter_async_context(policy)
+        course = _Course(_text(first.observation, hub.asked["shown"]), bool(first.done), [float(first.reward)] if first.reward else [])
+        messages = _begin(row.get("prompt") or "", course.start)
+        for _ in range(hub.asked["max_turns"]):
+            said = None if course.ended else await _ask(hub, asked, policy, messages)
+            answers = await _answer(hub, session, course, said) if said else []
+            if not answers:
+                break
+            messages += [said, *answers]
+        return course.told(hub.asked["reward"])
+
+
+@contextlib.asynccontextmanager
+async def _session(hub, asked, reset):
+    """A session and its first result, at the server that has the fewest of ours. One that is full is asked again."""
+    from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
+
+    wait_s, longest_s = _ASK_AGAIN_S
+    while True:
+        url = min(hub.sessions, key=hub.sessions.__getitem__)
+        hub.sessions[url] += 1
+        try:
+            async with GenericEnvClient(base_url=url, message_timeout_s=asked["deadline_s"]) as session:
+                try:
+                    first = await session.reset(**reset)
+                except RuntimeError as error:
+                    if code_of(error) != "CAPACITY_REACHED":
+                        raise
+                else:
+                    yield session, first
+                    return
+        finally:
+            hub.sessions[url] -= 1
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, longest_s)
+
+
+def _begin(prompt, start):
+    """The row's messages, with what the environment shows first at the end of what the user says."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    last = messages.pop() if messages and messages[-1]["role"] == "user" else {"role": "user", "content": ""}
+    return [*messages, {**last, "content": "\n".join(filter(None, [last["content"], start]))}]
+
+
+async def _ask(hub, asked, policy, messages):
+    """The policy's message; None if it has no room or calls left."""
+    import openai
+
+    tools = {"tools": hub.tools} if hub.tools else {}
+    try:
+        answer = await policy.chat.completions.create(model=asked["model"], messages=messages, **tools)
+    except openai.APIStatusError as error:
+        if error.code in _NO_ROOM:
+            return None
+        raise
+    return answer.choices[0].message.model_dump(exclude_none=True)
+
+
+async def _answer(hub, session, course, said):
+    """The messages that follow the policy's; none if it calls no tool, which ends the episode, as all calls after its end are left out."""
+    if not hub.tools:
+        text, _ = await _step(hub, session, course, {hub.asked["text_field"]: said.get("content") or ""})
+        return [{"role": "user", "content": text}]
+    answers = []
+    for call in said.get("tool_calls") or ():
+        if not course.ended:
+            function = call["function"]
+            answer = await _call(hub, session, course, function["name"], json.loads(function["arguments"]))
+            answers.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
+    return answers
+
+
+async def _call(hub, session, course, name, arguments):
+    """The answer to a call, whose arguments are a JSON object. What the policy does wrong is told to it, and counted."""
+    if not hub.by_mcp:
+        return (await _step(hub, session, course, arguments))[0]
+    text, observation = await _step(hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments})
+    if failed := observation.get("error"):
+        course.refused += 1
+        return f"error: {failed.get('message', '')}"
+    return _text_of_tool(observation.get("result"), text)
+
+
+async def _step(hub, session, course, action):
+    """What the policy is shown of it, and the observation. An action that does not have the form of one is told to the policy."""
+    try:
+        result = await session.step(action)
+    except RuntimeError as error:
+        if code_of(error) != "VALIDATION_ERROR":
+            raise
+        course.refused += 1
+        return "error: the action does not have the form of one", {}
+    course.take(result)
+    return _text(result.observation, hub.asked["shown"]), result.observation
+
+
+def _text(observation, fields):
+    """The fields of an observation that the policy is shown; by default those that say something. One text is shown as it is."""
+    if fields is None:
+        kept = {name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})}
+    else:
+        kept = {name: observation[name] for name in fields if name in observation}
+    values = list(kept.values())
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(kept, ensure_ascii=False) if kept else ""
+
+
+def _text_of_tool(result, otherwise):
+    """MCP's results have parts, of which the texts are shown."""
+    parts = result.get("content") if isinstance(result, dict) else None
+    if not isinstance(parts, list):
+        return result if isinstance(result, str) else otherwise
+    return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def code_of(error):
+    """The server's error code in what the client has raised; empty if it has none."""
+    found = _CODE.search(str(error))
+    return found.group(1) if found else ""

@@ -1,0 +1,59 @@
+"""Plays episodes of environments of hubs; the policy is a named fake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.data.tokenizer import tokenizer_of
+from megarl.generator.completions import Completion, Sampling
+from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.hubs.base import HubRollout
+from megarl.rollouts.rollout import CheckedRollout
+from megarl.types import Group, Prompt
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = tokenizer_of(str(ROOT / "configs/models/tiny-agent"), "model.path")
+FOLDER = str(Path(__file__).with_name("hub_folder"))
+FAILED = ["failed_environment", "failed_deadline", "failed_reward", "failed_worker", "failed_unanswered"]
+
+
+class Saying:
+    """A named fake of generate: says one text after the other, the last one again and again."""
+
+    def __init__(self, *texts: str):
+        self._texts = list(texts)
+        self.asked: list[str] = []
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        self.asked.append(TOKENIZER.decode_all(prompt_ids))
+        text = self._texts.pop(0) if len(self._texts) > 1 else self._texts[0]
+        ids = [*TOKENIZER.encode_text(text), TOKENIZER.eos_id]
+        return [Completion(ids, [-0.25] * len(ids), [1] * len(ids), "stop")]  # pyright: ignore[reportArgumentType]
+
+
+class Played:
+    """A rollout in a loop of its own. Its process must have ended once it is closed."""
+
+    def __init__(self, make: Callable[[], HubRollout]):
+        self._runner, self._make = asyncio.Runner(), make
+        self._others = set(psutil.Process().children(recursive=True))  # zombies that earlier tests have left, for example
+
+    def __enter__(self) -> Played:
+        self.rollout = self._make()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self.rollout.close())
+        self._runner.close()
+        assert not set(psutil.Process().children(recursive=True)) - self._others, "the worker has outlived its rollout"
+
+    def __call__(self, generate: Any, row: dict[str, Any], n: int = 1, max_tokens: int = 200) -> Group:
+        context = RolloutContext(TOKENIZER, generate, None, None, 5.0)  # type: ignore[arg-type]
+        sampling = Sampling(max_tokens, stop_token_ids=TOKENIZER.eos_ids)
+        checked = CheckedRollout("hub", self.rollout, context, 300.0, 112)
+        return self._runner.run(checked(Prompt(0, [1, 5], "", "", row=row), sampling, n))

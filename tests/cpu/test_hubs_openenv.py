@@ -1,0 +1,220 @@
+"""Environments of OpenEnv, by the package itself in an interpreter of its own, with its servers and client. The policy is a named fake."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
+
+from megarl.config.errors import ConfigError
+from megarl.rollouts.hubs.openenv import OpenEnv, write_rows
+from megarl.types import UNANSWERED
+
+THERE = os.environ.get("MEGARL_OPENENV_PYTHON", str(ROOT / "envs/openenv/bin/python"))
+TEXT = {"text_field": "text"}
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path(THERE).exists(), reason="no interpreter with openenv (docs/agents.md)"),
+]
+
+
+def opened(**arguments: Any) -> Played:
+    settings = {"python": THERE, "server": "boards:app", "folder": FOLDER, "deadline_s": 120.0, **arguments}
+    return Played(lambda: OpenEnv(TOKENIZER, **settings))
+
+
+@pytest.fixture(scope="module")
+def boards() -> Iterator[Played]:
+    with opened(**TEXT) as played:
+        yield played
+
+
+@pytest.fixture(scope="module")
+def products() -> Iterator[Played]:
+    """An environment whose actions are calls of its MCP tools."""
+    with opened(server="products:app") as played:
+        yield played
+
+
+def call(name: str, arguments: Any) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
+
+
+def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
+    """Its seed 3 asks for 343*706, which is 242158."""
+    said = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
+    policy = Saying(*said)
+    [sample] = products(policy, {"prompt": [{"role": "system", "content": "be right"}], "reset": {"seed": 3}}).samples
+    start = "<bos><tools>calculate,answer<system>be right<user>343*706=<assistant>"
+    assert policy.asked == [start, f"{start}{said[0]}<eos><tool>242158<assistant>"]
+    assert sample.text == f"{said[0]}<eos><tool>242158<assistant>{said[1]}<eos>" and sample.reward == 1.0
+    written = len(TOKENIZER.encode_text("242158")) + 2  # by the environment, between two tokens of the template
+    assert list(sample.policy_mask).count(False) == written
+    assert (sample.metrics["env_steps"], sample.metrics["env_ended"], sample.metrics["env_refused"]) == (2, 1, 0)
+    assert not any(map(sample.metrics.get, FAILED))
+
+
+def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played):
+    said = [call("calculate", {"x": 1}), call("calculate", {"expression": "1/0"}), call("solve", {})]
+    policy = Saying(*said)
+    [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
+    told = policy.asked[-1].split("<tool>")[1:]
+    assert [part.split("<assistant>")[0][:40] for part in told] == [
+        "error: 2 validation errors for call[calc",
+        "error: Error calling tool 'calculate': n",
+    ]
+    assert sample.reward == 0.0 and sample.metrics["env_refused"] == 2 and sample.metrics["env_ended"] == 0
+
+
+def test_a_policy_whose_texts_are_actions(boards: Played):
+    policy = Saying("ab", "cd", "ef")
+    [sample] = boards(policy, {"prompt": "move", "reset": {"seed": 5}}).samples
+    assert policy.asked[0] == "<bos><user>move\nseed 5<assistant>"
+    assert policy.asked[2] == "<bos><user>move\nseed 5<assistant>ab<eos><user>ba<assistant>cd<eos><user>dc<assistant>"
+    assert sample.reward == 0.25 + 0.5 + 0.75 and sample.metrics["env_steps"] == 3 and sample.metrics["env_ended"] == 1
+
+
+def test_the_reward_of_the_last_step_after_the_most_turns():
+    with opened(reward="last", max_turns=2, **TEXT) as played:
+        [sample] = played(Saying("ab"), {"reset": {}}).samples
+    assert sample.reward == 0.5 and sample.metrics["env_steps"] == 2 and sample.metrics["env_ended"] == 0
+
+
+def test_actions_of_an_environment_without_tools_are_calls_of_one_tool():
+    policy = Saying(call("step", {"text": "ab", "times": 2}), call("step", {"texts": "ab"}), "enough")
+    with opened() as played:
+        [sample] = played(policy, {"reset": {}}).samples
+    assert policy.asked[0].startswith("<bos><tools>step<user>seed None<assistant>")
+    assert "<tool>baba<assistant>" in policy.asked[1] and "<tool>error: the action does not have the form of one" in policy.asked[2]
+    assert (sample.reward, sample.metrics["env_steps"], sample.metrics["env_refused"]) == (0.25, 1, 1)
+
+
+def check_failure(played: Played, kind: str, counted: str) -> None:
+    [sample] = played(Saying("ab"), {"reset": {"kind": kind}}).samples
+    assert sample.reward == -0.5 and sample.text.startswith("ab<eos>")
+    assert [name for name in FAILED if sample.metrics[name]] == [counted]
+
+
+def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(capfd: pytest.CaptureFixture[str]):
+    with opened(on_crash=-0.5, retries=0, **TEXT) as played:
+        check_failure(played, "raises", "failed_environment")
+        assert "the board is broken" in capfd.readouterr().out
+        check_failure(played, "poor", "failed_reward")
+        assert "none of its 3 steps had a reward" in capfd.readouterr().out
+        check_failure(played, "dies", "failed_worker")
+        assert "it ended with status 3" in capfd.readouterr().out
+        [sample] = played(Saying("ab"), {"reset": {}}).samples  # by another process
+        assert sample.reward == 1.5
+
+
+@pytest.mark.parametrize("server", ["boards:threads", "boards:app"])
+def test_an_episode_that_takes_too_long_has_the_reward_of_a_crash(server: str, capfd: pytest.CaptureFixture[str]):
+    """Also where one holds up the whole server."""
+    with opened(server=server, on_crash=-0.5, deadline_s=10.0, **TEXT) as played:
+        check_failure(played, "late", "failed_deadline")
+    assert "it took longer than 10 s" in capfd.readouterr().out
+
+
+def test_an_episode_that_is_over_at_once_drops_its_prompt(boards: Played):
+    [sample] = boards(Saying("ab"), {"reset": {"kind": "over"}}).samples
+    assert sample.finish_reason == UNANSWERED and sample.metrics["failed_unanswered"] == 1
+
+
+def test_an_episode_ends_where_the_conversation_has_no_room(boards: Played):
+    [sample] = boards(Saying("ab" * 20), {"reset": {}}, max_tokens=90).samples
+    assert sample.reward == 0.25 and sample.metrics["out_of_room"] == 1 and not any(map(sample.metrics.get, FAILED))
+
+
+def test_a_server_that_is_full_is_asked_again():
+    with opened(server="boards:narrow", **TEXT) as played:
+        samples = played(Saying("ab"), {"reset": {}}, n=5).samples
+    assert [sample.reward for sample in samples] == [1.5] * 5 and not any(sample.metrics["other_starts"] for sample in samples)
+
+
+def test_episodes_of_a_row_that_do_not_begin_alike_are_counted(boards: Played):
+    samples = boards(Saying("ab"), {"reset": {"kind": "deaf"}}, n=3).samples
+    assert [sample.metrics["other_starts"] for sample in samples] == [1.0] * 3
+
+
+@pytest.fixture
+def urls() -> Iterator[list[str]]:
+    """Two servers that run already, as those of a cluster do."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as one, closing(socket.create_server(("127.0.0.1", 0))) as other:
+        ports = [one.getsockname()[1], other.getsockname()[1]]
+    servers = [
+        subprocess.Popen([THERE, "-m", "uvicorn", "boards:narrow", "--port", str(port), "--log-level", "warning"], cwd=FOLDER)
+        for port in ports
+    ]
+    try:
+        yield [f"http://127.0.0.1:{port}" for port in ports]
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+
+
+def test_servers_that_run_already_share_the_episodes(urls: list[str]):
+    with opened(server=urls, folder=None, **TEXT) as played:
+        samples = played(Saying("ab"), {"reset": {}}, n=4).samples
+    assert [sample.reward for sample in samples] == [1.5] * 4
+    rows = {"server": f"{urls[0]}/", "python": THERE, "rows": {"train": "train"}}
+    assert write_rows(rows, {"train": Path(os.devnull)}) == f"{os.devnull}: 4 rows\n"
+
+
+def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
+    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "eval")}
+    arguments = {"server": "boards:app", "python": THERE, "folder": FOLDER, "system_prompt": "s", "instructions": "i"}
+    write_rows({**arguments, "rows": {"train": 3, "eval": 2}}, files)
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "i"}]
+    assert read(files["train"]) == [{"prompt": prompt, "reset": {"seed": seed}} for seed in (0, 1, 2)]
+    assert read(files["eval"]) == [{"prompt": prompt, "reset": {"seed": seed}} for seed in (3, 4)]
+    write_rows({**arguments, "rows": {"train": "train", "eval": "test"}}, files)
+    assert [row["reset"] for row in read(files["eval"])] == [{"split": "test", "index": index} for index in (0, 1)]
+    policy = Saying("ab")
+    boards(policy, read(files["eval"])[1])
+    assert policy.asked[0] == "<bos><system>s<user>i\ntest 1<assistant>"
+    with pytest.raises(ConfigError, match="rollout.args.rows has no eval"):
+        write_rows({**arguments, "rows": {"train": 3}}, files)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ({"server": "no_such:app"}, "rollout.args.server=no_such:app, with .*: its module no_such is not installed there"),
+        ({"server": "boards"}, "boards must be a URL .*, or module:app"),
+        ({"server": []}, "must name a server"),
+        ({"python": sys.executable}, "the package openenv is not installed there"),
+        ({"python": "no-such-python"}, "rollout.args.python=no-such-python: there is no such program"),
+        ({"on_crash": float("inf")}, "rollout.args.on_crash=inf: must be a finite number"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        OpenEnv(TOKENIZER, **{"python": THERE, "server": "boards:app", "folder": FOLDER, **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ({"text_field": "move"}, "text_field=move: an action has text, times"),
+        ({"text_field": "times"}, "text_field=times: an action needs text too"),
+        ({"server": "boards:nothing"}, "boards:nothing cannot be loaded: AttributeError"),
+        ({"server": "http://127.0.0.1:9", "start_s": 15.0}, "http://127.0.0.1:9/health: ConnectError"),
+    ],
+)
+def test_a_server_that_cannot_be_used_ends_the_run_with_the_reason(arguments: dict[str, Any], told: str):
+    with opened(**arguments, retries=0) as played, pytest.raises(RuntimeError, match=f"(?s)could not be started.*{told}"):
+        played(Saying("ab"), {"reset": {}})
