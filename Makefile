@@ -10,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries setup clean
+.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries interpreters setup clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
@@ -34,10 +34,10 @@ check: setup .venv/.megarl-check
 	@$(PIP) --only-binary :all: -r requirements/check.txt
 	touch $@
 
-test: setup libraries
+test: setup libraries interpreters
 	@.venv/bin/pytest $(ARGS)
 
-test-all: setup libraries
+test-all: setup libraries interpreters
 	@.venv/bin/pytest -m "not matrix or sample" $(ARGS)
 
 matrix: setup libraries
@@ -104,6 +104,15 @@ libraries:
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$$package" >/dev/null 2>&1 ||
 	        echo "test: could not install $$package; the tests that need it are skipped"
 	done
+
+interpreters: envs/openenv/.megarl-setup
+	@:
+
+envs/openenv/.megarl-setup: requirements/openenv.txt
+	@echo "test: an interpreter with openenv in envs/openenv"
+	.venv/bin/python -m venv --clear envs/openenv
+	envs/openenv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -qq --only-binary :all: -r $<
+	touch $@
 
 setup: $(STAMP)
 	@:

@@ -70,6 +70,13 @@ OWN_RUN = {
     "eval.suites.hard.answer_key=target": OWN,
     "tensorboard --logdir runs/own/tb": "--inspect",  # else it serves for ever
 }
+# then an environment of OpenEnv, where there is an interpreter for it,
+OPENENV = {
+    "megarl rows configs/examples/openenv.yaml": "",
+    "python configs/data/guesses.py > runs/openenv-rows/demonstrations.jsonl": "",
+    "megarl sft configs/examples/openenv.yaml": SHORT,
+    "megarl train configs/examples/openenv.yaml": SHORT,
+}
 # and all else that takes long.
 LONG = {
     'make quickstart ARGS="seed=1 run_dir=runs/q1"': f'ARGS+="{SHORT}"',
@@ -116,6 +123,7 @@ SLURM = "run by tests/slurm/test_slurm_run.py, which needs a Slurm"
 FLEET = "run by tests/cpu/test_run_fleet.py beside a run"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
 VERIFIERS = "needs an interpreter of 850 MiB with verifiers, with which tests/cpu/test_hubs_verifiers.py tries it"
+OPENENV_THERE = "is done by the Makefile for the tests, with what openenv 0.10.0 imports alone"
 STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_bench_offpolicy_runs.py"
 NOT_RUN = {
     "make check": ITSELF,
@@ -161,6 +169,8 @@ NOT_RUN = {
     "python configs/data/reversed_words.py > runs/verifiers-rows/demonstrations.jsonl": VERIFIERS,
     "megarl sft configs/examples/verifiers.yaml": VERIFIERS,
     "megarl train configs/examples/verifiers.yaml": VERIFIERS,
+    "python -m venv envs/openenv": OPENENV_THERE,
+    "envs/openenv/bin/pip install openenv==0.10.0": OPENENV_THERE,
     "git clone … megarl && cd megarl": PLACEHOLDERS,
     "hf download NAME --local-dir FOLDER": PLACEHOLDERS,
     "megarl export runs/own/config.yaml --output …": PLACEHOLDERS,
@@ -168,7 +178,7 @@ NOT_RUN = {
     "torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=run1 "
     "-m megarl train CONFIG": PLACEHOLDERS,
 }
-LISTED = {**FIRST_DAY, **FIRST_HOUR, **OWN_RUN, **LONG, **NOT_RUN}
+LISTED = {**FIRST_DAY, **FIRST_HOUR, **OWN_RUN, **OPENENV, **LONG, **NOT_RUN}
 
 
 @dataclass(frozen=True)

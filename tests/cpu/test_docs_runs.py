@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from documented import FIRST_DAY, FIRST_HOUR, LONG, OWN_RUN, checkout, run, snippets
+from documented import FIRST_DAY, FIRST_HOUR, LONG, OPENENV, OWN_RUN, ROOT, checkout, run, snippets
 from run_tools import make_model, rows
 
 pytestmark = pytest.mark.timeout(900)
@@ -57,6 +57,16 @@ def test_the_first_hour(folder: Path) -> None:
     for exported in ("first/exported", "first/own-exported"):
         does({f'python -c "{WITH_TRANSFORMERS.format(exported)}"': ""}, folder)
     assert all((folder / f"first/runs/{name}/report.html").stat().st_size > 0 for name in ("first", "own"))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (ROOT / "envs/openenv").is_dir(), reason="no interpreter with openenv (docs/agents.md)")
+def test_an_environment_of_openenv(folder: Path) -> None:
+    (folder / "envs").mkdir()
+    (folder / "envs/openenv").symlink_to(ROOT / "envs/openenv")
+    printed = does(OPENENV, folder)
+    assert "train.jsonl: 10000 rows" in printed and "runs/openenv: 2 steps" in printed
+    assert all(row["rollout/env_steps"] > 0 and not row["rollout/failed_environment"] for row in rows(folder / "runs/openenv"))
 
 
 @pytest.mark.matrix
