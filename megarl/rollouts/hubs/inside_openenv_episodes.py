@@ -14,7 +14,7 @@ import re
 import time
 from dataclasses import dataclass, field
 
-from inside_serving import within
+from inside_serving import policy_of, within
 
 _CODE = re.compile(r"\(code: (\w+)\)$")  # at the end of what the client raises if a server answers with an error
 _ASK_AGAIN_S = (0.05, 1.0)  # a server that is full: first, and at most
@@ -65,13 +65,10 @@ async def play(hub, asked):
 
 
 async def _episode(hub, asked, episode):
-    import openai  # what serving has imported
-
     row = asked["row"]
     async with contextlib.AsyncExitStack() as stack:
         session, first = await stack.enter_async_context(_session(hub, asked, row.get("reset") or {}))
-        policy = openai.AsyncOpenAI(base_url=episode["url"], api_key=episode["key"], max_retries=0, timeout=asked["deadline_s"])
-        await stack.enter_async_context(policy)
+        policy = await stack.enter_async_context(policy_of(episode, timeout=asked["deadline_s"]))
         course = _Course(_text(first.observation, hub.asked["shown"]), bool(first.done), [float(first.reward)] if first.reward else [])
         messages = _begin(row.get("prompt") or "", course.start)
         for _ in range(hub.asked["max_turns"]):

@@ -15,7 +15,7 @@ import os
 import re
 import time
 
-from inside_serving import SAID, Mistake, check_module, main, shown, within
+from inside_serving import SAID, Mistake, check_module, main, policy_of, shown, within
 
 _CLEANING_S = 5.0
 _failed_functions = contextvars.ContextVar("reward functions that have failed")
@@ -104,9 +104,7 @@ async def _episode(environment, asked, episode, end):
 
     async def run():
         nonlocal state
-        import openai  # what `_serve` has imported
-
-        async with openai.AsyncOpenAI(base_url=episode["url"], api_key=episode["key"], max_retries=0) as native:
+        async with policy_of(episode) as native:
             state = await environment.rollout(copy.deepcopy(asked["row"]), _client(native), asked["model"], {})
         return {"kind": "environment", "error": shown(state["error"])} if state.get("error") is not None else None
 
