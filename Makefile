@@ -37,8 +37,18 @@ check: setup .venv/.megarl-check
 test: setup libraries interpreters
 	@.venv/bin/pytest $(ARGS)
 
+# Two halves at once, since most tests wait more than they compute. What the second one prints comes when both are done.
 test-all: setup libraries interpreters
-	@.venv/bin/pytest -m "not matrix or sample" $(ARGS)
+	@all() { .venv/bin/pytest -m "not matrix or sample" "$$@"; }
+	$(if $(ARGS),all $(ARGS); exit)
+	second=$$(mktemp)
+	all tests/cpu/test_[r-z]*.py tests/slurm tests/gpu >"$$second" 2>&1 &
+	failed=0
+	all tests/unit tests/cpu/test_[!r-z]*.py || failed=$$?
+	wait $$! || failed=$$?
+	cat "$$second"
+	rm "$$second"
+	exit $$failed
 
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)
