@@ -11,7 +11,8 @@ from megarl.config.schema import RunConfig
 
 def write_environment_rows(config: RunConfig) -> str:
     """Writes data.train.source and data.eval.source, and says how many rows they have. Raises ConfigError."""
-    from megarl.rollouts.hubs import openenv, verifiers  # not at the top: they import aiohttp
+    from megarl.rollouts.environments.loading import find_rollout  # not at the top: these import aiohttp
+    from megarl.rollouts.hubs import openenv, verifiers
 
     if config.rollout.name not in OF_HUBS:
         raise ConfigError(f"rollout.name={config.rollout.name}: only an environment of a hub ({', '.join(OF_HUBS)}) has rows of its own")
@@ -23,6 +24,7 @@ def write_environment_rows(config: RunConfig) -> str:
     ]
     if wrong:
         raise ConfigError(wrong)
+    find_rollout(config)  # for its check of the arguments
     files = {split: Path(source).expanduser() for split, source in sources.items()}
     for file in files.values():
         file.parent.mkdir(parents=True, exist_ok=True)

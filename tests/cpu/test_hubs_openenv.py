@@ -16,6 +16,8 @@ import pytest
 from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
 
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.launch.rows import write_environment_rows
 from megarl.rollouts.hubs.openenv import OpenEnv, write_rows
 from megarl.types import UNANSWERED
 
@@ -184,6 +186,20 @@ def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
     assert policy.asked[0] == "<bos><system>s<user>i\ntest 1<assistant>"
     with pytest.raises(ConfigError, match="rollout.args.rows has no eval"):
         write_rows({**arguments, "rows": {"train": 3}}, files)
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("rollout.args.rows.train=0", "rollout.args.rows=.*expected `int` >= 1"),
+        ("rollout.args.seeds=3", "rollout.args.seeds=3: unknown argument"),
+        ("data.eval.source=rows.parquet", "data.eval.source=rows.parquet: must be a .jsonl file"),
+        ("rollout.name=single_turn", "rollout.name=single_turn: only an environment of a hub"),
+    ],
+)
+def test_rows_are_refused_where_the_settings_are_wrong(override: str, told: str):
+    with pytest.raises(ConfigError, match=told):
+        write_environment_rows(load_config(str(ROOT / "configs/examples/openenv.yaml"), [override]))
 
 
 def read(file: Path) -> list[dict[str, Any]]:
