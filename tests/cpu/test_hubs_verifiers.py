@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
 
@@ -48,6 +50,13 @@ def test_reward_and_metrics_are_the_environments():
         ("function", "failed_reward", {}, "Error calling reward function reward: 'rubric'"),
         ("nan", "failed_reward", {}, "not all finite numbers: {'reward': nan"),
         ("late", "failed_deadline", {"deadline_s": 8.0}, "it took longer than 8 s"),
+        ("halves", "failed_environment", {}, "RuntimeError: half of a character: \\ud800"),
+        ("cancels", "failed_environment", {}, "CancelledError: the episode has been cancelled from inside"),
+        ("times out", "failed_environment", {}, "TimeoutError: no answer of the judge"),
+        ("array", "failed_reward", {}, "its reward and metrics are not numbers: ValueError"),
+        ("keys", "failed_reward", {}, "its reward and metrics are not numbers: TypeError"),
+        ("large", "failed_reward", {}, "there can be 32768"),
+        ("many", "failed_reward", {}, "with at most 32 names"),
         ("hangs", "failed_worker", {"deadline_s": 8.0, "grace_s": 2.0, "retries": 0}, "it did not answer within 10 s"),
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
     ],
@@ -59,6 +68,16 @@ def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(
     assert sample.reward == -0.5 and sample.text == "a<eos>"
     assert [name for name in FAILED if sample.metrics[name]] == [counted]
     assert told in capfd.readouterr().out
+
+
+def test_a_reward_function_that_is_called_reward_is_a_metric_as_others_are():
+    [sample] = play("own reward", "a").samples
+    assert sample.reward == 1.0 and sample.metrics["reward_"] == 0.5
+
+
+def test_episodes_are_cleaned_up_at_the_same_time():
+    samples = play("cleans", "a", n=8, deadline_s=8.0, grace_s=1.0, retries=0).samples
+    assert [sample.reward for sample in samples] == [1.0] * 8
 
 
 def test_rollouts_that_the_rubric_compares_are_scored_together():
@@ -152,6 +171,37 @@ def test_an_environment_of_the_package_itself(tmp_path: Path):
     assert {sample.text: sample.reward for sample in samples} == {f"{right}<eos>": 1.0, "no answer<eos>": 0.0}
     assert policy.asked == [f"<bos><user>{row['question']}<assistant>"] * 2
     assert samples[0].metrics["check_answer_reward_func"] == samples[0].reward and not any(map(samples[0].metrics.get, FAILED))
+
+
+def test_what_an_environment_has_started_ends_with_whoever_has_started_its_worker():
+    """As where the run is killed: nothing but the end of the pipe tells the worker."""
+    asked = {"do": "serve", "environment": "games", "args": {"kind": "starts"}}
+    inside = ROOT / "megarl/rollouts/hubs/inside_verifiers.py"
+    environment = {**os.environ, "PYTHONPATH": HERE["folder"]}
+    command = [sys.executable, str(inside), json.dumps(asked)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        assert json.loads(worker.stdout.readline()) == {"ready": True}
+        [child] = psutil.Process(worker.pid).children()
+        worker.stdin.close()
+        worker.wait(timeout=100)
+        assert not psutil.wait_procs([child], timeout=20)[1], "what the environment has started is alive"
+
+
+@pytest.mark.parametrize("names, told", [({"A=B": "x"}, "illegal environment variable name"), ({"A": "x\0y"}, "embedded null byte")])
+def test_variables_that_cannot_be_are_refused(names: dict[str, str], told: str):
+    with pytest.raises(ConfigError, match=f"rollout.args.environment=games: .* cannot be started: {told}"):
+        Verifiers(TOKENIZER, environment="games", args={"kind": "fine"}, variables=names, **HERE)
+
+
+def test_rows_do_not_wait_for_what_the_environment_has_started(tmp_path: Path):
+    others = set(psutil.process_iter())
+    arguments = {**HERE, "environment": "games", "args": {"kind": "starts"}, "start_s": 100.0}
+    begin = time.monotonic()
+    assert write_rows(arguments, {"train": tmp_path / "rows.jsonl"}).endswith("rows.jsonl: 2 rows\n")
+    assert time.monotonic() - begin < 60
+    sleeping = [each for each in set(psutil.process_iter()) - others if each.is_running() and each.cmdline() == ["sleep", "1009"]]
+    assert not psutil.wait_procs(sleeping, timeout=10)[1]
 
 
 def test_a_worker_ends_with_whoever_has_started_it():

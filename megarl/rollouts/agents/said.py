@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.schema import MAX_REWARD
 from megarl.rewards.score import Score
 
-_MOST_METRICS = 32
+MOST_METRICS = 32
 _METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 
 
@@ -24,7 +24,7 @@ def said(output: str) -> tuple[Score, dict[str, float]]:
         found = json.loads(line)
     except (ValueError, RecursionError):
         found = None
-    form = f"a JSON object of numbers with one, with at most {_MOST_METRICS} names of letters, digits and _"
+    form = f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, digits and _"
     return numbers(
         found if isinstance(found, dict) else {"reward": found}, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
     )
@@ -33,7 +33,7 @@ def said(output: str) -> tuple[Score, dict[str, float]]:
 def numbers(told: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:
     """The reward and the metrics that an object has. Raises NoReward with the message `otherwise` if these are not all that it has."""
     found = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
-    named = len(told) <= _MOST_METRICS and all(map(_METRIC.fullmatch, told))
+    named = len(told) <= MOST_METRICS and all(map(_METRIC.fullmatch, told))
     if "reward" not in found or len(found) < len(told) or not named:
         raise NoReward(otherwise)
     return Score(found["reward"]), {name: value for name, value in found.items() if name != "reward"}

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 SAID = 2000  # characters of a message
+_MOST_WRITTEN = 1 << 15  # characters of an episode's reward and metrics
 
 
 class Mistake(Exception):
@@ -48,7 +50,7 @@ def main(look, load, write_rows, play):
     try:
         _do(json.loads(sys.argv[1]), look, load, write_rows, play)
     except Mistake as mistake:
-        sys.exit(str(mistake))
+        sys.exit(" ".join(str(mistake).split("\n")))  # what httpx raises has two lines, the second of which says nothing
 
 
 def _do(asked, look, load, write_rows, play):
@@ -68,13 +70,17 @@ def _do(asked, look, load, write_rows, play):
 
 
 async def within(end, asked, coroutine) -> Any:
-    """What it returns, or what went wrong: what it raises, or that it took until `end`."""
-    try:
-        return await asyncio.wait_for(coroutine, max(0.0, end - time.monotonic()))
-    except asyncio.TimeoutError:  # noqa: UP041  in Python 3.10 not the built-in one
+    """What it returns, or what went wrong: what it raises, or that it took until `end`. An environment may raise TimeoutError and
+    CancelledError too, as those do that call other services."""
+    task = asyncio.ensure_future(coroutine)
+    late = not (await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic())))[0]
+    if late:
+        task.cancel()
+        await asyncio.wait({task})
+    error = asyncio.CancelledError("the episode has been cancelled from inside") if task.cancelled() else task.exception()
+    if late:
         return {"kind": "deadline", "error": f"it took longer than {asked['deadline_s']:g} s"}
-    except Exception as error:  # whatever the environment raises
-        return {"kind": "environment", "error": shown(error)}
+    return {"kind": "environment", "error": shown(error)} if error else task.result()
 
 
 def policy_of(episode, **settings):
@@ -90,6 +96,19 @@ def shown(error):
     return (f"{type(error).__name__}: {error}" + (f" (from {type(cause).__name__}: {cause})" if cause else ""))[:SAID]
 
 
+def _fitting(told):
+    """What was found of an episode, as it can be written: metrics may be of any kind and size, and errors have halves of characters."""
+    if "error" in told:
+        return {**told, "error": told["error"].encode(errors="backslashreplace").decode()}
+    try:
+        written = json.dumps(told, default=_plain)
+    except Exception as error:  # whatever the environment's objects raise
+        return {"kind": "reward", "error": f"its reward and metrics are not numbers: {shown(error)}"}
+    if len(written) > _MOST_WRITTEN:
+        return {"kind": "reward", "error": f"its reward and metrics have {len(written)} characters; there can be {_MOST_WRITTEN}"}
+    return json.loads(written)
+
+
 def _plain(value):
     """Numbers of NumPy and of torch as Python's; the reader refuses what is no number."""
     return value.item() if hasattr(value, "item") else str(value)
@@ -97,16 +116,19 @@ def _plain(value):
 
 async def _serve(play, requests, replies):
     def say(told):
-        replies.write(json.dumps(told, default=_plain) + "\n")
+        replies.write(json.dumps(told) + "\n")
         replies.flush()
 
     async def answer(asked):
-        say({"id": asked["id"], "episodes": await play(asked)})
+        say({"id": asked["id"], "episodes": [_fitting(told) for told in await play(asked)]})
 
     def read():
         for line in requests:
             asyncio.run_coroutine_threadsafe(begin(json.loads(line)), loop)
-        os._exit(0)  # whoever asks has gone; a reward function that hangs does not hold up this
+        # Whoever asks has gone. A reward function that hangs does not hold up this, and what the environment has started ends too.
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
 
     async def begin(asked):
         running.add(task := asyncio.ensure_future(answer(asked)))

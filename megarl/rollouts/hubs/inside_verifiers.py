@@ -84,8 +84,8 @@ async def play(environment, asked):
     found = await asyncio.gather(*(within(end, asked, each) for each in scoring))
     failures = iter(found if alone else found * len(states))
     told = [wrong or next(failures) or _result(state) for state, wrong in ran]
-    for state in states:
-        await within(time.monotonic() + _CLEANING_S, asked, environment.rubric.cleanup(state))
+    cleaned = time.monotonic() + _CLEANING_S
+    await asyncio.gather(*(within(cleaned, asked, environment.rubric.cleanup(state)) for state in states))
     return told
 
 
@@ -141,8 +141,9 @@ class _Watched(logging.Handler):
 
 
 def _result(state):
+    """A reward function may be called `reward`: what it says alone is not the reward that the rubric makes of all."""
     metrics = {re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in (state.get("metrics") or {}).items()}
-    return {"reward": state.get("reward"), "metrics": metrics}
+    return {"reward": state.get("reward"), "metrics": {"reward_" if name == "reward" else name: value for name, value in metrics.items()}}
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megarl.config.errors import ConfigError
 from megarl.rollouts.hubs.worker import variables_for
@@ -42,21 +45,32 @@ class Interpreter:
         return variables_for(self._python, {**self._own, **found})
 
     def run(self, do: str, limit_s: float, **more: Any) -> str:
-        """What it prints. Raises ConfigError with the last line of its errors if it fails."""
+        """What it prints. Raises ConfigError with the last line of its errors if it fails. What it has started ends with it, and does not
+        hold up its end, as it would by holding a pipe open."""
+        with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+            status = self._status(self.command(do, **more), limit_s, printed, errors)
+            told, wrong = _written(printed), _written(errors)
+        if status:
+            last = (wrong.strip().splitlines() or [f"it ended with status {status}"])[-1]
+            raise ConfigError(f"{self._key}, with {self._python}: {last}")
+        return told
+
+    def _status(self, command: list[str], limit_s: float, printed: IO[bytes], errors: IO[bytes]) -> int:
+        files = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
         try:
-            ran = subprocess.run(
-                self.command(do, **more),
-                env=self.variables(),
-                cwd="/",
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-                stdin=subprocess.DEVNULL,
-                check=False,
-            )
+            running = subprocess.Popen(command, env=self.variables(), cwd="/", start_new_session=True, **files)
+        except (OSError, ValueError) as error:  # of too long arguments, or variables that cannot be
+            raise ConfigError(f"{self._key}: {self._python} cannot be started: {error}") from None
+        try:
+            return running.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{self._key}: {self._python} did not answer within {limit_s:g} s") from None
-        if ran.returncode:
-            last = (ran.stderr.strip().splitlines() or [f"it ended with status {ran.returncode}"])[-1]
-            raise ConfigError(f"{self._key}, with {self._python}: {last}")
-        return ran.stdout
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+
+
+def _written(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

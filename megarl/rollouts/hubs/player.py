@@ -14,7 +14,7 @@ from megarl.generator.tool_parsers import Parser
 from megarl.rewards.score import Score
 from megarl.rollouts.agents.endpoint import MODEL, Endpoint
 from megarl.rollouts.agents.episode import Episode
-from megarl.rollouts.agents.said import NoReward, numbers
+from megarl.rollouts.agents.said import MOST_METRICS, NoReward, numbers
 from megarl.rollouts.agents.tree import Played, group_of
 from megarl.rollouts.agents.unanswered import Unanswered
 from megarl.rollouts.environments.base import RolloutContext
@@ -127,7 +127,8 @@ class Player:
         if not kind:
             try:
                 reward = {"reward": told["reward"], **told["metrics"]}
-                score, own = numbers(reward, f"its reward and metrics are not all finite numbers: {str(reward)[:200]}")
+                form = f"finite numbers, with at most {MOST_METRICS} names"
+                score, own = numbers(reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}")
             except NoReward as error:
                 kind, why = "reward", str(error)
         if kind:

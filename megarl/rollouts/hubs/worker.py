@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_MOST_LINE_BYTES = 1 << 20
+_MOST_LINE_BYTES = 1 << 26  # what the worker says of each episode has at most 1 << 15
 _TAIL_BYTES = 4096
+_NO_LIMIT_BYTES = 1 << 62  # more than a machine has, and what setrlimit takes
 _EXIT_S = 5.0  # from its last line to its exit
 
 
@@ -105,7 +106,8 @@ class Worker:
         return process
 
     def _limit(self) -> None:
-        limit_bytes = self.memory_mib << 20
+        _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+        limit_bytes = min(self.memory_mib << 20, _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
     async def _read(self, process: _Process) -> None:
