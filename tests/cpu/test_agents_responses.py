@@ -84,6 +84,16 @@ def test_a_text_and_parallel_calls_come_back_as_one_turn(says: str, order: str):
     assert not episode.counts["rewritten"] and learned(episode.tree) == [f"{says}{CALL}{CALL}<eos>it is 42<eos>"]
 
 
+def test_letters_for_private_use_are_no_names_of_special_tokens():
+    """Terminals show such signs, of fonts that have them from U+E000 on."""
+
+    async def agent(client: Any, _: Any) -> None:
+        await client.responses.create(model="x", input="6\ue0b0*\ue1017\ue100=")
+
+    talk(policy := Saying("42"), agent)
+    assert policy.asked == ["<bos><user>6<unk>*<unk>7<unk>=<assistant>"]
+
+
 def test_calls_of_two_turns_stay_two_turns():
     async def agent(client: Any, _: Any) -> None:
         items: list[Any] = [USER]

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
 
@@ -56,7 +57,7 @@ def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
     said = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
     policy = Saying(*said)
     [sample] = products(policy, {"prompt": [{"role": "system", "content": "be right"}], "reset": {"seed": 3}}).samples
-    start = "<bos><tools>calculate,answer<system>be right<user>343*706=<assistant>"
+    start = "<bos><tools>calculate,answer,picture,fields,own<system>be right<user>343*706=<assistant>"
     assert policy.asked == [start, f"{start}{said[0]}<eos><tool>242158<assistant>"]
     assert sample.text == f"{said[0]}<eos><tool>242158<assistant>{said[1]}<eos>" and sample.reward == 1.0
     written = len(TOKENIZER.encode_text("242158")) + 2  # by the environment, between two tokens of the template
@@ -75,6 +76,25 @@ def test_what_a_tool_refuses_is_told_to_the_policy_and_counted(products: Played)
         "error: Error calling tool 'calculate': n",
     ]
     assert sample.reward == 0.0 and sample.metrics["env_refused"] == 2 and sample.metrics["env_ended"] == 0
+
+
+@pytest.mark.parametrize("tool, shown", [("picture", "[image]"), ("fields", '{"number": 7}'), ("own", "not that way")])
+def test_what_a_tool_says_that_is_no_text(products: Played, tool: str, shown: str):
+    policy = Saying(call(tool, {}), "enough")
+    [sample] = products(policy, {"prompt": "", "reset": {"seed": 3}}, max_tokens=2000).samples
+    assert f"<eos><tool>{shown}<assistant>" in policy.asked[1] and not any(map(sample.metrics.get, FAILED))
+
+
+def test_a_prompt_whose_contents_are_parts(boards: Played):
+    policy = Saying("ab")
+    boards(policy, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "move"}]}], "reset": {"seed": 5}})
+    assert policy.asked[0] == "<bos><user>move\nseed 5<assistant>"
+
+
+def test_a_start_that_is_too_large_for_a_request_has_no_room_and_is_tried_once(boards: Played, capfd: pytest.CaptureFixture[str]):
+    [sample] = boards(Saying("ab"), {"reset": {"kind": "large"}}).samples
+    assert sample.finish_reason == UNANSWERED and sample.metrics["out_of_room"] == 1
+    assert "its last call was refused: the request has more than" in capfd.readouterr().out
 
 
 def test_a_policy_whose_texts_are_actions(boards: Played):
@@ -148,28 +168,89 @@ def test_episodes_of_a_row_that_do_not_begin_alike_are_counted(boards: Played):
 
 
 @pytest.fixture
-def urls() -> Iterator[list[str]]:
-    """Two servers that run already, as those of a cluster do."""
+def urls() -> list[str]:
     with closing(socket.create_server(("127.0.0.1", 0))) as one, closing(socket.create_server(("127.0.0.1", 0))) as other:
-        ports = [one.getsockname()[1], other.getsockname()[1]]
-    servers = [
-        subprocess.Popen([THERE, "-m", "uvicorn", "boards:narrow", "--port", str(port), "--log-level", "warning"], cwd=FOLDER)
-        for port in ports
-    ]
+        return [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+
+
+@pytest.fixture
+def servers(urls: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two servers that run already, as those of a cluster do."""
+    running = [*map(serve_at, urls)]
     try:
-        yield [f"http://127.0.0.1:{port}" for port in ports]
+        yield running
     finally:
-        for server in servers:
+        for server in running:
             server.kill()
             server.wait()
 
 
-def test_servers_that_run_already_share_the_episodes(urls: list[str]):
+def test_servers_that_run_already_share_the_episodes(urls: list[str], servers: list[Any]):
     with opened(server=urls, folder=None, **TEXT) as played:
         samples = played(Saying("ab"), {"reset": {}}, n=4).samples
     assert [sample.reward for sample in samples] == [1.5] * 4
     rows = {"server": f"{urls[0]}/", "python": THERE, "rows": {"train": "train"}}
     assert write_rows(rows, {"train": Path(os.devnull)}) == f"{os.devnull}: 4 rows\n"
+
+
+def serve_at(url: str) -> subprocess.Popen[bytes]:
+    command = [THERE, "-m", "uvicorn", "boards:narrow", "--port", url.rpartition(":")[2], "--log-level", "warning"]
+    return subprocess.Popen(command, cwd=FOLDER)
+
+
+def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_back(urls: list[str], servers: list[Any]):
+    with opened(server=urls, folder=None, retries=0, **TEXT) as played:
+        played(Saying("ab"), {"reset": {}})
+        servers[0].kill()
+        servers[0].wait()
+        samples = played(Saying("ab"), {"reset": {}}, n=4).samples
+        assert [sample.reward for sample in samples] == [1.5] * 4
+        servers[1].kill()
+        servers[1].wait()
+        played._others.add(psutil.Process((back := serve_at(urls[1])).pid))
+        servers.append(back)
+        assert played(Saying("ab"), {"reset": {}}).samples[0].reward == 1.5
+
+
+def test_a_server_that_stays_away_fails_the_episode_with_the_reason(urls: list[str], servers: list[Any], capfd: pytest.CaptureFixture[str]):
+    with opened(server=urls[0], retries=0, deadline_s=4.0, **TEXT) as played:
+        played(Saying("ab"), {"reset": {}})
+        servers[0].kill()
+        servers[0].wait()
+        [sample] = played(Saying("ab"), {"reset": {}}).samples
+    assert sample.finish_reason == UNANSWERED and "ConnectionError: Failed to connect" in capfd.readouterr().out
+
+
+HOLDS = """
+import sys, time, httpx
+from openenv.core.generic_client import GenericEnvClient
+while True:
+    try:
+        httpx.get(sys.argv[1] + "/health")
+        break
+    except httpx.HTTPError:
+        time.sleep(0.2)
+with GenericEnvClient(base_url=sys.argv[1]).sync() as session:
+    session.reset()
+    print("holds", flush=True)
+    time.sleep(6)
+"""
+
+
+def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(urls: list[str], servers: list[Any]):
+    """Its only session is that of somebody else, who leaves after a while."""
+    with subprocess.Popen([THERE, "-c", HOLDS, urls[0]], stdout=subprocess.PIPE) as holds:
+        assert holds.stdout is not None and holds.stdout.readline() == b"holds\n"
+        with opened(server=urls[0], retries=0) as played:
+            played._others.add(psutil.Process(holds.pid))
+            [sample] = played(Saying(call("step", {"text": "ab"}), "enough"), {"reset": {}}).samples
+    assert sample.reward == 0.25
+
+
+def test_rows_of_a_server_without_tasks_are_refused_with_the_reason():
+    arguments = {"server": "products:app", "python": THERE, "folder": FOLDER, "rows": {"train": "train"}}
+    with pytest.raises(ConfigError, match="products/num_tasks did not answer as OpenEnv's servers do: .*501 Not Implemented"):
+        write_rows(arguments, {"train": Path(os.devnull)})
 
 
 def test_rows_are_seeds_or_tasks(boards: Played, tmp_path: Path):
@@ -211,6 +292,8 @@ def read(file: Path) -> list[dict[str, Any]]:
     [
         ({"server": "no_such:app"}, "rollout.args.server=no_such:app, with .*: its module no_such is not installed there"),
         ({"server": "boards"}, "boards must be a URL .*, or module:app"),
+        ({"server": "localhost:8000"}, "localhost:8000 must be a URL .*, or module:app"),
+        ({"server": "http://"}, "http:// must be a URL .*, or module:app"),
         ({"server": []}, "must name a server"),
         ({"python": sys.executable}, "the package openenv is not installed there"),
         ({"python": "no-such-python"}, "rollout.args.python=no-such-python: there is no such program"),

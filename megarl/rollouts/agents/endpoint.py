@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from megarl.rollouts.agents import anthropic_messages, openai_chat, openai_responses
-from megarl.rollouts.agents.episode import MISFORMED, Episode, Refused
+from megarl.rollouts.agents.episode import MISFORMED, TOO_LARGE, Episode, Refused
 from megarl.rollouts.agents.openai_chat import Request
 from megarl.rollouts.agents.openai_responses import Asked
 
@@ -109,6 +109,7 @@ class Endpoint:
                 body = await _read(request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * found.episode.sampling.max_tokens)
                 asked = form.read_request(msgspec.json.decode(body))
             except Refused as refusal:
+                found.episode.refuse(refusal)
                 return refused(str(refusal), refusal.kind, refusal.status)
             except (*MISFORMED, web.RequestPayloadError) as mistake:
                 return refused(f"the request does not have the form it must have: {mistake!r}"[:500], "invalid_request_error", 400)
@@ -147,7 +148,7 @@ async def _read(request: web.Request, most_bytes: int) -> bytes:
     async for piece in request.content.iter_any():
         body += piece
         if len(body) > most_bytes:
-            raise Refused(f"the request has more than {most_bytes} bytes", "request_too_large", 413)
+            raise Refused(f"the request has more than {most_bytes} bytes", TOO_LARGE, 413)
     return bytes(body)
 
 

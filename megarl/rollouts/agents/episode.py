@@ -29,7 +29,10 @@ from megarl.rollouts.environments.base import Generate
 
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse ids of any other
-_HIDDEN = 0xE100  # code points, for private use, that stand for special tokens in messages while the template renders them
+# Code points that stand for special tokens in messages while the template renders them. They are for private use, and no fonts have signs
+# there, as they have at those from U+E000 on, which terminals show.
+_HIDDEN = 0x10F000
+TOO_LARGE = "request_too_large"
 
 
 MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)  # what reading a call raises that is not as it must be
@@ -118,6 +121,11 @@ class Episode:
         completions = await self.generate(ids, sampling, n)
         self.counts["calls"] += 1
         return [self._answer(asked, completion, tools, stop) for completion in completions]
+
+    def refuse(self, refusal: Refused) -> None:
+        """Counts a call that was refused before it was read."""
+        self.last_refusal = str(refusal)
+        self.counts["out_of_room"] += refusal.kind == TOO_LARGE
 
     def metrics(self) -> dict[str, float]:
         calls = {name: float(self.counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}

@@ -16,10 +16,11 @@ import threading
 import time
 import urllib.parse
 
-from inside_openenv_episodes import Hub, code_of, play
+from inside_openenv_episodes import FULL, Hub, code_of, play
 from inside_serving import Mistake, check_module, main, shown
 
 _URL = re.compile(r"(http|ws)s?://[^/\s]+.*")
+_APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _ACT = "step"  # the tool of environments that have none
 
 
@@ -29,10 +30,9 @@ def look(asked):
         raise Mistake("the package openenv is not installed there")
     for server in asked["servers"]:
         if not _URL.fullmatch(server):
-            module, _, app = server.partition(":")
-            if not app:
+            if not _APP.fullmatch(server):
                 raise Mistake(f"{server} must be a URL (http://host:8000), or module:app of an environment that is installed there")
-            check_module(module)
+            check_module(server.partition(":")[0])
 
 
 def load(asked):
@@ -47,7 +47,7 @@ def load(asked):
     for url in hub.sessions:
         _wait_for(url, end)
     if served:
-        asyncio.run(_ask_for_actions(hub))
+        asyncio.run(_ask_for_actions(hub, end))
     return hub
 
 
@@ -84,13 +84,13 @@ def _wait_for(url, end):
         time.sleep(0.2)
 
 
-async def _ask_for_actions(hub):
+async def _ask_for_actions(hub, end):
     """Which tools the policy is shown, or whether its text can be a field of an action. Raises Mistake."""
     text_field, url = hub.asked["text_field"], next(iter(hub.sessions))
     schema = _json(f"{_http(url)}/schema")["action"]
     fields = {name: each for name, each in schema.get("properties", {}).items() if name != "metadata"}
     if text_field is None:
-        listed = await _mcp_tools(url, hub.asked["start_s"])
+        listed = await _mcp_tools(url, hub.asked["start_s"], end)
         hub.by_mcp = bool(listed)
         own = [_tool(each["name"], each.get("description"), each.get("input_schema")) for each in listed]
         hub.tools = own or [_tool(_ACT, schema.get("description"), {**schema, "properties": fields})]
@@ -100,17 +100,21 @@ async def _ask_for_actions(hub):
         raise Mistake(f"text_field={text_field}: an action needs {', '.join(missing)} too")
 
 
-async def _mcp_tools(url, limit_s):
-    """None for environments with actions of their own, which refuse the question."""
+async def _mcp_tools(url, limit_s, end):
+    """None for environments with actions of their own, which refuse the question. A server that is full is asked again until `end`."""
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
 
-    async with GenericEnvClient(base_url=url, message_timeout_s=limit_s) as client:
-        try:
-            observation = (await client.step({"type": "list_tools"})).observation
-        except RuntimeError as error:
-            if code_of(error) in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
-                return []
-            raise Mistake(f"{url}: its tools cannot be listed: {error}") from error
+    while True:
+        async with GenericEnvClient(base_url=url, message_timeout_s=limit_s) as client:
+            try:
+                observation = (await client.step({"type": "list_tools"})).observation
+                break
+            except RuntimeError as error:
+                if code_of(error) in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+                    return []
+                if code_of(error) != FULL or time.monotonic() > end:
+                    raise Mistake(f"{url}: its tools cannot be listed: {error}") from error
+        await asyncio.sleep(0.5)
     if failed := (observation.get("metadata") or {}).get("error"):
         raise Mistake(f"{url}: its tools cannot be listed: {failed}")
     return observation.get("tools") or []
@@ -142,9 +146,12 @@ def write_rows(hub, files):
 
 
 def _number_of_tasks(hub, split):
+    """Raises Mistake."""
     base = _http(next(iter(hub.sessions)))
-    [name] = _json(f"{base}/list_environments")
-    return _json(f"{base}/{urllib.parse.quote(name)}/num_tasks", {"split": split})["num_tasks"]
+    names = _json(f"{base}/list_environments")
+    if len(names) != 1:
+        raise Mistake(f"{base} has {len(names)} environments: only one that serves a single environment has tasks that are its own")
+    return _json(f"{base}/{urllib.parse.quote(names[0])}/num_tasks", {"split": split})["num_tasks"]
 
 
 def _json(url, body=None):

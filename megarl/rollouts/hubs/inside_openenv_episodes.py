@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from inside_serving import policy_of, within
 
 _CODE = re.compile(r"\(code: (\w+)\)$")  # at the end of what the client raises if a server answers with an error
-_ASK_AGAIN_S = (0.05, 1.0)  # a server that is full: first, and at most
+FULL = "CAPACITY_REACHED"
+_ASK_AGAIN_S = (0.05, 1.0)  # a server that is full or gone: first, and at most
+_AWAY_S = 5.0  # in which a server that could not be reached is asked only if all others could not
 _NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # the policy does not answer, since the conversation is at its end
 
 
@@ -25,6 +27,7 @@ _NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # the 
 class Hub:
     asked: dict
     sessions: dict  # URL → how many are open
+    away: dict = field(default_factory=dict)  # URL of a server that could not be reached → until when others are asked first
     tools: list = field(default_factory=list)  # in OpenAI's form; none if actions are texts
     by_mcp: bool = False  # whether the tools are the environment's own
 
@@ -82,19 +85,28 @@ async def _episode(hub, asked, episode):
 
 @contextlib.asynccontextmanager
 async def _session(hub, asked, reset):
-    """A session and its first result, at the server that has the fewest of ours. One that is full is asked again."""
+    """A session and its first result, at the server that has the fewest of ours. One that is full is asked again; so is one that is gone,
+    behind all others, since it may be starting anew, as long as a server may take for that."""
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
+    from websockets.exceptions import ConnectionClosed  # pyright: ignore[reportMissingImports]
 
     wait_s, longest_s = _ASK_AGAIN_S
+    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])  # then the reason is told, not that it took too long
     while True:
-        url = min(hub.sessions, key=hub.sessions.__getitem__)
+        url = _chosen(hub)
         hub.sessions[url] += 1
         try:
-            async with GenericEnvClient(base_url=url, message_timeout_s=asked["deadline_s"]) as session:
+            async with contextlib.AsyncExitStack() as stack:
                 try:
+                    client = GenericEnvClient(base_url=url, message_timeout_s=asked["deadline_s"])
+                    session = await stack.enter_async_context(client)
                     first = await session.reset(**reset)
                 except RuntimeError as error:
-                    if code_of(error) != "CAPACITY_REACHED":
+                    if code_of(error) != FULL:
+                        raise
+                except (ConnectionError, ConnectionClosed):
+                    hub.away[url] = time.monotonic() + _AWAY_S
+                    if time.monotonic() > patient:
                         raise
                 else:
                     yield session, first
@@ -105,11 +117,19 @@ async def _session(hub, asked, reset):
         wait_s = min(2 * wait_s, longest_s)
 
 
+def _chosen(hub):
+    now = time.monotonic()
+    return min(hub.sessions, key=lambda url: (hub.away.get(url, 0.0) > now, hub.sessions[url]))
+
+
 def _begin(prompt, start):
     """The row's messages, with what the environment shows first at the end of what the user says."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     last = messages.pop() if messages and messages[-1]["role"] == "user" else {"role": "user", "content": ""}
-    return [*messages, {**last, "content": "\n".join(filter(None, [last["content"], start]))}]
+    said = last["content"]
+    if isinstance(said, list):  # parts, which are texts
+        said = "".join(part["text"] for part in said)
+    return [*messages, {**last, "content": "\n".join(filter(None, [said, start]))}]
 
 
 async def _ask(hub, asked, policy, messages):
@@ -145,7 +165,7 @@ async def _call(hub, session, course, name, arguments):
     if not hub.by_mcp:
         return (await _step(hub, session, course, arguments))[0]
     text, observation = await _step(hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments})
-    if failed := observation.get("error"):
+    if isinstance(failed := observation.get("error"), dict):  # else it is a field of an observation of the environment's own
         course.refused += 1
         return f"error: {failed.get('message', '')}"
     return _text_of_tool(observation.get("result"), text)
@@ -177,11 +197,14 @@ def _text(observation, fields):
 
 
 def _text_of_tool(result, otherwise):
-    """MCP's results have parts, of which the texts are shown."""
+    """MCP's results have parts, of which the texts are shown, and of others their kind; or, without parts, a structure."""
     parts = result.get("content") if isinstance(result, dict) else None
     if not isinstance(parts, list):
         return result if isinstance(result, str) else otherwise
-    return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+    structure = result.get("structured_content")
+    if not parts and structure:
+        return json.dumps(structure, ensure_ascii=False)
+    return "\n".join(part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type')}]" for part in parts)
 
 
 def code_of(error):

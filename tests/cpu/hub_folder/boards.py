@@ -32,6 +32,8 @@ class Boards(Environment):
     def reset(self, seed=None, episode_id=None, kind="fine", split=None, index=0):
         self.kind, self.moves = kind, 0
         start = {"deaf": str(random.random()), "fine": f"seed {seed}"}.get(kind, "go")
+        if kind == "large":
+            start = "x" * 2_000_000
         return Board(board=f"{split} {index}" if split else start, done=kind == "over")
 
     def step(self, action, timeout_s=None):

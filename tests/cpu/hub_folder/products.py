@@ -5,10 +5,17 @@ import operator
 import random
 
 from fastmcp import FastMCP
+from fastmcp.tools.tool import ToolResult
+from fastmcp.utilities.types import Image
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Observation, State
+
+
+class Answer(Observation):
+    error: str = ""
+
 
 FUNCTIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -45,7 +52,26 @@ class Products(MCPEnvironment):
             self.answer = number
             return "thank you"
 
+        @tools.tool
+        def picture() -> Image:
+            """Shows nothing that can be read."""
+            return Image(data=b"no picture", format="png")
+
+        @tools.tool
+        def fields() -> ToolResult:
+            """What it says is no text."""
+            result = ToolResult(structured_content={"number": 7})
+            result.content = []
+            return result
+
+        @tools.tool
+        def own() -> str:
+            """The environment answers by an observation of its own."""
+            self.own = True
+            return ""
+
         super().__init__(tools)
+        self.own = False
         self.product, self.answer, self._state = 0, None, State()
 
     def reset(self, seed=None, episode_id=None, **kwargs):
@@ -57,6 +83,8 @@ class Products(MCPEnvironment):
     async def step_async(self, action, timeout_s=None, **kwargs):
         observation = await super().step_async(action, timeout_s=timeout_s, **kwargs)
         self._state.step_count += 1
+        if self.own:
+            return Answer(error="not that way", reward=0.5)
         if isinstance(action, CallToolAction):
             observation.done = self.answer is not None
             observation.reward = float(self.answer == str(self.product))
