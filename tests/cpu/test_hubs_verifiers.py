@@ -48,7 +48,7 @@ def test_reward_and_metrics_are_the_environments():
         ("raises", "failed_environment", {}, "RuntimeError: the board is broken"),
         ("error", "failed_environment", {}, "ValueError: no such move"),
         ("function", "failed_reward", {}, "Error calling reward function reward: 'rubric'"),
-        ("nan", "failed_reward", {}, "not all finite numbers: {'reward': nan"),
+        ("nan", "failed_reward", {}, "not all finite numbers, with at most 32 names: {'reward': nan"),
         ("late", "failed_deadline", {"deadline_s": 8.0}, "it took longer than 8 s"),
         ("halves", "failed_environment", {}, "RuntimeError: half of a character: \\ud800"),
         ("cancels", "failed_environment", {}, "CancelledError: the episode has been cancelled from inside"),
