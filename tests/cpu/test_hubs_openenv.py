@@ -151,6 +151,15 @@ def test_an_episode_that_is_over_at_once_drops_its_prompt(boards: Played):
     assert sample.finish_reason == UNANSWERED and sample.metrics["failed_unanswered"] == 1
 
 
+def test_fields_that_no_observation_has_are_told(capfd: pytest.CaptureFixture[str]):
+    with opened(shown=["bord", "metadata"], **TEXT) as played:
+        assert played(policy := Saying("ab"), {"reset": {}}).samples[0].reward == 1.5
+    assert policy.asked[0] == '<bos><user>{"metadata": {}}<assistant>'
+    with opened(shown=["bord"], retries=0, **TEXT) as played:
+        assert played(Saying("ab"), {"reset": {}}).samples[0].finish_reason == UNANSWERED
+    assert "shown=bord: the first observation has metadata, board" in capfd.readouterr().out
+
+
 def test_an_episode_ends_where_the_conversation_has_no_room(boards: Played):
     [sample] = boards(Saying("ab" * 20), {"reset": {}}, max_tokens=90).samples
     assert sample.reward == 0.25 and sample.metrics["out_of_room"] == 1 and not any(map(sample.metrics.get, FAILED))

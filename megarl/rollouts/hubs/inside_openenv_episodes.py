@@ -72,7 +72,7 @@ async def _episode(hub, asked, episode):
     async with contextlib.AsyncExitStack() as stack:
         session, first = await stack.enter_async_context(_session(hub, asked, row.get("reset") or {}))
         policy = await stack.enter_async_context(policy_of(episode, timeout=asked["deadline_s"]))
-        course = _Course(_text(first.observation, hub.asked["shown"]), bool(first.done), [float(first.reward)] if first.reward else [])
+        course = _Course(_start(first.observation, hub.asked["shown"]), bool(first.done), [float(first.reward)] if first.reward else [])
         messages = _begin(row.get("prompt") or "", course.start)
         for _ in range(hub.asked["max_turns"]):
             said = None if course.ended else await _ask(hub, asked, policy, messages)
@@ -182,6 +182,13 @@ async def _step(hub, session, course, action):
         return "error: the action does not have the form of one", {}
     course.take(result)
     return _text(result.observation, hub.asked["shown"]), result.observation
+
+
+def _start(observation, fields):
+    """What the policy is shown first. Raises ValueError if it has none of the fields: later ones may lack some."""
+    if fields and not set(fields) & set(observation):
+        raise ValueError(f"shown={', '.join(fields)}: the first observation has {', '.join(observation) or 'no fields'}")
+    return _text(observation, fields)
 
 
 def _text(observation, fields):
