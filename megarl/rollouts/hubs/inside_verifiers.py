@@ -7,14 +7,16 @@ import asyncio
 import contextvars
 import copy
 import importlib
-import importlib.metadata
+import importlib.machinery
 import importlib.util
 import json
 import logging
 import os
 import re
+import sys
 import time
 
+import inside_verifiers_v1 as v1
 from inside_serving import SAID, Mistake, check_module, main, policy_of, shown, within
 
 _CLEANING_S = 5.0
@@ -29,14 +31,20 @@ def look(asked):
     there = importlib.util.find_spec("verifiers")
     if there is None:
         raise Mistake("the package verifiers is not installed there")
-    folders = [os.path.join(place, inner) for place in there.submodule_search_locations or () for inner in ("envs", "legacy")]
-    if not any(map(os.path.isdir, folders)):
-        version = importlib.metadata.version("verifiers")
-        raise Mistake(f"verifiers {version} has no load_environment any more; the versions before 0.4 have")
+    if asked.get("rows"):
+        raise Mistake("rollout.args.rows is for verifiers from 0.4 on; environments of earlier versions have rows of train and eval")
     module, _, attribute = asked["environment"].partition(":")
     module = module if attribute else module.split("/")[-1].replace("-", "_")
     check_module(module)
     return module, attribute
+
+
+def _is_v1():
+    """Whether verifiers is there without load_environment, which it has not had since 0.4. This folder has a module of that name, too."""
+    there = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
+    places = there.submodule_search_locations or () if there else ()
+    inside = {inner for place in places for inner in ("envs", "legacy", "v1") if os.path.isdir(os.path.join(place, inner))}
+    return inside == {"v1"}
 
 
 def load(asked):
@@ -147,4 +155,7 @@ def _result(state):
 
 
 if __name__ == "__main__":
-    main(look, load, write_rows, play)
+    if _is_v1():
+        main(v1.look, v1.load, v1.write_rows, v1.play)
+    else:
+        main(look, load, write_rows, play)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.config.errors import ConfigError, problems_of
 from megarl.data.chat import load_chat_template
@@ -13,6 +13,8 @@ from megarl.rollouts.hubs.base import LOOK_S, Count, HubRollout, Positive, Secon
 from megarl.rollouts.hubs.interpreter import Interpreter
 from megarl.rollouts.hubs.player import Player
 from megarl.rollouts.hubs.worker import Worker
+
+_Rows = dict[Literal["train", "eval"], dict[str, Any]]  # which tasks of a taskset (verifiers from 0.4 on) are those of a split
 
 
 class Verifiers(HubRollout):
@@ -24,6 +26,7 @@ class Verifiers(HubRollout):
         *,
         environment: str,
         args: dict[str, Any] = {},  # noqa: B006  it is never changed
+        rows: _Rows = {},  # noqa: B006
         python: str = "python",
         folder: str | None = None,
         variables: dict[str, str] = {},  # noqa: B006
@@ -38,7 +41,7 @@ class Verifiers(HubRollout):
         max_unanswered: Share = 0.1,
     ):
         """Raises: ConfigError with all problems of the arguments, also where the interpreter lacks the environment."""
-        interpreter = _interpreter(python, environment, args, folder, variables)
+        interpreter = _interpreter(python, environment, args, rows, folder, variables)
         if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
             raise ConfigError(problems)
         self.player = Player(
@@ -61,11 +64,13 @@ def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
 
     Args: arguments: rollout.args.
     """
-    own = {name: arguments[name] for name in ("python", "environment", "args", "folder", "variables") if name in arguments}
-    interpreter = _interpreter(**{"python": "python", "args": {}, "folder": None, "variables": {}, **own})
+    own = {name: arguments[name] for name in ("python", "environment", "args", "rows", "folder", "variables") if name in arguments}
+    interpreter = _interpreter(**{"python": "python", "args": {}, "rows": {}, "folder": None, "variables": {}, **own})
     return interpreter.run("rows", arguments.get("start_s", 300.0), files={split: str(path.absolute()) for split, path in files.items()})
 
 
-def _interpreter(python: str, environment: str, args: dict[str, Any], folder: str | None, variables: dict[str, str]) -> Interpreter:
-    asked, key = {"environment": environment, "args": args}, f"rollout.args.environment={environment}"
+def _interpreter(
+    python: str, environment: str, args: dict[str, Any], rows: _Rows, folder: str | None, variables: dict[str, str]
+) -> Interpreter:
+    asked, key = {"environment": environment, "args": args, "rows": rows}, f"rollout.args.environment={environment}"
     return Interpreter("inside_verifiers.py", python, key, asked, folder, {"VF_LOG_LEVEL": "ERROR", **variables})
