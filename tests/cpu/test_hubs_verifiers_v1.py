@@ -83,7 +83,7 @@ def test_turns_and_tools_of_an_episode_are_one_sequence_of_what_was_sampled(row:
     begin = "<bos><tools>calculator_add<system>Add.<user>2+1<assistant>"
     assert policy.asked == [begin, f"{begin}{called}<eos><tool>3<assistant>"]
     assert sample.text == f"{called}<eos><tool>3<assistant>3<eos>" and sample.reward == 0.75
-    sampled = [token for token, learned in zip(sample.token_ids, sample.mask, strict=True) if learned]
+    sampled = [token for token, learned in zip(sample.token_ids, sample.policy_mask, strict=True) if learned]
     assert sampled == [*TOKENIZER.encode_text(called), TOKENIZER.eos_id, *TOKENIZER.encode_text("3"), TOKENIZER.eos_id]
     assert sample.metrics["branches"] == 1 and sample.metrics["calls"] == 2
 
