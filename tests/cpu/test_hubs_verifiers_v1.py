@@ -93,7 +93,7 @@ def test_turns_and_tools_of_an_episode_are_one_sequence_of_what_was_sampled(row:
     [
         ("raises", "failed_environment", {}, "RuntimeError: the board is broken"),
         ("function", "failed_reward", {}, "TaskError: .*KeyError: 'rubric'"),
-        ("nan", "failed_reward", {}, r"not all finite numbers: \{'reward': nan"),
+        ("nan", "failed_reward", {}, r"not all finite numbers, with at most 32 names: \{'reward': nan"),
         ("late", "failed_deadline", {"deadline_s": 15.0}, "it took longer than 15 s"),
         ("hangs", "failed_worker", {"deadline_s": 15.0, "grace_s": 2.0, "retries": 0}, "it did not answer within 17 s"),
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),

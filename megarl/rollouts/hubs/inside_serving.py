@@ -91,6 +91,12 @@ def policy_of(episode, **settings):
     return openai.AsyncOpenAI(base_url=episode["url"], api_key=episode["key"], max_retries=0, http_client=plain, **settings)
 
 
+def metrics_of(found):
+    """Metrics by names that can be reported. A reward function may be called `reward`: what it says alone is not the episode's reward."""
+    metrics = {re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in found.items()}
+    return {"reward_" if name == "reward" else name: value for name, value in metrics.items()}
+
+
 def shown(error):
     cause = error.__cause__
     return (f"{type(error).__name__}: {error}" + (f" (from {type(cause).__name__}: {cause})" if cause else ""))[:SAID]

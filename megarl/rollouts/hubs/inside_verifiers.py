@@ -12,12 +12,11 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import sys
 import time
 
 import inside_verifiers_v1 as v1
-from inside_serving import SAID, Mistake, check_module, main, policy_of, shown, within
+from inside_serving import SAID, Mistake, check_module, main, metrics_of, policy_of, shown, within
 
 _CLEANING_S = 5.0
 _failed_functions = contextvars.ContextVar("reward functions that have failed")
@@ -149,9 +148,7 @@ class _Watched(logging.Handler):
 
 
 def _result(state):
-    """A reward function may be called `reward`: what it says alone is not the reward that the rubric makes of all."""
-    metrics = {re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in (state.get("metrics") or {}).items()}
-    return {"reward": state.get("reward"), "metrics": {"reward_" if name == "reward" else name: value for name, value in metrics.items()}}
+    return {"reward": state.get("reward"), "metrics": metrics_of(state.get("metrics") or {})}
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ import dataclasses
 import importlib.util
 import json
 import os
-import re
 import time
 import uuid
 from typing import Any
 
-from inside_serving import Mistake, check_module, shown, within
+from inside_serving import Mistake, check_module, metrics_of, shown, within
 
 _CLEANING_S = 10.0
 _SPLIT_FIELDS = "include, exclude, shuffle, seed, skip, limit and taskset"
@@ -198,7 +197,7 @@ def _result(loaded, episode):
         return {"kind": "deadline" if trace.is_timeout else "reward", "error": why}
     scores = {name: reward.score for name, reward in trace.rewards.items()}
     metrics = {**scores, **{name: value for name, value in trace.metrics.items() if value is not None}}
-    return {"reward": trace.reward, "metrics": {re.sub(r"\W", "_", name, flags=re.ASCII): value for name, value in metrics.items()}}
+    return {"reward": trace.reward, "metrics": metrics_of(metrics)}
 
 
 def _line(error):
