@@ -60,11 +60,12 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
         spec, _, _ = engine(model, tp=replicas, dp_attention=replicas)
         group.start(spec)
         deadline = time.monotonic() + STARTED_S
-        while not schedulers(group):
+        seen: list[psutil.Process] = []
+        while not (lasting := [each for each in schedulers(group) if each in seen]):  # others are on their way to becoming one
             assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(10 * LOOK_S)  # until it is known
-        killed = schedulers(group)[0]  # on a busy host, what was found first may have gone: it was on its way to becoming one
+            seen = schedulers(group)
+            time.sleep(10 * LOOK_S if seen else 0.01)  # until it is known
+        killed = lasting[0]
         processes = {child.pid for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True)}
         killed.kill()
         ended = failure(group, ENDED_S)
