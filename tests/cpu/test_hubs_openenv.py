@@ -171,6 +171,12 @@ def test_a_server_that_is_full_is_asked_again():
     assert [sample.reward for sample in samples] == [1.5] * 5 and not any(sample.metrics["other_starts"] for sample in samples)
 
 
+def test_steps_without_a_reward_are_counted_and_so_is_one_that_is_not_a_number(boards: Played):
+    [sample] = boards(Saying("ab"), {"reset": {"kind": "nan"}}).samples
+    assert sample.reward == 0.25 + 0.75 and sample.metrics["env_unrewarded"] == 1
+    assert boards(Saying("ab"), {"reset": {}}).samples[0].metrics["env_unrewarded"] == 0
+
+
 def test_episodes_of_a_row_that_do_not_begin_alike_are_counted(boards: Played):
     samples = boards(Saying("ab"), {"reset": {"kind": "deaf"}}, n=3).samples
     assert [sample.metrics["other_starts"] for sample in samples] == [1.0] * 3

@@ -58,6 +58,7 @@ def test_reward_and_metrics_are_the_environments():
         ("large", "failed_reward", {}, "there can be 32768"),
         ("many", "failed_reward", {}, "with at most 32 names"),
         ("hangs", "failed_worker", {"deadline_s": 8.0, "grace_s": 2.0, "retries": 0}, "it did not answer within 10 s"),
+        ("leaves", "failed_worker", {"deadline_s": 8.0, "grace_s": 2.0, "retries": 0}, "it did not answer within 10 s"),
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
     ],
 )

@@ -41,18 +41,22 @@ class _Course:
     rewards: list
     steps: int = 0
     refused: int = 0  # actions that the environment did not take
+    unrewarded: int = 0  # steps
 
     def take(self, result):
         self.steps += 1
         self.ended = bool(result.done)
-        if result.reward is not None:
+        if result.reward is None:
+            self.unrewarded += 1
+        else:
             self.rewards.append(float(result.reward))
 
     def told(self, how):
         if not self.rewards:
             return {"kind": "reward", "error": f"none of its {self.steps} steps had a reward", "start": self.start}
         reward = math.fsum(self.rewards) if how == "sum" else self.rewards[-1]
-        metrics = {"env_steps": self.steps, "env_refused": self.refused, "env_ended": float(self.ended)}
+        # A reward that is NaN comes as none: servers write it as null.
+        metrics = {"env_steps": self.steps, "env_refused": self.refused, "env_ended": float(self.ended), "env_unrewarded": self.unrewarded}
         return {"reward": reward, "metrics": metrics, "start": self.start}
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _MOST_LINE_BYTES = 1 << 26  # what the worker says of each episode has at most 1 << 15
 _TAIL_BYTES = 4096
 _NO_LIMIT_BYTES = 1 << 62  # more than a machine has, and what setrlimit takes
@@ -139,12 +141,17 @@ class Worker:
         await asyncio.shield(self._begin_end(process, why))
 
     async def _kill(self, process: _Process, why: str) -> None:
-        """Its whole session; whoever waits for it hears why. Without a reason it has ended by itself, and its status says how."""
+        """Its whole session, and what it has started in others; whoever waits for it hears why. Without a reason it has ended by itself,
+        and its status says how."""
         if not why:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.running.wait(), _EXIT_S)
+        started = _started_by(process.running.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.running.pid, signal.SIGKILL)
+        for each in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         status = await process.running.wait()
         printed, reads = process.tasks
         await asyncio.wait({printed}, timeout=1.0)  # a process that has left the session may hold the pipe open
@@ -157,6 +164,14 @@ class Worker:
         for answer in process.waiting.values():
             if not answer.done():
                 answer.set_exception(WorkerFailed(process.gone))
+
+
+def _started_by(pid: int) -> list[psutil.Process]:
+    """Its descendants; none are known if it has ended."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:

@@ -44,7 +44,7 @@ class Boards(Environment):
             os._exit(3)
         if self.kind == "late":
             time.sleep(1000)
-        reward = None if self.kind == "poor" else 0.25 * self.moves
+        reward = None if self.kind == "poor" else float("nan") if self.kind == "nan" and self.moves == 2 else 0.25 * self.moves
         return Board(board=action.text[::-1] * action.times, reward=reward, done=self.moves == 3)
 
     async def step_async(self, action, timeout_s=None):  # one that takes long holds up the whole server

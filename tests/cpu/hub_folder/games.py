@@ -23,6 +23,9 @@ class Game(vf.Environment):
         said = answer.choices[0].message.content
         if self.kind == "raises":
             raise RuntimeError("the board is broken")
+        if self.kind == "leaves":
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            time.sleep(1000)
         if self.kind == "dies":
             os._exit(3)
         if self.kind == "halves":
