@@ -120,6 +120,14 @@ class Cluster:
         """Processes that jobs run now, on `node` or on all."""
         return [process for process in psutil.process_iter() if self._runs_here(process, node)]
 
+    def commands(self) -> list[list[str]]:
+        """What these processes run; one that ends meanwhile is left out."""
+        found = []
+        for process in self.tasks():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(process.cmdline())
+        return found
+
     def _runs_here(self, process: psutil.Process, node: str | None = None) -> bool:
         """Slurm names cluster and node in the environment of all that it starts."""
         try:

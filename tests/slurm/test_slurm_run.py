@@ -97,7 +97,7 @@ def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path)
     warm_start = make_model(tmp_path / "hf")  # as if it had been made by another run
     overrides = [f"run_dir={tmp_path / 'run'}", f"sft.output={warm_start}", *OVERRIDES]
     job = submit(cluster, tmp_path / "log", *overrides, options=TWO_COMPONENTS)
-    wait_until(lambda: sum("megarl.generator.server" in task.cmdline() for task in cluster.tasks()) >= 2, "two engines", 90)
+    wait_until(lambda: sum("megarl.generator.server" in command for command in cluster.commands()) >= 2, "two engines", 90)
     cluster.run(["scancel", str(job)])
     assert cluster.wait(job, ENDED, 60) == "CANCELLED"
     wait_until(lambda: not cluster.tasks(), "the end of all processes", 40)
