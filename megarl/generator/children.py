@@ -25,6 +25,7 @@ class Children:
     def __init__(self) -> None:
         self._ended_before = ended_for_memory()
         self._known: dict[int, BaseProcess] = {}
+        self._telling, self._told = threading.Lock(), False
 
     def watch(self) -> None:
         """Starts to watch them, in a thread."""
@@ -37,16 +38,23 @@ class Children:
             if time.monotonic() > deadline:
                 return
             time.sleep(LOOK_S / 5)
-        pid, code = dead
-        why = cause(code, self._ended_before)
-        print(f"process {pid} of this engine {how(code)}{why and f': {why}'}", file=sys.stderr, flush=True)
+        self._tell(*dead)
+        code = dead[1]
         os._exit(128 - code if code < 0 else code)
 
     def _watch(self) -> None:
-        while self._dead() is None:
+        while (dead := self._dead()) is None:
             time.sleep(LOOK_S)
+        self._tell(*dead)  # now, since SGLang may kill this process too
         time.sleep(GRACE_S)
         self.end_with_the_dead(0.0)
+
+    def _tell(self, pid: int, code: int) -> None:
+        """Why this process ends, once."""
+        with self._telling:
+            if not self._told:
+                self._told, why = True, cause(code, self._ended_before)
+                print(f"process {pid} of this engine {how(code)}{why and f': {why}'}", file=sys.stderr, flush=True)
 
     def _dead(self) -> tuple[int, int] | None:
         """The pid and exit code of the first child that has failed; None if none has."""

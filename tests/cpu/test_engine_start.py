@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
@@ -39,8 +40,11 @@ def engine(model: Path, before: Sequence[str] = (), **sizes: int) -> tuple[Proce
 
 
 def schedulers(group: ProcessGroup) -> list[psutil.Process]:
-    children = psutil.Process(group._children["engine.0"].pid).children(recursive=True)
-    return [child for child in children if "scheduler" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            found += [child] if "scheduler" in " ".join(child.cmdline()) else []
+    return found
 
 
 def failure(group: ProcessGroup, within_s: float) -> ProcessFailed:
@@ -69,7 +73,9 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
         processes = {child.pid for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True)}
         killed.kill()
         ended = failure(group, ENDED_S)
-    assert ended.how == "engine.0 exited with status 137: one of its processes was killed by SIGKILL" and ended.signalled
+    # SGLang may kill the engine before that can end with the status of its child, which is told in either case.
+    endings = ("engine.0 exited with status 137: one of its processes was killed by SIGKILL", "engine.0 was killed by SIGKILL")
+    assert ended.how in endings and ended.signalled
     # A process between may be killed by SGLang before it can name the scheduler.
     named = {int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", str(ended))}
     assert named and named <= ({killed.pid} if replicas == 1 else processes)
